@@ -1,6 +1,6 @@
 """The counters and spans of a producer's requests, for Prometheus (`lmpool[metrics]`) and OpenTelemetry.
 
-Imports the shared folders only, so that the client folder can count and trace.
+This file imports only the shared folders, so that the files of `client` can import it.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _LABELS = {"cache_hits": "cache_hit"}
 class ProducerStats:
     """Counts a producer's requests to the model's workers by their outcome.
 
-    A request asks for one row. The calls of a trie make requests too: for a prompt's row where they need one, and for
-    node values where the model's workers compute tries. Requests to trie workers are not counted. Neither is a call
-    that fails before the producer has connected or because its arguments are invalid.
+    A request is for one row, or one result from a row. Calls of a trie make requests too: for a prompt's row, and for
+    node values that the model's workers compute. Requests to trie workers are not counted. Calls that fail before the
+    producer has connected, or because of invalid arguments, are not counted either.
 
     Attributes:
-        requests: all requests. Each one that has ended is also counted in one of the other attributes.
-        local_hits: served from the producer's own memory.
-        cache_hits: served from the pool's cache, in Redis or in shared memory.
-        joined: served together with a request for the same prompt that was in flight in this or another process.
-        computed: computed by a worker. A worker may compute one row for several queries about a prompt, and each of
-            these is counted here.
-        failed: ended with an exception, or cancelled.
+        requests: number of all requests. A request that has ended is also counted in one of the other attributes.
+        local_hits: number of requests served from the producer's own memory.
+        cache_hits: number of requests served from the pool's cache, in Redis or in shared memory.
+        joined: number of requests that joined an earlier request for the same prompt, of this or another process.
+        computed: number of requests computed by a worker. A worker may compute one row for several queries about a
+            prompt; each query is counted.
+        failed: number of requests that ended with an exception or were cancelled.
     """
 
     requests: int = 0
@@ -61,14 +61,14 @@ class ProducerStats:
 
 @dataclass(slots=True)
 class Counters:
-    """Counters and histograms of one producer. Its event loop updates them; any thread may read them.
+    """Counters and histograms of one producer, which its event loop updates; any thread may read them.
 
     Attributes:
         cache: the producer's own row cache.
-        seconds: outcome -> durations of the requests that ended with it. Each request is in one histogram.
+        seconds: outcome -> durations of the requests with this outcome. Each request is in one histogram.
         failures: name of the exception, or "cancelled" -> number of requests.
         fetched_bytes: bytes of encoded rows and query results received from the server.
-        shared: reads of rows in shared memory.
+        shared: counts of reads of rows in shared memory.
         model: name of the model, "" until the producer has connected.
     """
 
@@ -108,7 +108,7 @@ _VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
 class ProducerCollector:
     """Exports the metrics of producers to prometheus_client: `registry.register(ProducerCollector(producer))`.
 
-    A registry takes one collector. A process with producers of several models passes all of them to it.
+    A registry takes only one such collector: a process with several producers passes all producers to one collector.
 
     Args:
         producers: `Producer` or `SyncProducer` objects, each of a different model.
@@ -136,7 +136,7 @@ class ProducerCollector:
             ((gauge if kind == "gauge" else counter)(f"lmpool_producer_{name}", text, labels=each), read)
             for name, kind, text, read in _VALUES
         ]
-        # At most one producer per model: Prometheus rejects a page that repeats labels.
+        # Export at most one producer per model: Prometheus rejects a page that repeats labels.
         for model, counters in {counters.model: counters for counters in self._counters}.items():
             for name, histogram in counters.seconds.items():
                 labels = (model, _LABELS.get(name, name))
@@ -151,11 +151,11 @@ class ProducerCollector:
 
 
 class TracedCall:
-    """One call of the program, with its span.
+    """One traced call of a producer, with its span.
 
     Attributes:
-        traceparent: context of the span for jobs; "" if there is none.
-        requests: the pending requests that the call waits for, and whether the call started them.
+        traceparent: context of the span, which is sent with jobs, or "" if the span has no context.
+        requests: the pending requests that the call waits for, each with whether this call started it.
     """
 
     __slots__ = ("requests", "span", "traceparent")
@@ -173,7 +173,7 @@ class Traces:
     """Makes the spans of one producer, with the tracer provider that the program has set up.
 
     Args:
-        model: name of the model; None if the program did not name one.
+        model: name of the model, or None if the program did not name a model.
 
     Raises:
         SettingsError: the API of OpenTelemetry is not installed.
@@ -189,10 +189,10 @@ class Traces:
 
     @contextmanager
     def span(self, operation: str) -> Iterator[None]:
-        """Trace one call of the method `operation`; the requests that it starts carry its context."""
+        """Trace one call of the method `operation`; the jobs of its requests carry the context of the span."""
         attributes = {**self._attributes, "messaging.operation.name": operation}
         kind = self._api.SpanKind.CLIENT
-        # The SDK would record the text of an exception, which may quote the prompt.
+        # OpenTelemetry's SDK would record the text of an exception, which may quote the prompt.
         quiet = {"record_exception": False, "set_status_on_exception": False}
         with self._tracer.start_as_current_span(f"lmpool.{operation}", None, kind, attributes, **quiet) as span:
             carrier: dict[str, str] = {}
@@ -216,7 +216,7 @@ class Traces:
 
     @staticmethod
     def note(request: Any, is_new: bool) -> None:
-        """Record that the current call waits for a request; link the call to the one that started the request."""
+        """Record that the current call waits for a request; link the call to the call that started it."""
         call = _current_call.get()
         if call is None:
             return
@@ -228,7 +228,7 @@ class Traces:
 
     @staticmethod
     def mark(requests: Sequence[Any], jobs: Sequence[bytes]) -> list[bytes]:
-        """Add the context of its call to each packed job."""
+        """Add to each packed job the trace context of the call that started its request."""
         return [
             with_traceparent(job, request.call.traceparent) if request.call and request.call.traceparent else job
             for request, job in zip(requests, jobs, strict=True)

@@ -19,14 +19,14 @@ from lmpool.settings import check_choice, check_kind, check_known, check_number,
 
 
 class DrawOptions(TypedDict, total=False):
-    """How tokens are sampled.
+    """Options of all calls that sample tokens.
 
     Attributes:
         temperature: divides the log-probabilities (default 1); 0 selects the most likely token.
-        top_p: sample only from the most likely tokens, as few as have at least this total probability (default 1: all
-            tokens).
-        seed: the same seed samples the same tokens from the same rows on every machine; None, the default, samples
-            different tokens in every call (`lmpool.protocol.query.sample`).
+        top_p: sample only from the smallest set of most likely tokens with at least this total probability (default 1:
+            all tokens).
+        seed: the same seed samples the same tokens from the same rows on every machine; a seed of None, the default,
+            samples different tokens in every call (`lmpool.protocol.query.sample`).
         adapter: as for `Producer.logprobs`.
         timeout: as for `Producer.logprobs`.
     """
@@ -39,20 +39,20 @@ class DrawOptions(TypedDict, total=False):
 
 
 class SampleOptions(DrawOptions, total=False):
-    """Options of `Producer.sample` and `Producer.batch_sample`: the options of `DrawOptions`, and one more.
+    """Options of `Producer.sample` and `Producer.batch_sample`: the options of `DrawOptions`, and `allowed`.
 
     Attributes:
-        allowed: sample only from these tokens, as for `Producer.topk`. Their probabilities are scaled to a sum of 1.
+        allowed: sample only from these tokens, as for `Producer.topk`; their probabilities are scaled to a sum of 1.
     """
 
     allowed: Any
 
 
 class GenerateOptions(DrawOptions, total=False):
-    """Options of `Producer.generate` and `Producer.batch_generate`: the options of `DrawOptions`, and one more.
+    """Options of `Producer.generate` and `Producer.batch_generate`: the options of `DrawOptions`, and `stop`.
 
-    The token at index i is the token that `Producer.sample` returns with `seed` + i. `timeout` is for the whole
-    continuation.
+    The token at index i of a continuation is the token that `Producer.sample` returns with `seed` + i. `timeout` is for
+    the whole continuation.
 
     Attributes:
         stop: token ids, or sequences of token ids, that end a continuation. The continuation includes them.
@@ -67,10 +67,10 @@ class PositionOptions(TypedDict, total=False):
     Exactly one of `top`, `targets`, `full` and `logz` selects the values.
 
     Attributes:
-        top: the number of most likely tokens, 1 to V.
-        targets: the entries of these token ids.
-        full: True for whole rows.
-        logz: True for the logarithm of the sum of the exponentials of the logits, float32 (n,).
+        top: return this number of most likely tokens, 1 to V.
+        targets: return the entries of these token ids.
+        full: True to return whole rows.
+        logz: True to return the logarithm of the sum of the exponentials of the logits, float32 (n,).
         mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
         adapter: as for `Producer.logprobs`.
         timeout: as for `Producer.logprobs`.
@@ -97,12 +97,12 @@ check_flag = partial(check_kind, kind=bool, what="True or False")
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of numpy as a number of Python; other values stay as they are."""
+    """Return a scalar of numpy as a number of Python; other values stay unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 def check_whole(name: str, value: Any, low: int, high: int | None = None, note: str = "") -> int:
-    """Return a whole number, of Python or numpy, from `low` to `high`."""
+    """Check that `value` is a whole number, of Python or numpy, from `low` to `high`, and return it as an int."""
     return int(check_number(name, _plain(value), low, high, note=note))
 
 
@@ -116,7 +116,7 @@ def check_start(start: Any, text: Prompt) -> Prompt:
 
 
 def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
-    """Return the values that are wanted at every position."""
+    """Convert the options of `Producer.positions` to the values that are requested at every position."""
     check_known(options, PositionOptions.__annotations__)
     top, targets, mode = options.get("top"), options.get("targets"), check_mode(options.get("mode", "logprobs"))
     full, logz = (check_flag(name, options.get(name, False)) for name in ("full", "logz"))
@@ -130,8 +130,8 @@ def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
 
 
 def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[int]:
-    """Return the token ids whose entries a caller wants."""
-    # A list of ids, the usual case, does not need numpy, which would take several times as long.
+    """Return the token ids in `targets`, whose entries a caller requests."""
+    # Check a list of ids, the usual case, without numpy, which would take several times as long.
     if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
         targets = _read_ids(targets, 1, name).tolist()
     low, high = min(targets), max(targets)
@@ -142,7 +142,7 @@ def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[i
 
 
 def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
-    """Return the targets of each of `count` prompts, and how many each prompt has.
+    """Return the targets of each of `count` prompts, and the number of targets per prompt.
 
     `targets` are ids for all prompts, or one list of ids for each prompt, all of the same length.
     """
@@ -167,7 +167,7 @@ def _read_ids(targets: Any, max_axes: int, name: str) -> NDArray[Any]:
 
 
 def read_allowed(allowed: Any, vocab_size: int, k: int = 1) -> Allowed:
-    """Return the tokens that a query may return; refuses a set with fewer than `k` members, if they are known here.
+    """Return the tokens that a query may return; refuses a set with fewer than `k` members, if this process has them.
 
     `allowed` is None for all tokens; a `TokenSet` or its name, 32 hexadecimal digits; bools (V,); bits as in
     `TokenSet.bits`; or token ids.
@@ -208,12 +208,12 @@ def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
 
 
 def for_one(allowed: Any) -> Any:
-    """Return `allowed` of one prompt as a batch of one prompt takes it."""
+    """Convert `allowed` of a call for one prompt to the form for a batch of one prompt."""
     return allowed if allowed is None or isinstance(allowed, (int, np.integer)) else [allowed]
 
 
 def read_batch_allowed(allowed: Any, count: int, vocab_size: int, k: int = 1) -> list[Allowed]:
-    """As `read_allowed`, for `count` prompts: one set for all of them, or a list or bools (n, V) with one for each."""
+    """As `read_allowed`, for `count` prompts: one set for all prompts, or a list or bools (n, V), one set for each."""
     is_list = isinstance(allowed, (list, tuple)) and bool(allowed) and not isinstance(allowed[0], (int, np.integer))
     if not is_list and getattr(allowed, "ndim", 1) != 2:
         return [read_allowed(allowed, vocab_size, k)] * count
@@ -235,7 +235,7 @@ def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
 
 
 def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
-    """Return the number of tokens to generate. All but the last must fit behind the prompt."""
+    """Return the number of tokens to generate; raises PromptTooLong if the prompt is too long for this number."""
     count, length = check_whole("max_tokens", max_tokens, 1), len(prompt.ids) // 4
     if (room := max_prompt_tokens - length + 1) < count:
         raise PromptTooLong(f"max_tokens: {count} after a prompt of {length} tokens: this model has room for {room}")
@@ -243,7 +243,7 @@ def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
 
 
 def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
-    """Return how a token is sampled; the seed is 0 if it is None."""
+    """Check and return the sampling options; the returned seed is 0 if `seed` is None."""
     check_number("temperature", temperature := _plain(temperature), 0, 1_000_000, whole=False)
     check_number("top_p", top_p := _plain(top_p), 0, 1, whole=False)
     if top_p == 0:
@@ -253,6 +253,6 @@ def read_sampling(temperature: Any, top_p: Any, seed: Any) -> Sampling:
 
 
 def read_drawing(options: DrawOptions, kind: Any) -> Sampling:
-    """Return how a token is sampled with the options of the TypedDict `kind`."""
+    """Check the options of a call against the TypedDict `kind`, and return its sampling options."""
     check_known(options, kind.__annotations__)
     return read_sampling(options.get("temperature", 1.0), options.get("top_p", 1.0), options.get("seed"))

@@ -34,7 +34,7 @@ class PartialRows:
     is computed for a result is cached for all clients.
 
     All calls take prompts (`ids`), `adapter`, `mode` and `timeout` like `Producer.logprobs`, and raise the same
-    exceptions. A call for several prompts checks all of them before it sends the first, and ends with the first
+    exceptions. A call for several prompts checks all prompts before it sends one, and ends with the first
     failure. The text of a failure of one prompt begins with its index, such as "prompts[3]: ".
     """
 
@@ -53,12 +53,12 @@ class PartialRows:
         adapter: str = "",
         timeout: float | None = None,
     ) -> TopK:
-        """Return the `k` most likely tokens, the most likely first. Ties are in the order of their ids.
+        """Return the `k` most likely tokens, the most likely first. Tokens of equal value are ordered by id.
 
         Args:
             k: number of tokens, 1 to V.
-            allowed: choose from these tokens only: their ids, or bools (V,), or bits (bytes; the lowest bit of the
-                first byte is token 0), or a set made by `token_set`, or its name. Their values are those of the row.
+            allowed: choose only from these tokens, given as ids, bools (V,), bits (bytes; the lowest bit of the first
+                byte is token 0), a set made by `token_set`, or the name of a set. The values are those of the row.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
@@ -68,7 +68,7 @@ class PartialRows:
         """
         values = arguments.check_mode(mode)
 
-        # Not a batch of one, which takes 1.5 times as long for a row in this process's memory.
+        # Do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
         async def ask(queries: Queries) -> TopK:
             prompt, count = queries.encode(ids), arguments.check_k(k, queries.vocab_size)
             tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
@@ -88,7 +88,7 @@ class PartialRows:
     ) -> TopK:
         """As `topk`, for n prompts: both arrays have the shape (n, k).
 
-        `allowed` is one set for all prompts, or a list or bools (n, V) with one set for each prompt.
+        `allowed` is one token set for all prompts, or a list or bools (n, V) with one set for each prompt.
         """
         listed, values = list_prompts(prompts), arguments.check_mode(mode)
 
@@ -125,14 +125,14 @@ class PartialRows:
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
     async def mass(self, ids: Any, allowed: Any, *, adapter: str = "", timeout: float | None = None) -> float:
-        """Return the logarithm of the probability that the next token is one of a set; -inf if it cannot be.
+        """Return the logarithm of the probability that the next token is in a set; -inf if the probability is 0.
 
         Args:
-            allowed: the set, as for `topk`.
+            allowed: the token set, as for `topk`.
 
         Raises:
-            SettingsError: the set is empty, or of another vocabulary.
-            UnknownTokenSet: the pool has no set of this name.
+            SettingsError: the set is empty, or was made for another vocabulary.
+            UnknownTokenSet: the pool has no token set of this name.
         """
         return float((await self.batch_mass([ids], arguments.for_one(allowed), adapter=adapter, timeout=timeout))[0])
 
@@ -155,8 +155,8 @@ class PartialRows:
     async def token_set(self, allowed: Any, *, timeout: float | None = None) -> TokenSet:
         """Store a token set in the pool, so that queries carry its name of 17 bytes instead of its members.
 
-        The pool keeps the set for a day. A client with the `TokenSet` stores it again when the pool has evicted it; a
-        client with only its name (`TokenSet.name.hex()`) then gets `UnknownTokenSet`. `allowed` is as for `mass`.
+        The pool keeps the set for a day. If the pool has evicted the set, a client with the `TokenSet` stores it
+        again; a client with only its name (`TokenSet.name.hex()`) gets `UnknownTokenSet`. `allowed` is as for `mass`.
         """
 
         async def ask(queries: Queries) -> TokenSet:
@@ -174,13 +174,13 @@ class PartialRows:
         """Generate continuations of a prompt, one request for each: a worker samples one token after the other.
 
         Args:
-            max_tokens: max tokens per continuation, at least 1. All but the last must fit behind the prompt.
+            max_tokens: max tokens per continuation, from 1 to `model.max_prompt_tokens` - len(ids) + 1.
             n: number of continuations; continuation i is sampled with `seed` + i * 2**32.
             options: see `GenerateOptions`.
 
         Returns:
-            for each continuation its token ids, int64 (m,), m <= `max_tokens`, and their log-probabilities in their
-            rows, float32 (m,), whatever the temperature.
+            for each continuation the token ids, int64 (m,), m <= `max_tokens`, and the log-probabilities of these
+            tokens in the rows, float32 (m,), which do not depend on the temperature.
 
         Raises:
             SettingsError: an option is unknown or out of range.
@@ -218,16 +218,16 @@ class PartialRows:
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """Return the log-probability of each token of a continuation, after the prompt and the tokens before it.
+        """Return the log-probability of each token of a continuation, given the prompt and all earlier tokens.
 
-        A backend that supports it (`model.positions`) runs one forward; otherwise the rows of all prefixes are
-        computed. Forwards of different lengths round differently: in float32 the result agrees with rows to about 1e-4.
+        A backend with `model.positions` runs one forward pass; other backends compute the rows of all prefixes. Forward
+        passes of different lengths round differently, so float32 results agree with rows to about 1e-4.
 
         Args:
             continuation: token ids, at least one. Prompt and continuation must fit the model's longest prompt.
 
         Returns:
-            float32 of shape (m,), one value per token. The sum of log-probabilities is that of the continuation.
+            float32 (m,), one value per token. Log-probabilities add up to the log-probability of the continuation.
         """
         return (await self.batch_score([prompt], [continuation], mode=mode, adapter=adapter, timeout=timeout))[0]
 
@@ -240,7 +240,7 @@ class PartialRows:
         adapter: str = "",
         timeout: float | None = None,
     ) -> list[NDArray[np.float32]]:
-        """As `score`, for n prompts with one continuation each; SettingsError if their numbers differ."""
+        """As `score`, for n prompts and n continuations; raises SettingsError if their numbers differ."""
         first_ids, second_ids, values = list_prompts(prompts), list_prompts(continuations), arguments.check_mode(mode)
 
         async def ask(queries: Queries) -> list[NDArray[np.float32]]:
@@ -258,10 +258,10 @@ class PartialRows:
         return await self._request(adapter, timeout, ask)
 
     async def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:
-        """Return the model's predictions at every position of a text from `start` on: at position i after ids[: i + 1].
+        """Return the model's predictions at every position of a text from `start` on, at position i given ids[: i + 1].
 
-        A backend that supports it (`model.positions`) runs one forward; otherwise each position is a prompt of its own.
-        Forwards of different lengths round differently: in float32 the result agrees with rows to about 1e-4.
+        A backend with `model.positions` runs one forward pass; other backends compute a row for each position. Forward
+        passes of different lengths round differently, so float32 results agree with rows to about 1e-4.
 
         Args:
             ids: a text of N tokens.
@@ -269,8 +269,8 @@ class PartialRows:
             options: see `PositionOptions`; exactly one of `top`, `targets`, `full` and `logz` is required.
 
         Returns:
-            with `top` log-probabilities, float32 (n, top), and token ids, int64 (n, top), n = N - start, as `topk`
-            orders them; otherwise log-probabilities, float32 (n, m) or (n, V).
+            with `top`, log-probabilities, float32 (n, top), and token ids, int64 (n, top), n = N - start, the most
+            likely first; otherwise log-probabilities, float32 (n, m) for m targets, or (n, V).
 
         Raises:
             SettingsError: `start` or `top` is out of range, or not exactly one of the four options is given.
@@ -295,9 +295,9 @@ class PartialRows:
     async def stream_positions(
         self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]
     ) -> AsyncIterator[Positions]:
-        """As `positions`, in parts of at most 8 MiB, in order, for results that do not fit in memory.
+        """As `positions`, but yield the result in parts of at most 8 MiB, for results that do not fit in memory.
 
-        `timeout` applies to each part. ModelMismatch: the model or the adapter has changed since the part before.
+        `timeout` applies to each part. Raises ModelMismatch if the model or adapter changes between two parts.
         """
         parts: list[range] = []
         version: tuple[str, str] | None = None
@@ -326,7 +326,7 @@ class PartialRows:
             at += 1
 
     async def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
-        """Return the logarithm of the sum of the exponentials of the logits: the row is the logits minus it."""
+        """Return logZ, the logarithm of the sum of the exponentials of the logits: the row is the logits minus logZ."""
         return float((await self.batch_logz([ids], adapter=adapter, timeout=timeout))[0])
 
     async def batch_logz(
@@ -346,14 +346,14 @@ class PartialRows:
     ) -> NDArray[Any]:
         """Return the last hidden states of a text from position `start` on, from which the head computes rows.
 
-        For clients with an accelerator of their own: `await producer.head()` returns the weights that turn them into
-        rows. At V = 128,000 they take about thirty times fewer bytes than rows.
+        A client with its own accelerator can compute rows from hidden states and the weights of `producer.head()`. At
+        V = 128,000, hidden states take about thirty times fewer bytes than rows.
 
         Returns:
-            (N - start, d) in the model's dtype, or in float32 for a bfloat16 model, because numpy has no bfloat16.
+            (N - start, d) array in the model's dtype; float32 for a bfloat16 model, because numpy has no bfloat16.
 
         Raises:
-            SettingsError: `start` is out of range, or the backend does not support it (`producer.model.hidden` is 0).
+            SettingsError: `start` is out of range, or the backend returns no hidden states (`model.hidden` is 0).
         """
 
         async def ask(queries: Queries) -> NDArray[Any]:
@@ -367,7 +367,7 @@ class PartialRows:
         The producer fetches the head once, in parts of 8 MiB, and keeps it until the model changes.
 
         Raises:
-            SettingsError: the backend does not support it (`producer.model.hidden` is 0).
+            SettingsError: the backend does not return the head (`producer.model.hidden` is 0).
         """
 
         async def ask(queries: Queries) -> Head:
@@ -376,10 +376,10 @@ class PartialRows:
         return await self._request("", timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
-        """Have a prompt's row computed and cached, without receiving it.
+        """Have a worker compute and cache a prompt's row, without receiving the row.
 
-        The worker that computes the row also keeps its keys and values for prompts that extend it. A cached row is not
-        computed again, so no worker then has the keys and values.
+        The worker that computes the row also keeps the prompt's keys and values, for prompts that extend this prompt. A
+        row that is already cached is not computed again, and then possibly no worker has its keys and values.
         """
 
         async def ask(queries: Queries) -> None:
@@ -399,7 +399,7 @@ class PartialRows:
         work = self._sessions.request(adapter, deadline, lambda session, name: ask(Queries(session, name, deadline)))
         if self._traces is None:
             return await work
-        # `PartialRows.batch_topk.<locals>.ask` -> batch_topk
+        # Example: from `PartialRows.batch_topk.<locals>.ask`, take the name `batch_topk`.
         operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2].lstrip("_")
         with self._traces.span(operation):
             return await work

@@ -39,36 +39,36 @@ from lmpool.vocabulary import Vocabulary
 
 
 class Producer(CopiedAsItself, PartialRows):
-    """Requests rows from a pool, and less or more than rows (see `PartialRows`).
+    """Requests rows from a pool, and results that are less or more than a row (see `PartialRows`).
 
-    Use it as an async context manager, or without one: the first request connects. One producer serves any number of
-    concurrent calls, and can be used in several `asyncio.run` calls one after the other.
+    Use a producer as an async context manager, or directly: its first request connects. One producer serves any number
+    of concurrent calls, and can be used in several `asyncio.run` calls one after the other.
 
     A pickle contains the arguments below, including a password in the URL, but no rows and no connections. The
     unpickled producer connects to the same model with its first request. A copy of a producer is the producer itself.
 
     Args:
-        model: name of a served model; None for the only one that is served. The name `trie` is reserved for trie
+        model: name of a served model, or None if the pool serves only one model. The name `trie` is reserved for trie
             workers.
-        redis: URL, or a redis-py client whose address and credentials are used; None for the environment's
-            `LMPOOL_REDIS_URL`, or else this user's embedded server.
+        redis: URL of the server, or a redis-py client whose address and credentials are used, or None for the
+            environment's `LMPOOL_REDIS_URL`, or else this user's embedded server.
         timeout: seconds that a request may take, unless the call overrides it.
         cache_bytes: max bytes of rows in this producer's own memory; 0 keeps none. Rows in this machine's shared memory
             are kept from their second use on.
         prefix: prefix of the pool's Redis keys.
-        when_full: "wait": requests wait until their deadline while the model's queue is full. "raise": they raise
-            QueueFull at once.
-        when_absent: "wait": opening and requests wait until their deadline while the server cannot be reached or no
-            worker serves the model. "raise": they raise UnknownModel and ServerUnreachable at once, and NoWorker when
-            the last worker has been missing for a lease (5 s at least).
-        priority: "interactive": clients share the workers' time. "bulk": for work without a waiting user, such as a
-            file of texts; its prompts come after all interactive ones, and get at least a sixteenth of the time.
+        when_full: with "wait", requests wait until their deadline while the model's queue is full. With "raise",
+            requests raise QueueFull at once.
+        when_absent: with "wait", `open` and requests wait until their deadline while the server cannot be reached or no
+            worker serves the model. With "raise", both raise UnknownModel or ServerUnreachable at once, and NoWorker
+            when the last worker has been missing for a lease (5 s at least).
+        priority: with "interactive", workers take prompts from all clients in turn. With "bulk", for work such as a
+            file of texts, workers take interactive prompts first, but bulk prompts get at least 1/16 of the time.
         keep_answers: whether results of queries (top-k tokens, samples, scores, positions) stay in the pool's cache for
-            a minute. False removes each result once it has been read, so that a program with a million texts does not
-            fill the server.
-        tracing: whether each call has an OpenTelemetry span whose context is sent with its jobs. This needs
-            `lmpool[tracing]` and a tracer provider that the program sets up. None reads `LMPOOL_TRACING`, 1 or 0, from
-            the environment. Calls of tries and changes of adapters have no spans.
+            a minute. With False, each result is removed once it has been read, so that a million texts do not fill the
+            server's memory.
+        tracing: whether each call has an OpenTelemetry span whose context is sent with its jobs. Tracing needs
+            `lmpool[tracing]` and a tracer provider that the program sets up. None means the
+            environment's `LMPOOL_TRACING`, 1 or 0. Calls of tries and changes of adapters have no spans.
 
     Raises:
         SettingsError: an argument is malformed.
@@ -123,8 +123,8 @@ class Producer(CopiedAsItself, PartialRows):
         self._counters = Counters(self._stats, self._cache)
         options = (when_full, when_absent, priority, keep_answers)
         settings = SessionSettings(Keys(prefix), self._cache, self._counters, self._traces, *options)
-        # Results of trie workers are not cached here: weights hardly ever repeat, and results from rows are in the
-        # pool's cache.
+        # This process does not cache results of trie workers: weights hardly ever repeat, and results from rows are in
+        # the pool's cache.
         no_cache = RowLRU(0)
         of_tries = replace(settings, cache=no_cache, counters=Counters(ProducerStats(), no_cache), traces=None)
         make, make_for_tries = partial(Session, settings=settings), partial(Session, settings=of_tries)
@@ -145,25 +145,25 @@ class Producer(CopiedAsItself, PartialRows):
 
         Args:
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
-            targets: token ids, for only their entries. The server reads these from the cached row, and sends no others.
-            mode: "logits" for the logits as the model computed them. They are computed again, with the keys and values
-                that workers keep, unless a worker still has the row in 16 bits.
-            fresh: compute the row now, whatever caches hold, and do not cache it.
-            adapter: name of one of the model's adapters (see `adapters`); "" for none.
-            timeout: seconds; None for the producer's timeout.
+            targets: token ids. The server reads and sends only the entries of these tokens in the cached row.
+            mode: "logits" for the logits as the model computed them. A worker computes the logits again, with the keys
+                and values that it keeps, unless a worker still has the row in 16 bits.
+            fresh: a worker computes the row now, even if the row is cached, and does not cache it.
+            adapter: name of one of the model's adapters (see `adapters`), or "" for none.
+            timeout: seconds, or None for the producer's timeout.
 
         Returns:
-            read-only float32 array of shape (V,); with `targets` a writable one of shape (k,), in their order.
+            read-only float32 array of shape (V,); with `targets` a writable array of shape (k,), in the targets' order.
 
         Raises:
-            InvalidPrompt: `ids` is not a prompt for this model, or `targets` are not token ids of it.
+            InvalidPrompt: `ids` is not a prompt for this model, or `targets` are not token ids of this model.
             DeadlineExceeded, NoWorker, QueueFull: no row arrived in time.
             WorkerError: the backend failed on this prompt.
             ServerError: the server cannot be used.
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             UnknownAdapter: the model has no adapter of that name.
         """
-        # The usual request has a path of its own, without nested coroutines.
+        # The usual request takes this faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
         if session is None or session.closed or not is_usual or self._traces is not None:
@@ -208,13 +208,13 @@ class Producer(CopiedAsItself, PartialRows):
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
-        """Return the rows of several prompts: float32 (n, V), writable. All are checked before the first is sent.
+        """Return the rows of several prompts: float32 (n, V), writable. All prompts are checked before one is sent.
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
-            targets: token ids, for only their entries, (n, k): k for all prompts, or (n, k) with k for each prompt.
+            targets: token ids, to return only their entries, (n, k): k ids for all prompts, or (n, k), k per prompt.
             mode, adapter: as for `logprobs`.
-            timeout: seconds for all prompts together; None for the producer's timeout.
+            timeout: seconds for all prompts together, or None for the producer's timeout.
 
         Raises:
             As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
@@ -234,30 +234,30 @@ class Producer(CopiedAsItself, PartialRows):
         return await self._request(adapter, timeout, ask)
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
-        """The adapters that requests may name now: name -> revision, a digest of its weights; raises as `open`."""
+        """Return the adapters that requests may name: name -> revision, a digest of the weights; raises as `open`."""
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
         return await session.adapters.all(deadline)
 
     async def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
-        """Put a LoRA adapter in service, or another one instead of the adapter that has this name.
+        """Put a LoRA adapter in service; it replaces the adapter that has this name.
 
-        One worker loads it as a check; each other worker loads it when a request first needs it. When this returns, no
-        client gets a row of the adapter that it replaces. If the worker refuses it, nothing changes.
+        One worker loads the adapter as a check; the other workers load it when a request first needs it. When this call
+        returns, no client gets a row of the replaced adapter. If the worker refuses the adapter, nothing changes.
 
         Args:
-            name: requests name the adapter by it.
-            source: its folder on the workers' machines, or its name on the hub where they run with --adapter-hub. The
-                path of a folder that exists on this machine is made absolute.
-            timeout: seconds; None for the producer's. Replacing an adapter takes 2.5 s at least.
+            name: name of the adapter in requests.
+            source: the adapter's folder on the workers' machines, or its name on the hub for workers with
+                --adapter-hub. The path of a folder that exists on this machine is made absolute.
+            timeout: seconds, or None for the producer's timeout. Replacing an adapter takes 2.5 s at least.
 
         Returns:
-            its revision, a digest of its weights.
+            the adapter's revision, a digest of its weights.
 
         Raises:
-            SettingsError: `name` or `source` is malformed, or the model has as many adapters as it may have.
-            AdapterRefused: the worker cannot load it (no such folder, it does not fit the model, ...), or terminated
-                while it loaded it.
+            SettingsError: `name` or `source` is malformed, or the model already has its max number of adapters.
+            AdapterRefused: the worker cannot load the adapter (no such folder, it does not fit the model, ...), or
+                terminated while it loaded the adapter.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
         """
@@ -270,11 +270,11 @@ class Producer(CopiedAsItself, PartialRows):
         return await session.adapters.add(name, source, check, deadline)
 
     async def remove_adapter(self, name: str, *, timeout: float | None = None) -> None:
-        """Take an adapter out of service; when this returns, no client gets a row of it.
+        """Take an adapter out of service; when this call returns, no client gets a row of the adapter.
 
         Args:
-            name: requests name the adapter by it.
-            timeout: seconds; None for the producer's. It takes 2.5 s at least.
+            name: name of the adapter in requests.
+            timeout: seconds, or None for the producer's timeout. Removing an adapter takes 2.5 s at least.
 
         Raises:
             SettingsError, UnknownAdapter: `name` is malformed, or the model has no adapter of that name.
@@ -289,13 +289,13 @@ class Producer(CopiedAsItself, PartialRows):
         """Return the trie over a vocabulary, whose node values trie workers compute.
 
         Args:
-            vocabulary: the byte string of every token id; None for the served model's vocabulary.
-            local: compute in this process (needs `lmpool[trie]`) unless a call overrides it.
+            vocabulary: the byte string of every token id, or None for the served model's vocabulary.
+            local: compute node values in this process (needs `lmpool[trie]`) unless a call overrides this.
 
         Raises:
             InvalidVocabulary: `vocabulary` does not consist of byte strings, or exceeds a limit.
             UnknownVocabulary: the model publishes no vocabulary.
-            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`, for the model's vocabulary.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`, if `vocabulary` is None.
         """
         if vocabulary is None:
             deadline = Deadline(self._timeout)
@@ -305,12 +305,12 @@ class Producer(CopiedAsItself, PartialRows):
         return PooledTrie(structure, self._sessions, self._trie_sessions, self._timeout, local=local)
 
     async def tokenizer(self, *, timeout: float | None = None) -> PublishedTokenizer:
-        """Return the model's tokenizer, as its workers publish it. All producers of a process share it.
+        """Return the model's tokenizer, as its workers publish it; all producers of a process share one object.
 
-        Needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
+        This needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
 
         Raises:
-            UnknownTokenizer: the model publishes none, or the pool holds a different one in its place.
+            UnknownTokenizer: the workers publish no tokenizer, or the pool holds a different one in its place.
             SettingsError: `tokenizers` is not installed.
             ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
         """
@@ -322,8 +322,8 @@ class Producer(CopiedAsItself, PartialRows):
     async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
         """Return the token ids of a text, equal to those of the model's tokenizer in transformers.
 
-        `add_special_tokens` adds the model's tokens for the beginning or end of a text. Raises NotTokenIds for what is
-        not text, and as `tokenizer`.
+        `add_special_tokens` adds the model's tokens for the beginning or end of a text. Raises NotTokenIds if
+        `text` is not a str, and the exceptions of `tokenizer`.
         """
         deadline = Deadline.of(timeout, self._timeout)
         tokenizer = await self.tokenizer(timeout=timeout)
@@ -332,8 +332,8 @@ class Producer(CopiedAsItself, PartialRows):
     async def decode(self, ids: Any, *, skip_special_tokens: bool = False, timeout: float | None = None) -> str:
         """Return the text of token ids: a list, tuple or 1-D integer array.
 
-        `skip_special_tokens` leaves out tokens for a beginning or an end. Raises NotTokenIds or TokenOutOfRange unless
-        they are token ids of the model, and as `tokenizer`.
+        `skip_special_tokens` leaves out tokens for the beginning or end of a text. Raises NotTokenIds or
+        TokenOutOfRange if `ids` are not token ids of the model, and the exceptions of `tokenizer`.
         """
         tokenizer = await self.tokenizer(timeout=timeout)
         vocab_size = self.model.vocab_size
@@ -355,7 +355,7 @@ class Producer(CopiedAsItself, PartialRows):
         return self._stats.copy()
 
     def clear_cache(self) -> None:
-        """Drop the rows in this producer's own memory. The pool's cache, which all clients share, stays."""
+        """Drop the rows in this producer's own memory. The pool's cache, which all clients share, does not change."""
         self._cache.clear()
 
     async def open(self, *, timeout: float | None = None) -> None:

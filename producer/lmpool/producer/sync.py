@@ -1,4 +1,4 @@
-"""The producer without asyncio. It also works inside a running event loop."""
+"""`SyncProducer`, the producer without asyncio, which also works inside a running event loop."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _CLOSED = "this SyncProducer is closed"
 
 
 class Blocking(CopiedAsItself):
-    """Base of classes whose methods run the coroutine methods of an object in its event loop, and wait for them."""
+    """Base of classes whose methods run the coroutine methods of an asyncio object, and wait for the results."""
 
     _asynchronous: Any
 
@@ -42,7 +42,7 @@ class Blocking(CopiedAsItself):
 def blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Blocking, P], T]:
-    """Return a method with the parameters of a coroutine method, which returns the result itself."""
+    """Convert a coroutine method to a method with the same parameters, which waits and returns the result."""
 
     @wraps(method)
     def call(self: Blocking, /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -56,10 +56,10 @@ def blocking(
 def opened_by(
     make: Callable[P, Producer],
 ) -> Callable[[Callable[[SyncProducer, Producer], None]], Callable[Concatenate[SyncProducer, P], None]]:
-    """Return a decorator that gives a method the parameters of a producer, in place of the producer."""
+    """Return a decorator for methods that take a producer: callers pass the arguments of the producer instead."""
 
     def decorate(method: Callable[[SyncProducer, Producer], None]) -> Callable[Concatenate[SyncProducer, P], None]:
-        @wraps(make.__init__)  # `help` and the reference show these parameters.
+        @wraps(make.__init__)  # Makes `help` and the reference show the parameters of a producer.
         def call(self: SyncProducer, /, *args: P.args, **kwargs: P.kwargs) -> None:
             method(self, make(*args, **kwargs))
 
@@ -103,10 +103,10 @@ class SyncTrie(Blocking):
 
 
 class SyncProducer(Blocking):
-    """The calls of `Producer` without asyncio, by an event loop in a background thread.
+    """The calls of `Producer` without asyncio, which run in the event loop of a background thread.
 
-    It takes the arguments of `Producer`, and connects at once. Any number of threads may use it. A pickle contains the
-    same as that of a `Producer`; the unpickled producer is open and connects with its first call.
+    A `SyncProducer` takes the arguments of `Producer`, and connects at once. Any number of threads may use it. A pickle
+    contains the same as the pickle of a `Producer`; the unpickled object is open and connects with its first call.
 
     Args:
         model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing: as for
@@ -128,7 +128,7 @@ class SyncProducer(Blocking):
             raise
 
     def _connect(self) -> None:
-        """Connect now. A subclass that connects with its first call overrides this."""
+        """Connect now. A subclass that connects with its first call overrides this method."""
         self._wait_for(self._asynchronous.open())
 
     def _start(self, producer: Producer) -> None:
@@ -140,7 +140,7 @@ class SyncProducer(Blocking):
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="lmpool-producer", daemon=True)
         self._thread.start()
-        # For an object that is dropped without `close`. The garbage collector may run in any thread, so do not wait.
+        # Also close an object dropped without `close`. The garbage collector may run in any thread, so do not wait.
         self._abandoned = weakref.finalize(self, _abandon, producer, self._loop)
         self._abandoned.atexit = False
 
@@ -188,7 +188,7 @@ class SyncProducer(Blocking):
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`."""
 
-        async def clear() -> None:  # In the thread that uses the cache.
+        async def clear() -> None:  # Runs in the thread that uses the cache.
             self._asynchronous.clear_cache()
 
         self._wait_for(clear())
@@ -222,7 +222,7 @@ class SyncProducer(Blocking):
                 return
             self._closed = True
         self._abandoned.detach()
-        # After a fork the thread exists in the parent only. At the end of the interpreter it has stopped.
+        # After a fork the background thread exists in the parent only; when the interpreter ends, it has stopped.
         if os.getpid() != self._process or sys.is_finalizing():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
@@ -249,13 +249,13 @@ class SyncProducer(Blocking):
         return f"SyncProducer({producer._name!r}, redis={where(producer._redis)!r}, {state})"
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        if sys.is_finalizing():  # The thread has stopped and would never reply.
+        if sys.is_finalizing():  # The background thread has stopped and would never reply.
             work.close()
             raise ProducerClosed("the interpreter is ending")
         if os.getpid() != self._process:
             work.close()
             raise ProducerClosed("this SyncProducer was made before a fork: make another one in this process")
-        with self._closing:  # So that `close` also ends this work.
+        with self._closing:  # Hold the lock, so that `close` also ends this work.
             if self._closed:
                 work.close()
                 raise ProducerClosed(_CLOSED)
@@ -265,7 +265,7 @@ class SyncProducer(Blocking):
         except CancelledError:
             raise ProducerClosed(_CLOSED) from None
         except BaseException:
-            future.cancel()  # Ctrl-C while waiting: cancel the request too.
+            future.cancel()  # After Ctrl-C during the wait, cancel the request too.
             raise
 
 
@@ -288,5 +288,5 @@ def _abandon(producer: Producer, loop: asyncio.AbstractEventLoop) -> None:
         await producer.close()
         loop.stop()
 
-    with contextlib.suppress(RuntimeError):  # The loop is closed.
+    with contextlib.suppress(RuntimeError):  # RuntimeError: the loop is closed already.
         asyncio.run_coroutine_threadsafe(end(), loop)

@@ -1,4 +1,4 @@
-"""Tokenizers: the published ones, cached for this process, and the ones of transformers."""
+"""Finds a model's tokenizer: the one that its workers publish, cached in this process, or else one of transformers."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
 
-# Max tokenizers that a process keeps, some 10 MB each.
+# Max tokenizers that a process keeps, about 10 MB each.
 _MAX_KEPT = 8
 # Max texts encoded at the same time. A slow tokenizer must not occupy the threads that asyncio shares.
 _MAX_THREADS = 4
 
 
 class Tokenizer(Protocol):
-    """The methods of a tokenizer that the command line uses, of transformers or published."""
+    """The tokenizer methods that the command line uses, of published tokenizers and those of transformers."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with or without the model's tokens for its beginning and end."""
@@ -45,15 +45,15 @@ class HasTokenizer(Protocol):
 
 
 class PublishedTokenizer:
-    """The tokenizer of a served model, as its workers publish it. It returns the same ids as transformers.
+    """The tokenizer of a served model, as its workers publish it; its token ids equal those of transformers.
 
     Args:
         text: content of `tokenizer.json`.
 
     Raises:
         SettingsError: the package `tokenizers` is not installed.
-        UnknownTokenizer: this release of `tokenizers` cannot read it, or it could freeze this process or fill its
-            memory (`lmpool.protocol.tokenizer`).
+        UnknownTokenizer: this release of `tokenizers` cannot read the text, or the tokenizer could freeze this
+            process or fill its memory (`lmpool.protocol.tokenizer`).
     """
 
     def __init__(self, text: str) -> None:
@@ -65,19 +65,19 @@ class PublishedTokenizer:
         with _errors_of_package(f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         self._max_characters = int(MAX_NORMALIZED_CHARACTERS / growth)
-        # A file may enable truncation or padding for training. A prompt is never truncated or padded.
+        # The file may enable truncation or padding for training. A prompt is never truncated or padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Call it in a thread to keep an event loop responsive; it releases the GIL.
+        """Return the token ids of a text. Call this in a thread, to keep an event loop responsive; it releases the GIL.
 
         Args:
             text: the text.
-            add_special_tokens: whether to add the model's tokens for its beginning or end.
+            add_special_tokens: whether to add the model's tokens for the beginning or end of a text.
 
         Raises:
-            NotTokenIds: it is not text, cannot be encoded as UTF-8, or is longer than this tokenizer accepts.
+            NotTokenIds: `text` is no str, cannot be encoded as UTF-8, or is longer than this tokenizer accepts.
             UnknownTokenizer: the tokenizer fails on the text.
         """
         if not isinstance(text, str):
@@ -89,7 +89,7 @@ class PublishedTokenizer:
         except UnicodeEncodeError as error:
             raise NotTokenIds(f"the text cannot be encoded: {error}") from error
         with _errors_of_package("the model's tokenizer fails on this text"):
-            # Only the batch method releases the GIL.
+            # Only the batch method of `tokenizers` releases the GIL.
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
@@ -98,14 +98,14 @@ class PublishedTokenizer:
         """Return the text of token ids.
 
         Args:
-            token_ids: list, tuple or 1-D integer array. Ids that only the model has, not the tokenizer, are left out.
-            skip_special_tokens: whether to leave out tokens for a beginning or an end.
+            token_ids: list, tuple or 1-D integer array. Ids that the tokenizer does not have are left out.
+            skip_special_tokens: whether to leave out tokens for the beginning or end of a text.
             vocab_size: V of the model.
 
         Raises:
-            NotTokenIds: they are not integers.
+            NotTokenIds: `token_ids` are not integers.
             TokenOutOfRange: an id is below 0 or not below V.
-            UnknownTokenizer: the tokenizer fails on them.
+            UnknownTokenizer: the tokenizer fails on these ids.
         """
         try:
             if isinstance(token_ids, (str, bytes)):
@@ -121,7 +121,7 @@ class PublishedTokenizer:
         return text
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each id alone."""
+        """Return the text of each id, decoded alone."""
         return [self.decode([token]) for token in token_ids]
 
 
@@ -131,7 +131,7 @@ def _errors_of_package(text: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # The package raises plain `Exception`, and for a panic in Rust a class derived from BaseException only.
+        # The package raises plain `Exception`; a panic in its Rust code raises a class derived from BaseException only.
         if type(error) is Exception or type(error).__name__ == "PanicException":
             raise UnknownTokenizer(f"{text}: {error}") from error
         raise
@@ -145,36 +145,36 @@ class TokenizerCache:
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Replace the threads: a child process has no threads of its parent."""
+        """Make a new thread pool, because a forked process has no threads of its parent."""
         self._threads = ThreadPoolExecutor(_MAX_THREADS, "lmpool-tokenizer")
 
     async def encode(
         self, tokenizer: Tokenizer, text: str, timeout: float, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a text in a thread of this cache. The thread continues after the timeout, because none can be stopped.
+        """Encode a text in a thread of this cache. After the timeout the thread continues, as no thread can be stopped.
 
         Raises:
             NotTokenIds, UnknownTokenizer: as `PublishedTokenizer.encode`.
-            DeadlineExceeded: it took longer than `timeout` seconds.
+            DeadlineExceeded: encoding took longer than `timeout` seconds.
         """
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         async with deadline.limit():
             return await deadline.loop.run_in_executor(self._threads, encode)
 
     async def get(self, digest: str, vocabularies: Vocabularies, deadline: Deadline) -> PublishedTokenizer:
-        """Return a tokenizer from the cache, or from the pool of `vocabularies`; "" means that there is none.
+        """Return the tokenizer with this digest from the cache or the pool; raises UnknownTokenizer for the digest "".
 
-        The callers of one session read it one after the other, so all but the first usually find it in the cache.
+        Callers of one session read a tokenizer one after the other, so all but the first usually find it in the cache.
 
         Raises:
             UnknownTokenizer, ServerError: as `Vocabularies.tokenizer`, or the tokenizer cannot be parsed.
-            DeadlineExceeded: it took too long.
+            DeadlineExceeded: the deadline passed before the tokenizer was read.
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
         async with deadline.limit(), vocabularies.reading:
             if (tokenizer := self._kept.get(digest)) is None:
-                # Not the caller's deadline: if that passes, it is not reported as a failure of the server.
+                # Use a separate deadline: when the caller's deadline passes, do not report a failure of the server.
                 text = await vocabularies.tokenizer(digest, Deadline(ALONE_S))
                 tokenizer = self._kept[digest] = await asyncio.to_thread(PublishedTokenizer, text)
                 if len(self._kept) > _MAX_KEPT:
@@ -183,14 +183,14 @@ class TokenizerCache:
 
 
 TOKENIZERS = TokenizerCache()
-"""The cache of this process."""
+"""The tokenizer cache of this process."""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=TOKENIZERS.after_fork)
 
 
 def import_package() -> Any:
-    """Return the package `tokenizers`; SettingsError if it is not installed."""
+    """Return the package `tokenizers`; raises SettingsError if the package is not installed."""
     try:
         import tokenizers
     except ImportError as error:
@@ -199,7 +199,7 @@ def import_package() -> Any:
 
 
 async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
-    """Return the tokenizer that the model publishes; None if there is none, or `tokenizers` is not installed."""
+    """Return the tokenizer that the model publishes, or None if there is none or `tokenizers` is not installed."""
     try:
         return await producer.tokenizer()
     except (UnknownTokenizer, SettingsError):
@@ -209,14 +209,14 @@ async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
 async def find_tokenizer(
     producer: HasTokenizer, option: str = "text", otherwise: str = "pass token ids with --ids"
 ) -> Tokenizer:
-    """Return the tokenizer that the model publishes, or else the one of `load_tokenizer`."""
+    """Return the tokenizer that the model publishes, or else load it with transformers (`load_tokenizer`)."""
     if (tokenizer := await published_tokenizer(producer)) is not None:
         return tokenizer
     return await asyncio.to_thread(load_tokenizer, producer.model, option, otherwise)
 
 
 async def read_tokens(producer: HasTokenizer, prompt: str, are_ids: bool, timeout: float) -> list[int]:
-    """Return the token ids of a typed prompt: a list of ids if `are_ids`, otherwise text for the model's tokenizer."""
+    """Return the token ids of a prompt that a user typed: a list of ids if `are_ids`, otherwise a text to encode."""
     if are_ids:
         return parse_ids(prompt)
     return await TOKENIZERS.encode(await find_tokenizer(producer), prompt, timeout)
@@ -234,7 +234,7 @@ def load_tokenizer(
         settings: arguments for transformers' `AutoTokenizer.from_pretrained`.
 
     Raises:
-        SettingsError: the model has no tokenizer, or it cannot be loaded here.
+        SettingsError: the model has no tokenizer, or the tokenizer cannot be loaded on this machine.
     """
     if not info.source:
         raise SettingsError(f"{option}: the model {info.name!r} has no tokenizer; {otherwise}")
@@ -251,7 +251,7 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
             f"where they publish none, or {otherwise}"
         ) from error
     try:
-        # Without this, transformers asks on the terminal whether to run code that comes with the tokenizer.
+        # By default, transformers asks on the terminal whether to run code that comes with the tokenizer.
         settings = {"trust_remote_code": False, **settings}
         loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -262,7 +262,7 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
 
 
 def end_tokens(source: str) -> list[int]:
-    """Return the end tokens in the generation config of a hub name or folder; none if it has no such config."""
+    """Return the end tokens in the generation config of a hub name or folder; [] if there is no such config."""
     from transformers import GenerationConfig
 
     try:
@@ -273,7 +273,7 @@ def end_tokens(source: str) -> list[int]:
 
 
 def parse_ids(text: str) -> list[int]:
-    """Return typed token ids: integers separated by commas or spaces."""
+    """Parse token ids that a user typed: integers separated by commas or spaces."""
     try:
         return [int(part) for part in text.replace(",", " ").split()]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tries from the client's side, `PooledTrie`: the values of the nodes, computed by the pool or in this process."""
+"""`PooledTrie`, a trie on the client's side: requests node values from the pool, or computes them in this process."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie, check_weights
 from lmpool.vocabulary import Vocabulary
 
-_MAX_MISSING = 5  # Times that the row or the weights of a request may be missing before it fails.
-_MAX_CHOICES = 4096  # Prefixes whose children are remembered: particles request the same few again and again.
+_MAX_MISSING = 5  # Max times that the row or the weights of a request may be missing; then the request fails.
+_MAX_CHOICES = 4096  # Max prefixes whose children are cached: particles request the same few prefixes repeatedly.
 
 _tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
 """The tries in use in this process, by the digest of their vocabulary."""
@@ -36,10 +36,10 @@ class TrieOptions(TypedDict, total=False):
 
     Attributes:
         adapter: adapter of the prompt.
-        nodes: ids of the nodes to return; no other nodes are sent.
-        under: a prefix whose children are returned, in the order of their bytes.
-        timeout: seconds; by default the producer's.
-        local: compute in this process; by default as the trie was made.
+        nodes: ids of the nodes whose values are returned; values of other nodes are not sent.
+        under: a prefix; the values of its children are returned, in the order of the children's bytes.
+        timeout: seconds; by default the producer's timeout.
+        local: whether to compute in this process; by default as in the call of `Producer.trie`.
     """
 
     adapter: str
@@ -50,13 +50,13 @@ class TrieOptions(TypedDict, total=False):
 
 
 class _Choice(NamedTuple):
-    """The requested nodes of a trie.
+    """The nodes of a trie whose values a call requests.
 
     Attributes:
         size: number of nodes.
-        nodes: int32 ids; None for all.
-        select: the query's selection for these nodes.
-        sent: the query's node ids.
+        nodes: int32 ids of the nodes, or None for all nodes.
+        select: how the query selects the nodes.
+        sent: encoded node ids in the query.
     """
 
     size: int
@@ -76,27 +76,27 @@ class _Call(NamedTuple):
 class PooledTrie(CopiedAsItself):
     """The prefix tree over a vocabulary; made by `Producer.trie`.
 
-    Every node stands for a prefix of some tokens. Its value is the sum or the maximum of the weights of the tokens that
-    begin with the prefix. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not copied
-    and must not change until the call returns. Or they come from the row of a prompt: its probabilities, or for
-    `logsumexp` its log-probabilities. The row is not fetched.
+    Every node stands for a prefix of some tokens. A node's value is the sum or maximum of the weights of the tokens
+    that begin with this prefix. Weights are a float32 array of shape (V,) (numpy, or torch on the CPU), which is not
+    copied and must not change until the call returns. With a prompt in place of weights, the weights are the
+    probabilities of the prompt's row (for `logsumexp` its log-probabilities), and the row is not fetched.
 
     All methods return float32 of shape (n_nodes,), or with `nodes` or `under` one value for each requested node, in
-    that order. Batches have one more axis in front. They raise
+    the order of the nodes. Results of batches have one more axis in front. All methods raise
 
-        InvalidWeights: wrong length or dtype, or NaN.
-        UnknownNode: no such node or prefix.
-        SettingsError: weights and prompt, or nodes and prefix, together; or no weights at all.
-        UnknownVocabulary: the pool does not keep the vocabulary, though it was just sent there.
+        InvalidWeights: weights have the wrong length or dtype, or contain NaN.
+        UnknownNode: the trie has no such node or prefix.
+        SettingsError: both weights and prompt, or both `nodes` and `under`, are given; or neither weights nor prompt.
+        UnknownVocabulary: the pool does not keep the vocabulary, although this client has just sent it.
         InvalidPrompt, UnknownModel, AmbiguousModel, UnknownAdapter: as `Producer.logprobs`, for a prompt.
         DeadlineExceeded, NoWorker, QueueFull, WorkerError, ServerError: as `Producer.logprobs`.
 
     Args:
-        structure: the nodes.
+        structure: the trie and its nodes.
         sessions: sessions with the model's workers.
         trie_sessions: sessions with the trie workers.
         timeout: seconds per request.
-        local: compute in this process.
+        local: whether to compute in this process.
 
     Attributes:
         structure: nodes, prefixes and children (`lmpool.trie.trie.Trie`).
@@ -106,7 +106,7 @@ class PooledTrie(CopiedAsItself):
         self, structure: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop, timeout: float, *, local: bool
     ) -> None:
         self.structure = structure
-        # The "prompt" of a job for trie workers is the vocabulary's digest, so its home has the vocabulary in memory.
+        # The "prompt" of a job for trie workers is the vocabulary's digest, so a worker with this vocabulary gets it.
         self._prompt = Prompt(structure.digest.encode(), digest_of(structure.digest.encode()))
         self._sessions = sessions
         self._trie_sessions = trie_sessions
@@ -117,15 +117,15 @@ class PooledTrie(CopiedAsItself):
         self._under: dict[bytes, _Choice] = {}
 
     async def weight_sum(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
-        """The sum of the weights below each node; see the class and `TrieOptions`."""
+        """Return the sum of the weights below each node; see the class and `TrieOptions`."""
         return await self._request("sum", ws, prompt, options, is_batch=False)
 
     async def weight_max(self, ws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
-        """The maximum of the weights below each node; see the class and `TrieOptions`."""
+        """Return the maximum of the weights below each node; see the class and `TrieOptions`."""
         return await self._request("max", ws, prompt, options, is_batch=False)
 
     async def logsumexp(self, logws: Any = None, *, prompt: Any = None, **options: Unpack[TrieOptions]) -> Values:
-        """The logarithm of the sum of the weights below each node, from their logarithms; see `TrieOptions`."""
+        """Return the logarithm of the sum of the weights below each node; `logws` are logarithms of weights."""
         return await self._request("logsumexp", logws, prompt, options, is_batch=False)
 
     async def batch_weight_sum(
@@ -174,7 +174,7 @@ class PooledTrie(CopiedAsItself):
         return values if is_batch else values[0]
 
     def _choose(self, nodes: Any, under: Any) -> _Choice:
-        """Read the options `nodes` and `under`; UnknownNode if there is no such node or prefix."""
+        """Read the options `nodes` and `under`; raises UnknownNode for an unknown node or prefix."""
         trie = self.structure
         if nodes is not None and under is not None:
             raise errors.SettingsError("nodes: either nodes or under can be given, not both")
@@ -213,7 +213,7 @@ class PooledTrie(CopiedAsItself):
             query = self._prompt.with_query(packed, trie.n_inner if choice.nodes is None else choice.size)
             return await session.answer(query, call.deadline, weights=sent)
 
-        # The server may have lost the weights: it restarted, or they expired in the queue.
+        # Repeat the request: a restarted server loses the weights, and weights may expire while the job is queued.
         values = await self._insist(session, ask, call.deadline)
         if choice.nodes is None:
             trie.expand(values, weights, out)
@@ -221,7 +221,7 @@ class PooledTrie(CopiedAsItself):
             out[:] = values
 
     async def _of_prompts(self, call: _Call, session: Session, prompts: list[Prompt], is_local: bool) -> Values:
-        """The values for the rows of prompts: (n, number of requested nodes)."""
+        """Return the values for the rows of prompts: (n, number of requested nodes)."""
         info, n_tokens = session.info, self.structure.n_tokens
         if n_tokens != info.vocab_size:
             raise errors.InvalidWeights(
@@ -261,7 +261,7 @@ class PooledTrie(CopiedAsItself):
             trie_session = await self._trie_sessions.open(deadline)
 
             async def ask_trie_workers() -> Values:
-                # Read at each try: the fingerprint changes when the model is served with other weights.
+                # Read the fingerprint at each try: it changes when the model is served with other weights.
                 source = session.info.fingerprint, prompt.digest
                 packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
                 return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
@@ -285,13 +285,13 @@ class PooledTrie(CopiedAsItself):
         missing: int = _MAX_MISSING,
         repair: Callable[[errors.RequestFailed], Awaitable[None]] | None = None,
     ) -> Values:
-        """Repeat a request until the server has everything that the job names.
+        """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
-        `missing` says how often the row or the weights may be missing or damaged. `repair` stores them again; without
-        it, `ask` does.
+        `missing` is the number of times that the row or the weights may be missing or damaged. `repair` stores the row
+        or the weights again; without `repair`, `ask` does so.
 
         Raises:
-            UnknownVocabulary: the pool does not keep the vocabulary although it was sent there.
+            UnknownVocabulary: the pool does not keep the vocabulary although this client sent it.
             SourceMissing, CorruptRow: the row or the weights were missing or damaged too often.
         """
         is_registered = False
@@ -321,10 +321,10 @@ class PooledTrie(CopiedAsItself):
 
 
 def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
-    """The trie over a vocabulary; callers in this process share one.
+    """Return the trie over a vocabulary; callers in this process share one trie per vocabulary.
 
     Raises:
-        InvalidVocabulary: not byte strings, or over a limit.
+        InvalidVocabulary: `vocabulary` does not consist of byte strings, or exceeds a limit.
     """
     known = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
     trie = _tries.get(known.digest)

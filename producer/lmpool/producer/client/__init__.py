@@ -1,4 +1,4 @@
 """The client's work in one event loop: sessions, pending requests, submission, notifications and queries.
 
-Imports the shared folders and `lmpool.producer.metrics`; imported by the files of the folder above.
+The files of `lmpool.producer` import this folder, which imports `lmpool.producer.metrics` and the shared folders.
 """

@@ -1,4 +1,4 @@
-"""The adapters of a client's model: which revision, a digest of its weights, each name has now; and their changes."""
+"""Adapters of a client's model: looks up each name's revision, a digest of the weights; adds and removes adapters."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lmpool.settings import shown
 T = TypeVar("T")
 
 _NEVER = float("-inf")
-_IN_USE_S = 60.0  # Seconds after the last request with an adapter in which the watch keeps reading the registry.
-_CHECK_MARGIN_S = 60.0  # Seconds that a check stays on the server after its client's deadline: the job may be late.
-_MAX_SHOWN = 20  # Names of adapters that an error lists.
+_IN_USE_S = 60.0  # Seconds for which the session keeps reading the registry after the last request with an adapter.
+_CHECK_MARGIN_S = 60.0  # Seconds added to the lifetime of an adapter's check, because its job may run late.
+_MAX_SHOWN = 20  # Max adapter names that an error text lists.
 
 
 class _Known(NamedTuple):
-    """An entry of the registry as this client has read it last.
+    """The entry of one adapter name, as this client last read it from the registry.
 
     Attributes:
-        adapter: None where the name had been removed.
-        version: of the registry that was read.
+        adapter: the adapter, or None if the name had been removed.
+        version: version of the registry when the entry was read.
     """
 
     adapter: Adapter | None
@@ -45,10 +45,10 @@ class _Known(NamedTuple):
 
 
 class Adapters:
-    """Resolves the names of adapters of one session's model, and changes them.
+    """Looks up the adapters of one session's model by name; adds, replaces and removes adapters.
 
-    An entry may be used for `KNOWN_FOR_S`, counted from before it was read. A change that replaces an entry returns
-    only after that time, so from then on no client requests the old weights, or takes their rows from a cache.
+    A client may use an entry for `KNOWN_FOR_S` seconds from the start of the read. A call that replaces an entry
+    ends only after this time, when no client requests the old weights or takes their rows from a cache any more.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -56,9 +56,9 @@ class Adapters:
         self._loop = asyncio.get_running_loop()
         self._known: dict[str, _Known] = {}
         self._owner = ""
-        self._version = 0  # Of the registry at the last read; entries that were read at another version are stale.
-        self._as_of = _NEVER  # Time of the last read.
-        self._used = _NEVER  # Time of the last request with an adapter.
+        self._version = 0  # Version of the registry at the last read; entries read at another version are stale.
+        self._as_of = _NEVER  # Loop time of the last read of the registry.
+        self._used = _NEVER  # Loop time of the last request with an adapter.
         self._reading = asyncio.Lock()
 
     @property
@@ -67,29 +67,29 @@ class Adapters:
         return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
     async def qualified(self, name: object, deadline: Deadline) -> str:
-        """The name of an adapter in jobs: "name@revision".
+        """Return the name of an adapter in jobs: "name@revision".
 
         Raises:
             UnknownAdapter: the model has no adapter of that name.
             ServerError: the server has lost a change that this client has read, or cannot be used.
             DeadlineExceeded: the server does not answer in time.
-            ProducerClosed: the producer was closed meanwhile.
+            ProducerClosed: the producer was closed during the call.
         """
         self._used = self._loop.time()
         if not isinstance(name, str):
             raise await self._unknown(name, deadline)
         while (adapter := self._fresh(name)) is None:
             if not is_qualified(qualify(name, "0")):
-                raise await self._unknown(name, deadline)  # It can have no entry.
+                raise await self._unknown(name, deadline)  # A name of this form can have no entry.
             if (registered := await self._read([name], deadline)) is not None:
-                # Used even if a busy event loop has let it become old meanwhile: the next read would be no younger.
+                # Use the entry even if it became too old while the event loop was busy: another read would be no newer.
                 if (adapter := registered.adapters.get(name)) is None:
                     raise await self._unknown(name, deadline)
                 break
         return qualify(name, adapter.revision)
 
     def _fresh(self, name: str) -> Adapter | None:
-        """The entry of a name, if it may be used now."""
+        """Return the cached entry of a name, or None if the entry is missing or too old."""
         is_old = self._loop.time() - self._as_of >= KNOWN_FOR_S
         known = self._known.get(name)
         if is_old or known is None or self._owner != self._connections.model.fingerprint:
@@ -106,7 +106,7 @@ class Adapters:
         )
 
     async def all(self, deadline: Deadline) -> dict[str, str]:
-        """All adapters that requests may name now: name -> revision."""
+        """Return the adapters that requests may name now: name -> revision."""
         registered = await self._read([], deadline)
         assert registered is not None
         return {name: adapter.revision for name, adapter in registered.adapters.items()}
@@ -114,9 +114,9 @@ class Adapters:
     async def add(
         self, name: str, source: str | Path, check: Callable[[str], Awaitable[object]], deadline: Deadline
     ) -> str:
-        """Have one worker load an adapter, and write it to the registry; see `Producer.add_adapter`.
+        """Have one worker load an adapter as a check, then add the adapter to the registry; see `Producer.add_adapter`.
 
-        `check` requests a row with an adapter, named as in jobs.
+        `check` is called with the adapter's name in jobs, and requests a row with this adapter.
         """
         name, source = check_adapter_name("name", name), _resolved(source)
         nonce = secrets.token_hex(8)
@@ -146,23 +146,23 @@ class Adapters:
         await _wait_for_others(wait_s, f"{name!r} is not in service any more", deadline)
 
     def _note(self, name: str, adapter: Adapter | None, version: int) -> None:
-        """Cache a change that this client has made."""
+        """Cache an entry that this client has just written to the registry."""
         self._belong_to(self._connections.model.fingerprint)
         self._known[name] = _Known(adapter, version)
         self.doubt()
 
     def doubt(self) -> None:
-        """Read again before the next use: an entry has turned out to be old."""
+        """Read the registry again before the next use, because a cached entry was out of date."""
         self._as_of = _NEVER
 
     async def renew(self) -> None:
-        """Read the version again if that is likely to save the next request a read."""
+        """Read the registry's version while adapters are in use; cached entries stay usable if it is unchanged."""
         begin = self._loop.time()
         if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
             self._as_of = max(self._as_of, begin)
 
     async def _read(self, names: Sequence[str], deadline: Deadline) -> Registered | None:
-        """Read the entries of some names, or all; None if another request has just read those names."""
+        """Read the entries of `names`, or all entries; returns None if another request has just read the entries."""
 
         async def attempt() -> tuple[Registered, str, float] | None:
             async with self._reading:
@@ -180,7 +180,7 @@ class Adapters:
         return registered
 
     def _accept(self, names: Sequence[str], registered: Registered, owner: str) -> None:
-        """Cache entries, unless one is older than the entry that was read before, as after a failover."""
+        """Cache entries; raises ServerError if an entry is older than at the read before, as after a failover."""
         self._belong_to(owner)
         for name in names or {*registered.adapters, *self._known}:
             known, adapter = self._known.get(name), registered.adapters.get(name)
@@ -195,13 +195,13 @@ class Adapters:
         self._version = registered.version
 
     def _belong_to(self, owner: str) -> None:
-        """Discard the entries of another model."""
+        """Discard the cached entries if they belong to another model."""
         if owner != self._owner:
             self._known.clear()
             self._owner = owner
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, *, is_change: bool = True) -> T:
-        """Try until the server answers, or until the deadline."""
+        """Repeat `attempt` until the server replies, or until the deadline."""
         deadline, connections = deadline.bounded(), self._connections
         trouble: BaseException | None = None
         try:
@@ -223,7 +223,7 @@ class Adapters:
                             ) from error
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
-            # A request that waited for another one to read has seen no error.
+            # A request that waited while another request read the registry has seen no error itself.
             if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
                 raise copy_error(connections.explain(why)) from late
             raise
@@ -231,7 +231,7 @@ class Adapters:
 
 
 async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> None:
-    """Wait until no client may use the entry that a change has replaced."""
+    """Wait `wait_s` seconds, until no client may use the entry that a change has replaced."""
     try:
         async with deadline.limit():
             await asyncio.sleep(wait_s)
@@ -243,10 +243,10 @@ async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> Non
 
 
 def _resolved(source: str | Path) -> str:
-    """The full path of a folder that exists here, because workers run in other folders; else the source as it is."""
+    """Return a local folder's full path, because workers run in other folders; other sources stay unchanged."""
     text = check_source("source", str(source) if isinstance(source, Path) else source)
     try:
         place = Path(text).expanduser()
         return check_source("source", str(place.resolve())) if place.exists() else text
-    except (OSError, RuntimeError, ValueError):  # Too long for a path, or ~user of an unknown user.
+    except (OSError, RuntimeError, ValueError):  # The text is too long for a path, or begins with an unknown ~user.
         return text

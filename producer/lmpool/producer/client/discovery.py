@@ -1,4 +1,4 @@
-"""The connections of a session, and what it reads in a pool: the served models, live workers, and vocabularies."""
+"""The connections of a session, and its reads from the pool: the served models, live workers and vocabularies."""
 
 from __future__ import annotations
 
@@ -35,29 +35,29 @@ TROUBLE = (RedisError, OSError, errors.LMPoolError)
 
 CLOSED = "the producer was closed while the request was in flight"
 
-# Seconds between two scans for shared memory: a new worker's rows are read from memory after at most this time.
+# Seconds between two scans for shared memory. Until a scan finds a new worker's memory, its rows come from Redis.
 _SCAN_S = 1.0
 
 _log = logging.getLogger("lmpool.producer")
 
-# Max unreadable model infos that one client logs, once each: it reads them every second.
+# Max unreadable model infos that one client logs, each only once, because the client reads infos every second.
 _MAX_WARNED = 100
 # Max loading workers whose models an error text names, so that its cost does not grow with the pool.
 _MAX_NAMED = 8
 # Min seconds without a worker before requests fail: a worker that restarts needs about as long to register again.
 _RESTART_S = 5.0
-# Min seconds between two checks that count as a gap in which workers may have come and gone unseen.
+# Min seconds between two checks after which workers may have joined and left without being noticed.
 _MIN_GAP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """The model that a session uses, under one fingerprint.
+    """The model that a session uses, with one fingerprint, which changes with the weights.
 
     Attributes:
         info: the model info that was read last.
-        reply: this client's reply stream.
-        host: token of this machine's shared memory; b"" if rows are too small for it.
+        reply: key of this client's reply stream.
+        host: identifier of this machine's shared memory; b"" if rows are too small to be shared.
     """
 
     info: ModelInfo
@@ -78,7 +78,7 @@ class Connections(Tasks):
         closed: whether the session has ended.
         trouble: why the server cannot be used now, or None.
         segments: reads rows in shared memory.
-        model: the model; set by `adopt`, which comes before any request.
+        model: the model that `adopt` sets before the first request.
     """
 
     model: AdoptedModel
@@ -97,7 +97,7 @@ class Connections(Tasks):
         self.trouble: errors.LMPoolError | None = None
 
     def adopt(self, info: ModelInfo) -> None:
-        """Use a model, or the same model with other weights."""
+        """Switch to a model, or to other weights of the same model."""
         self._close_rows()
         keys = self._keys.model(info.name)
         for connection in (self.reader, self.commands):
@@ -115,9 +115,9 @@ class Connections(Tasks):
             await self.segments.refresh(self.model.fingerprint)
 
     async def follow_segments(self) -> None:
-        """Scan for segments once a second, forever.
+        """Scan for shared-memory segments once a second, forever.
 
-        This is a task of its own because a scan needs a thread, and the program may keep all threads busy.
+        The scan has its own task, because it waits for a thread, and the program may keep all threads busy.
         """
         while True:
             await asyncio.sleep(_SCAN_S)
@@ -148,11 +148,11 @@ class Connections(Tasks):
             self.note(error)
 
     async def reconnect(self, error: BaseException) -> None:
-        """Open new connections if the error requires that."""
+        """Open new connections if this error requires new ones."""
         await self._server.reconnect(self.redis, error)
 
     def explain(self, error: BaseException) -> errors.LMPoolError:
-        """Convert an exception of redis-py or of the operating system."""
+        """Convert an exception of redis-py or of the operating system to an LMPoolError."""
         return self._server.explain(error)
 
     def describe_full_queue(self) -> str:
@@ -202,14 +202,14 @@ class Discovery:
         self._warned: set[str] = set()
 
     async def infos(self) -> dict[str, ModelInfo]:
-        """Return the infos of all served models by name, without those that cannot be read."""
+        """Return the infos of all served models by name; leaves out infos that cannot be read."""
         return (await self._read_infos())[0]
 
     async def info(self, name: str | None) -> ModelInfo:
         """Return the info of the model `name`, or of the only served model if `name` is None.
 
         Raises:
-            UnknownModel: the model is not served, or no model is.
+            UnknownModel: the model `name` is not served, or no model is served.
             AmbiguousModel: `name` is None and several models are served.
             ProtocolError: the info of the model, or every info, cannot be read.
         """
@@ -219,7 +219,7 @@ class Discovery:
         if name is None and unreadable and not infos:
             raise next(iter(unreadable.values()))
         if name is not None and name in infos:
-            return infos[name]  # It was registered just now.
+            return infos[name]  # The model was registered after `find` had read the infos.
         if name == TRIE_SERVICE:
             raise errors.UnknownModel(
                 "no trie worker serves: start one with `lmpool trie-worker`, or pass "
@@ -239,7 +239,7 @@ class Discovery:
             raise error
         if len(infos) == 1:
             return next(iter(infos.values()))
-        # An info outlives workers that were killed, so check which models have live workers.
+        # The info of a model outlives workers that were killed, so check which models have live workers.
         live = []
         for info in infos.values():
             with suppress(NoPermissionError):
@@ -256,15 +256,15 @@ class Discovery:
         return infos.get(name)
 
     async def want(self, model: str) -> None:
-        """Record that a client waits for a model without an info, so that an autoscaler can start a worker."""
-        # The rights that an older release documents do not include this key.
+        """Record that a client waits for a model that is not served, so that an autoscaler can start a worker."""
+        # A server user with the rights that an older release documents may not write this key.
         with suppress(NoPermissionError):
             await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
     async def _unknown(self, name: str | None, text: str, advice: str) -> errors.UnknownModel:
         """Return the error for a model that is not served; it says whether a worker is loading the model.
 
-        A waiting client calls this every second, so the cost does not depend on the number of loading workers.
+        A waiting client calls this every second, so its cost must not grow with the number of loading workers.
         """
         loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
         models = ", ".join(sorted(map(repr, loading)))
@@ -284,13 +284,13 @@ class Discovery:
             workers = [name.decode("utf-8", "replace") for name in names]
             models = await read_texts(self._redis, key, workers) if workers else {}
             for model in sorted(set(models.values())):
-                # The entry of a worker that was killed while loading may still be there.
+                # A worker that was killed while it loaded a model may still have an entry, so check for a heartbeat.
                 if (await self.alive(model)).loading:
                     loading.add(model)
         return loading
 
     async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
-        """Return infos by name, and the errors of infos that cannot be read; of all models if `names` is empty."""
+        """Return infos of the models `names` (empty: all models) by name, and errors of unreadable infos by name."""
         packed = await read_infos(self._redis, self._keys, names)
         infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, Exception] = {}
@@ -301,7 +301,7 @@ class Discovery:
                     raise errors.ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
                 info = infos[name] = ModelInfo.unpack(data)
                 if info.name != name:
-                    # The client would use the queue of another model.
+                    # With this info, the client would use the queue of another model.
                     raise errors.ProtocolError(f"it is the info of {shown(infos.pop(name).name)}")
             except errors.ProtocolError as error:
                 unreadable[name] = errors.ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
@@ -311,11 +311,11 @@ class Discovery:
         return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
-        """Return how many workers serve and load a model, at a cost that does not depend on their number."""
+        """Return the numbers of workers that serve and that load a model, at a cost independent of these numbers."""
         return await read_alive(self._redis, self._keys.model(model))
 
     async def gone(self, model: str, workers: Sequence[bytes]) -> list[bytes]:
-        """Return those of `workers` that have left the model or were removed as dead."""
+        """Return the ids in `workers` of the workers that have left the model or were removed as dead."""
         key: Any = self._keys.model(model).workers
         deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
         return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
@@ -325,7 +325,7 @@ class Discovery:
         return await self._alive((await read_alive(self._redis, self._keys.model(model), names=True)).names)
 
     async def loading(self) -> list[WorkerInfo]:
-        """Return the workers of all models that are loading."""
+        """Return the workers that are still loading their models."""
         workers = await self._alive(await read_texts(self._redis, self._keys.loading()))
         return [worker for worker in workers if worker.fields.get("state") == "loading"]
 
@@ -336,14 +336,14 @@ class Discovery:
             try:
                 fields = await read_texts(self._redis, self._keys.worker(name))
             except errors.ProtocolError as error:
-                # One key with foreign content must not hide all other workers.
+                # One key that another program has overwritten must not hide all other workers.
                 _log.warning("the worker %r is left out: %s", name, error)
             else:
                 workers += [WorkerInfo(name, fields)] if "model" in fields else []
         return workers
 
     async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
-        """Return the seconds since each worker's last heartbeat, for heartbeats that name their lease."""
+        """Return the seconds since each worker's last heartbeat; leaves out heartbeats that do not state a lease."""
         silences = {}
         for worker in workers:
             left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
@@ -357,10 +357,10 @@ class Discovery:
 
 
 class Liveness:
-    """Records whether live workers serve the model, as of the last check.
+    """Records whether live workers served the model at the last check.
 
     Attributes:
-        count: live workers at the last check.
+        count: number of live workers at the last check.
     """
 
     def __init__(self, connections: Connections, discovery: Discovery) -> None:
@@ -376,15 +376,15 @@ class Liveness:
         self.count = (await self._discovery.alive(model)).serving
 
     def pause(self) -> None:
-        """Stop the time without workers: no request is pending, or the server cannot be read."""
+        """Reset the time without workers, because no request is pending or the server cannot be read."""
         self._missing_since = None
 
     async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
 
-        The limit is a lease, and at least 5 s, in which a worker that restarts can register. Requests wait without a
-        limit while a worker loads the model. If this client was blocked for longer than a lease, workers may have come
-        and gone unseen, so the time without workers starts again. `now` is the loop time.
+        The limit is a lease, but at least 5 s, so that a worker that restarts can register again. While a worker loads
+        the model, requests wait without this limit. If this client was blocked for longer than a lease, workers may
+        have joined and left unnoticed, so the time without workers starts again. `now` is the loop time.
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
@@ -393,7 +393,7 @@ class Liveness:
         if self.count or self._is_loading:
             self._missing_since = None
             return None
-        # Heartbeats are writes. If the server refuses writes, live workers cannot be seen, so they are not missing.
+        # Heartbeats are writes: if the server refuses writes, live workers cannot be seen, so none counts as missing.
         await self._connections.check_writes(info.name)
         if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self._missing_since = now
@@ -417,10 +417,10 @@ class Liveness:
 class Vocabularies:
     """Reads and registers vocabularies, tokenizers and token sets, for one session.
 
-    All methods raise ServerError or DeadlineExceeded if the server cannot be used, or not in time.
+    All methods raise ServerError or DeadlineExceeded if the server cannot be used or does not reply in time.
 
     Attributes:
-        reading: held while one caller reads a tokenizer.
+        reading: lock that a caller holds while it reads a tokenizer.
     """
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
@@ -432,7 +432,7 @@ class Vocabularies:
 
     @asynccontextmanager
     async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Run the body until the deadline."""
+        """Limit the body by the deadline, and convert the errors that it raises."""
         try:
             async with deadline.limit():
                 yield
@@ -441,7 +441,7 @@ class Vocabularies:
             raise self._connections.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
-        """Return the vocabulary of the model; UnknownVocabulary if its workers publish none."""
+        """Return the vocabulary of the model; raises UnknownVocabulary if its workers publish none."""
         info = self._connections.model.info
         if not info.vocabulary:
             raise errors.UnknownVocabulary(
@@ -452,10 +452,10 @@ class Vocabularies:
             return await look_up(self._connections.redis, self._keys, info.vocabulary)
 
     async def tokenizer(self, digest: str, deadline: Deadline) -> str:
-        """Return the `tokenizer.json` with this digest; "" means that the workers publish none.
+        """Return the text of the `tokenizer.json` with this digest.
 
         Raises:
-            UnknownTokenizer: the workers publish no tokenizer, or the pool holds other content under the digest.
+            UnknownTokenizer: the digest is "" (no tokenizer is published), or the pool holds other content under it.
         """
         if not digest:
             name = self._connections.model.info.name
@@ -473,9 +473,9 @@ class Vocabularies:
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Store a vocabulary that a worker could not find."""
         since = deadline.loop.time()
-        # All pending requests for a new vocabulary fail at once. The first one stores it for all of them.
+        # Requests that use a new vocabulary fail together; the first that gets the lock stores the vocabulary for all.
         async with self._limited(deadline), self._sending:
             if self._sent.get(vocabulary.digest, since) <= since:
-                # Overwrite: the worker could not read the content that is there.
+                # Overwrite an existing value, because a worker could not read it.
                 await register(self._connections.redis, self._keys, vocabulary, anew=True)
                 self._sent[vocabulary.digest] = deadline.loop.time()

@@ -1,4 +1,4 @@
-"""Queries about prompts: their results are computed from a cached row, or by a worker, and checked."""
+"""Queries about prompts, such as top-k tokens: computes them from a cached row, or requests them and checks results."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Mode = Literal["logprobs", "logits"]
 """Whether values are log-probabilities, or the logits from which the model computed them."""
 
 Expected = TopK | NDArray[np.float32]
-"""The values of n positions: the top-k tokens of each, (n, k), or numbers of each, mostly float32 (n, m)."""
+"""The values at n positions: top-k tokens, (n, k), or an array with m numbers per position, mostly float32 (n, m)."""
 
-# Max parts of one result in flight, of 8 MiB each, so that they do not fill the server.
+# Max parts of one result that are requested at once, 8 MiB each, so that they do not fill the server's memory.
 _MAX_PARTS_IN_FLIGHT = 2
-# Max entries read from a cached row. For more, fetching the row costs the server less than reading each entry.
+# Max entries read singly from a cached row. For more entries, fetching the whole row costs the server less.
 _MAX_READ_IN_PLACE = 128
 
 
@@ -40,8 +40,8 @@ class Allowed(NamedTuple):
     """The tokens that a query may return.
 
     Attributes:
-        packed: the set as queries carry it (`TokenSet.packed`); b"" for all tokens.
-        tokens: the set; None for all tokens, and if the caller gave only its name.
+        packed: the token set as it is encoded in queries (`TokenSet.packed`); b"" for all tokens.
+        tokens: the token set, or None for all tokens or if the caller gave only the name of a set.
     """
 
     packed: bytes = b""
@@ -49,7 +49,7 @@ class Allowed(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether the members are known here, so that a row at hand is enough."""
+        """Whether this process has the members of the set, so that it can compute the result from a cached row."""
         return not self.packed or self.tokens is not None
 
 
@@ -57,13 +57,13 @@ _ALL = Allowed()
 
 
 class Wanted(NamedTuple):
-    """The values that are wanted at every position: the top-k tokens, entries of target tokens, or whole rows.
+    """The values that are requested at every position: the top-k tokens, entries of target tokens, or whole rows.
 
     Attributes:
         top: number of most likely tokens; 0 for none.
-        targets: token ids, if `top` is 0; empty for whole rows.
-        values: kind of the values (`PositionsQuery`).
-        size: numbers per hidden state.
+        targets: ids of the tokens whose entries are requested, if `top` is 0; empty for whole rows.
+        values: kind of the values, as in `PositionsQuery`.
+        size: number of float32 values that carry one hidden state.
         allowed: the tokens that `top` chooses from.
     """
 
@@ -80,20 +80,20 @@ class Wanted(NamedTuple):
 
 
 def entries_of(row: Row, targets: list[int]) -> Row:
-    """Return some entries of a row; ModelMismatch if the rows of a changed model are too short."""
+    """Return some entries of a row; raises ModelMismatch if the model has changed and its rows are too short."""
     if max(targets) >= len(row):
         raise errors.ModelMismatch(f"the model's V is {len(row)} now: ask again, for targets below that")
     return row[targets]
 
 
 def prefix_of(text: Prompt, length: int) -> Prompt:
-    """Return the first `length` tokens of a prompt."""
+    """Return a prompt of the first `length` tokens of `text`."""
     ids = text.ids[: 4 * length]
     return text if len(ids) == len(text.ids) else Prompt(ids, digest_of(ids, text.adapter), text.adapter)
 
 
 class Queries:
-    """Makes queries in one session until one deadline."""
+    """Makes the queries of one call, in one session and with one deadline."""
 
     __slots__ = ("adapter", "deadline", "session")
 
@@ -104,7 +104,7 @@ class Queries:
 
     @property
     def vocab_size(self) -> int:
-        """V of the model."""
+        """V, the vocabulary size of the model."""
         return self.session.info.vocab_size
 
     # Prompts
@@ -136,17 +136,17 @@ class Queries:
         return await self.session.answer_all(prompts, self.deadline)
 
     async def warm(self, prompt: Prompt) -> None:
-        """Have a row computed and cached."""
+        """Have a worker compute and cache a row that is not cached yet."""
         if self.session.cached(prompt) is None:
             await self.session.answer(prompt, self.deadline, warm=True)
 
     async def fresh(self, prompt: Prompt) -> Row:
-        """Return a row that is computed now, without any cache."""
+        """Return a row that a worker computes now, without any cache."""
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 
     async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
-        """Return the logits after a prompt, float32 (V,), or those of `targets`, (k,)."""
+        """Return the logits after a prompt, float32 (V,), or the logits of `targets`, (k,)."""
         return await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))  # type: ignore[no-any-return]
 
     async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
@@ -163,7 +163,7 @@ class Queries:
             if entries is not None and not isinstance(entries, errors.CorruptRow):
                 return entries
         if row is None:
-            # Many entries, or a damaged row: fetching a damaged row has it computed again.
+            # Fetch the row: many entries are requested, or the row is damaged and a worker must compute it again.
             row = await session.answer(prompt, deadline)
         return entries_of(row, targets)
 
@@ -176,7 +176,7 @@ class Queries:
         logits: bool = False,
         name: str = "",
     ) -> NDArray[np.float32]:
-        """Return `count` entries of each row: float32 (n, count). Errors name a prompt of the argument `name`."""
+        """Return `count` entries of each row: float32 (n, count). Error texts name the prompt: "prompts[3]"."""
         out = np.empty((len(prompts), count), np.float32)
         read = self.logits if logits else self.entries
 
@@ -192,10 +192,10 @@ class Queries:
     async def _result(
         self, prompt: Prompt, read: Callable[[Row], T], *, private: bool = False, allowed: Allowed = _ALL
     ) -> T:
-        """Return the result of a prompt's query, read by `read`, which raises ProtocolError if the result is damaged.
+        """Request the result of a prompt's query and decode it with `read`, which raises ProtocolError for damage.
 
-        A damaged result is computed again once; then it is a CorruptRow. The token set `allowed` of the query is
-        registered again if the pool has evicted it. `private` is as for `Session.answer`.
+        A worker computes a damaged result again once; a second damaged result raises CorruptRow. If the pool has
+        evicted the query's token set `allowed`, the set is stored again. `private` is as for `Session.answer`.
         """
         ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:
@@ -265,10 +265,10 @@ class Queries:
             try:
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
             except errors.SourceMissing:
-                pass  # Another worker of this model does not support positions.
+                pass  # The worker that took the job does not support positions.
         if values == "logits":
             raise self._unsupported(values)
-        # Concurrently: workers share the common prefix.
+        # Request all prefixes concurrently, so that workers compute their common part once.
         prefixes = [prefix_of(whole, at) for at in range(start, end)]
         tokens = decode_ids(continuation.ids).tolist()
         return (await self.all_entries(prefixes, [[token] for token in tokens], 1))[:, 0]
@@ -276,7 +276,7 @@ class Queries:
     # Positions
 
     def parts(self, text: Prompt, start: int, wanted: Wanted) -> list[range]:
-        """Split the positions of a text from `start` on into parts whose results fit a reply."""
+        """Split the positions of a text from `start` on into parts whose results each fit into one reply."""
         length, size = len(text.ids) // 4, wanted.query(start).most_positions(self.vocab_size)
         return [range(at, min(at + size, length)) for at in range(start, length, size)]
 
@@ -285,7 +285,7 @@ class Queries:
         parts, fingerprint = self.parts(text, start, wanted), self.session.info.fingerprint
         if len(parts) == 1:
             return await self.part(text, parts[0], wanted)
-        # Few at once: more could fill the server's memory, and an engine would compute the shared prefix for each.
+        # Request few parts at once: more could fill the server's memory, and engines would compute each prefix again.
         slots = asyncio.Semaphore(_MAX_PARTS_IN_FLIGHT)
 
         async def ask(part: range) -> Expected:
@@ -299,13 +299,13 @@ class Queries:
         return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
 
     def check_same_model(self, fingerprint: str) -> None:
-        """Refuse a result whose parts may be of two models: ModelMismatch if the fingerprint has changed."""
+        """Raise ModelMismatch if the fingerprint has changed, because the parts of a result may be of two models."""
         if (info := self.session.info).fingerprint != fingerprint:
             text = f"the model {info.name!r} has changed while parts of a result arrived: ask again"
             raise errors.ModelMismatch(text)
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
-        """Return the values at the last positions of a text; `private` as for `Session.answer`."""
+        """Return the values at the last positions of a text, the range `part`; `private` is as for `Session.answer`."""
         info, count, vocab_size = self.session.info, len(part), self.vocab_size
         query = wanted.query(part.start)
 
@@ -323,7 +323,7 @@ class Queries:
             try:
                 return await self._result(with_query, read, private=private, allowed=wanted.allowed)
             except errors.SourceMissing:
-                pass  # Another worker of this model does not support positions.
+                pass  # The worker that took the job does not support positions.
         if wanted.values != "logprobs":
             raise self._unsupported(wanted.values)
         prefixes = [prefix_of(text, at + 1) for at in part]
@@ -334,7 +334,7 @@ class Queries:
         return await self.rows(prefixes)
 
     def _unsupported(self, values: PositionValues) -> errors.SettingsError:
-        """Return the error for a backend without positions, which can compute log-probabilities from rows only."""
+        """Return the error for values other than log-probabilities, if the backend does not support positions."""
         info = self.session.info
         if values == "hidden":
             name, only, support = "hidden", "no hidden states", "them"
@@ -358,7 +358,7 @@ class Queries:
     # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
-        """Return the head of the model from `heads`, by fingerprint; concurrent callers fetch it once."""
+        """Return the model's head from `heads` (fingerprint -> head), or fetch it, once for all concurrent callers."""
         fingerprint = self.session.info.fingerprint
         if (head := heads.get(fingerprint)) is not None:
             return head
@@ -389,7 +389,7 @@ class Queries:
         bias = (await ask(wire.HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
         rows = max(1, MAX_ANSWER // width)
         parts = []
-        # One after the other: all parts at once could fill the server's memory.
+        # Request one part after the other: all parts at once could fill the server's memory.
         for first in range(0, size, rows):
             count = min(rows, size - first)
             read = partial(unpack_numbers, count=count, size=info.hidden, dtype=info.dtype)
@@ -399,7 +399,7 @@ class Queries:
 
 
 async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
-    """Await the work for each prompt; the first failure cancels the others, and names its prompt."""
+    """Await the work for each prompt; the first failure cancels the other work, and its text names the prompt."""
     count = _count(prompts)
     return await gather(work, lambda error, index: errors.of_prompt(error, name, index, count))
 
@@ -410,7 +410,7 @@ def _count(prompts: Sequence[Any]) -> int:
 
 
 def _check_logits(answer: Row) -> Row:
-    """Return logits, or logZ, after a check."""
+    """Return logits or logZ; raises ProtocolError if the largest is NaN or infinite."""
     if not (most := answer.max()) < np.inf:
         raise errors.ProtocolError(f"the largest of {len(answer)} logits is {most}")
     return answer

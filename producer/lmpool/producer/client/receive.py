@@ -1,4 +1,4 @@
-"""Requesting and receiving: the calls that wait for rows, and the reply stream that announces them."""
+"""Waits for requested rows until their deadlines; reads the reply stream, and decodes the rows in its messages."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
 FoundEntries = Row | CorruptRow | None
-"""float32 of shape (k,), None if the row is not in the cache, or why the cached row is damaged."""
+"""Entries of a row, float32 (k,); None if the row is not in the cache; an error if the cached row is damaged."""
 
 _log = logging.getLogger("lmpool.producer")
 
-# Max bytes of a stream id with a time before the year 2286. A longer id is not from a clock.
+# Max bytes of a stream id with a time before the year 2286. A longer id does not come from a server's clock.
 _MAX_ID_BYTES = len("9999999999999-18446744073709551615")
-# Up to 1,000 messages per read, blocking for up to 1,000 ms.
+# The command that reads up to 1,000 messages of the reply stream, and blocks for up to 1,000 ms.
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
-# Messages between two trims of the stream, each of which is a command.
+# Number of messages read between two trims of the reply stream, because each trim costs a command.
 _TRIM_INTERVAL = 16
 # Event-loop ticks to yield after a read, so that callers can submit their next prompt.
 _YIELDED_TICKS = 4
-# Rows read from shared memory between two ticks of the event loop.
+# Max rows that a batch reads from shared memory before it yields to the event loop.
 _ROWS_PER_TICK = 8
-# Max single lookups in shared memory per event-loop tick, so that other tasks get their turn.
+# Max lookups of single rows in shared memory per event-loop tick, so that other tasks get their turn.
 _MAX_LOOKUPS_PER_TICK = 4
-# Max rows whose entries one script call reads, up to 128 each: it blocks the server for a few ms.
+# Max rows from which one script call reads up to 128 entries each: the call blocks the server for a few ms.
 _MAX_ROWS_AT_ONCE = 32
 
 
@@ -87,7 +87,7 @@ class Requester:
 
     Attributes:
         loop: the event loop.
-        info: the model info that was read last. A plain attribute, because every request reads it.
+        info: the model info that was read last. A plain attribute and no property, because every request reads it.
     """
 
     info: ModelInfo
@@ -118,8 +118,8 @@ class Requester:
     def cached(self, prompt: Prompt) -> Row | None:
         """Return a prompt's row from the producer's own memory or from shared memory, and count the request.
 
-        Shared memory is checked at most four times per event-loop tick, and never while requests are pending: the
-        prompt would overtake them. The submitter checks shared memory for these prompts.
+        This checks shared memory at most four times per event-loop tick, and never while requests are pending, because
+        the prompt would overtake them. For a prompt that is not checked here, the submitter checks shared memory.
         """
         row = self._cache.get(prompt.digest)
         if row is not None:
@@ -138,13 +138,13 @@ class Requester:
         return row
 
     def count_hits(self, began: float, count: int = 1) -> None:
-        """Count requests that began at a loop time and were served from the pool's cache now."""
+        """Count requests that began at the loop time `began` and were served from the pool's cache just now."""
         self._stats.requests += count
         self._stats.cache_hits += count
         self._settings.counters.seconds["cache_hits"].observe(self.loop.time() - began, count)
 
     def read_entries(self, prompt: Prompt, ids: Sequence[int], deadline: Deadline) -> asyncio.Future[FoundEntries]:
-        """Read entries of a cached row; None if the row is not cached or cannot be read in time."""
+        """Read entries of a cached row; the result is None if the row is not cached or cannot be read in time."""
         return self._entries.read(prompt.digest, ids, deadline.end)
 
     async def answer(
@@ -162,11 +162,11 @@ class Requester:
 
         Args:
             prompt: the prompt and its query.
-            deadline: until when.
-            warm: the row must only be in the pool's cache; the result is empty.
-            private: no other client can make this request; the result is removed from the cache once it is read.
+            deadline: time by which the result must arrive.
+            warm: the caller only needs the row to be in the pool's cache; the returned row is empty.
+            private: no other client can make this request; the result is removed from the cache once it has been read.
             damaged: the cached result is damaged and must be overwritten.
-            whole: the cache must hold the row itself, because its reader cannot read this shared memory.
+            whole: the cache must hold the row itself, not a reference to shared memory that the reader cannot read.
             weights: weights of a trie job, which must not change until the result arrives. The result is private.
         """
         self._connections.check_open()
@@ -198,12 +198,12 @@ class Requester:
         return waiter
 
     def end(self, waiter: SingleWaiter) -> None:
-        """End a wait; cancels the request if it has no other waiter."""
+        """Stop waiting for a row; cancels the request if it has no other waiter."""
         self._deadlines.remove(waiter)
         request = waiter.request
         if request.waiters:
             self._remove_waiter(request, waiter)
-        # A private result stays until its last waiter has read it.
+        # A private result stays in the pool's cache until its last waiter has read it.
         if request.is_private and self._requests.get(request.prompt.digest) is None:
             self._submitter.discard([request])
 
@@ -221,10 +221,10 @@ class Requester:
             self._submitter.cancel(request)
 
     async def answer_all(self, prompts: Sequence[Prompt], deadline: Deadline) -> NDArray[np.float32]:
-        """Request the rows of several prompts: float32 (n, V). The first failure cancels the others."""
+        """Request the rows of several prompts: float32 (n, V). The first failure cancels the other requests."""
         vocab_size, is_sharing = self.info.vocab_size, bool(prompts) and self._segments.has_any
         if is_sharing:
-            # Reuse memory: shared rows arrive faster than the system hands out new pages.
+            # Reuse memory: copying rows from shared memory is faster than getting new pages from the operating system.
             memory = self._batch_memory.take_writeable(4 * len(prompts) * vocab_size)
             rows = memory.view(np.float32).reshape(len(prompts), vocab_size)
         else:
@@ -271,7 +271,7 @@ class Requester:
         return copied
 
     def _expire(self, request: PendingRequest, waiter: Waiter, timeout_s: float) -> None:
-        """End a wait at its deadline, with the reason why the request has no row yet."""
+        """End a wait at its deadline, with an error that says why the request has no row yet."""
         if waiter not in request.waiters:
             return
         connections, text = self._connections, f"no row within {timeout_s:g} s"
@@ -281,7 +281,7 @@ class Requester:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
         elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             error = QueueFull(f"{text}: {connections.describe_full_queue()}")
-        elif request.lost:  # Before the check for workers: a server that evicts rows evicts heartbeats too.
+        elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
             why = connections.describe_lost_row(request.lost, request.prompt.length)
             error = DeadlineExceeded(f"{text}: {why}")
         else:
@@ -321,7 +321,7 @@ class Receiver:
                 is_damaged = isinstance(error, ProtocolError) or connections.reader.ended_within_reply
                 if is_damaged:
                     connections.reader.hang_up(error)
-                # A lost connection or lost bytes damage one reply. Two in a row mean that the stream is damaged.
+                # A lost connection damages one reply. Two damaged replies in a row mean that the stream is damaged.
                 if (is_damaged and was_damaged) or "WRONGTYPE" in str(error):
                     last = await self._start_over()
                 was_damaged = is_damaged
@@ -339,12 +339,12 @@ class Receiver:
             if len(last) > _MAX_ID_BYTES:
                 last = await self._start_over()
                 self._announce_all()
-            # Callers that received rows go first: no request depends on the next notification yet.
+            # Yield so that callers that received rows can submit their next prompts before the next read.
             for _ in range(_YIELDED_TICKS):
                 await asyncio.sleep(0)
 
     async def _trim(self, last: bytes) -> None:
-        """Remove messages that were read: `finish.lua` sends no rows to a client with many unread messages."""
+        """Remove messages that were read: `finish.lua` puts no rows into messages while a reply stream is long."""
         with suppress(*TROUBLE):
             await self._connections.commands.call(b"XTRIM", self._connections.model.reply, b"MINID", last)
 
@@ -360,7 +360,7 @@ class Receiver:
         return b"0-0"
 
     async def collect(self) -> None:
-        """Fetch announced rows, forever; digests that are announced during a fetch form the next one."""
+        """Fetch announced rows, forever; rows that are announced during a fetch are fetched by the next fetch."""
         while True:
             await self._has_announced.wait()
             digests, self._announced = self._announced, []
@@ -378,7 +378,7 @@ class Receiver:
     def _announce_all(self) -> None:
         """Fetch the rows of all requests: notifications may have been lost with the connection.
 
-        Requests that only warm the cache need no row. They are submitted again when they have waited for a lease.
+        Requests that only warm the cache need no row; the session submits these requests again after a lease.
         """
         self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
 
@@ -419,7 +419,7 @@ class Receiver:
         """Resolve the requests whose rows and results are inside a message."""
         lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
         count, size = len(digests), len(carried) // len(digests)
-        # The rows of one model have one size. Results of queries name theirs.
+        # All rows of one model have the same size. The results of queries have headers that contain their sizes.
         parts = split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
         if parts is not None:
             found = read_values(digests, parts, lengths, self._connections.model.info.vocab_size)
@@ -427,7 +427,7 @@ class Receiver:
             self._requests.counters.fetched_bytes += len(carried)
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:
-        """Send requests again whose jobs have ended for other weights."""
+        """Send requests again whose jobs ended because the model has other weights now."""
         for request in requests:
             request.stage = Stage.UNSENT
         self._on_other_model()
@@ -448,7 +448,7 @@ class Receiver:
 
 
 class _EntryRead(NamedTuple):
-    """Token ids whose entries in a prompt's row are wanted, until a loop time."""
+    """A call for the entries of a prompt's row at some token ids, until a loop time."""
 
     digest: bytes
     ids: Sequence[int]
@@ -457,7 +457,7 @@ class _EntryRead(NamedTuple):
 
 
 class EntryReader:
-    """Reads entries of cached rows, together for all calls of one event-loop tick."""
+    """Reads entries of cached rows; all calls of one event-loop tick share script calls."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -466,8 +466,8 @@ class EntryReader:
     def read(self, digest: bytes, ids: Sequence[int], until: float) -> asyncio.Future[FoundEntries]:
         """Read some entries of one row.
 
-        The result is None after the loop time `until`, and when the server cannot be used: the caller then requests the
-        row and receives the reason.
+        The result is None after the loop time `until`, or if the server cannot be used. The caller then requests the
+        row, and this request raises the error.
         """
         loop = self._connections.loop
         if not self._reads:
@@ -485,14 +485,14 @@ class EntryReader:
 
         def resolve() -> None:
             for read, result in zip(reads, results, strict=True):
-                if not read.result.done():  # The caller may have been cancelled.
+                if not read.result.done():  # The caller may have been cancelled before.
                     read.result.set_result(result)
 
         timer = self._connections.loop.call_at(min(read.until for read in reads), resolve)
         try:
             with self._connections.noting():
                 results = await self._read(reads)
-        finally:  # Also when the session ends.
+        finally:  # Resolve the calls also when the session ends, which cancels this task.
             timer.cancel()
             resolve()
 

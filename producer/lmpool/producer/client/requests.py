@@ -1,7 +1,7 @@
-"""The pending requests of a session: deadlines, the callers that wait, and the producer's own row cache.
+"""Pending requests: the callers that wait for each prompt, timers of their deadlines, and the producer's row cache.
 
 Calls for the same prompt share one request: the first call starts a `PendingRequest`, later calls join it. Nothing in
-this file uses the server; `submit` sends requests and `receive` resolves them.
+this file uses the server; `submit.py` sends requests and `receive.py` resolves them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lmpool.settings import shown
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
-"""Called once, with the row or with an exception of its own. Never called after its removal from the request."""
+"""A function that a request calls once, with the row or a copy of the exception, unless it was removed before."""
 
 ENDLESS_S = 9e8
 """Timeout in seconds that means "no deadline". Finite, because infinity breaks the arithmetic of deadlines."""
@@ -42,11 +42,11 @@ ALONE_S = 60.0
 _MAX_OVERWRITES = 2
 # Max requests of one client that the server holds at once, so that a huge batch does not fill the server.
 _MAX_IN_FLIGHT = 8192
-# Max bytes of the token ids of these requests.
+# Max bytes of the token ids of the requests that the server holds for one client.
 _MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-# Timer buckets per second: requests time out up to 10 ms late, and share a timer per bucket.
+# Timer buckets per second. Requests of one 10 ms bucket share a timer, so they time out up to 10 ms late.
 _BUCKETS_PER_S = 100
-# Max rows, and max bytes of rows, read before their callers run: the rows are then still in the processor's cache.
+# Max rows, and max bytes of rows, that are read before their callers run, to keep them in the processor's cache.
 _MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE = 8, 1_250_000
 
 
@@ -63,9 +63,9 @@ class Deadline:
     Attributes:
         seconds: duration from the start of the request.
         end: loop time of the deadline.
-        loop: the running event loop. Looking it up costs a system call before Python 3.12.
-        is_of_caller: whether the caller set the deadline. Otherwise each step may take `seconds`, and time in which the
-            event loop was blocked hardly counts.
+        loop: the running event loop. Before Python 3.12, each lookup of this loop costs a system call.
+        is_of_caller: whether the caller set the deadline. Other deadlines let each step take `seconds`, and
+            hardly count time in which the event loop was blocked.
     """
 
     __slots__ = ("end", "is_of_caller", "loop", "seconds")
@@ -89,7 +89,7 @@ class Deadline:
         return left
 
     def bounded(self) -> Deadline:
-        """Return a deadline of `ALONE_S` in place of an endless one, for steps that need no worker."""
+        """Return this deadline, or one of `ALONE_S` if this one is endless, for steps that need no worker."""
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
     def _exceeded(self) -> DeadlineExceeded:
@@ -97,7 +97,7 @@ class Deadline:
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancel the body at the deadline, and raise DeadlineExceeded, without a cause if it had passed before."""
+        """Cancel the body at the deadline and raise DeadlineExceeded, without a cause if the deadline had passed."""
         if self.is_of_caller and self.loop.time() >= self.end:
             raise self._exceeded()
         try:
@@ -105,7 +105,7 @@ class Deadline:
                 yield
         except TimeoutError as error:
             if not timer.expired():
-                raise  # The timeout of a connection, not this one.
+                raise  # The timeout belongs to a connection, not to this deadline.
             raise DeadlineExceeded(f"no answer within {self.seconds:g} s") from error
 
 
@@ -117,7 +117,7 @@ class Tasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task; keeps the reference that asyncio does not keep."""
+        """Run `work` as a task, and keep a reference to the task, because asyncio keeps only a weak one."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -131,8 +131,8 @@ class Tasks:
 class RowLRU:
     """The producer's own cache: digest -> read-only row, evicted in least-recently-used order.
 
-    A row from shared memory is kept from its second use on. Copying the row again takes a few µs, while the memory of a
-    row that is not kept is reused for the next row and stays in the processor's cache.
+    A row from shared memory is kept only from its second use on. Memory of a row that is not kept is
+    reused for the next row, so it stays in the processor's cache; copying a row again takes a few µs.
 
     Attributes:
         size: bytes of all rows.
@@ -145,14 +145,14 @@ class RowLRU:
         self._owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self.size = 0
-        # Digests of shared rows that were used once; as many as there could be rows.
+        # Digests of rows from shared memory that were used once; at most as many as rows fit into this cache.
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def get(self, digest: bytes) -> Row | None:
-        """Return the row and mark it as used, or None."""
+        """Return the row, which then counts as recently used, or None."""
         row = self._rows.get(digest)
         if row is not None:
             self._rows.move_to_end(digest)
@@ -196,7 +196,7 @@ class Stage(Enum):
 
     UNSENT = auto()
     SENDING = auto()
-    # Refused by the full queue and sent again; counts as refused until the server replies.
+    # The full queue refused the request, which is now sent again; it counts as refused until the server replies.
     SENDING_AGAIN = auto()
     REFUSED = auto()
     WAITING = auto()
@@ -204,21 +204,21 @@ class Stage(Enum):
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """One prompt that this process waits for.
+    """A prompt for whose row or result this process waits.
 
     Attributes:
-        waiters: called with the result -> when it started to wait, by `monotonic`.
+        waiters: function to call with the result -> time when its caller started to wait, by `monotonic`.
         until: loop time of the latest deadline of the waiters.
         warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         since: loop time of the server's last reply about this prompt.
         in_flight: whether the request counts towards the per-client limit.
         damaged: whether the cache holds a damaged row that a worker must overwrite.
-        overwrites: number of times that a worker was asked to overwrite it.
+        overwrites: number of times that a worker was asked to overwrite the damaged row.
         lost: number of times that the row had been evicted before it could be fetched.
-        origin: the `ProducerStats` attribute that counts the first waiter; None until the source of the row is known.
-        is_private: whether no other client can make this request; the result is removed once it has been read.
+        origin: the `ProducerStats` attribute that counts the first waiter, or None while the row's source is unknown.
+        is_private: whether no other client can make this request; its result is removed from the cache once it is read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
-        weights: the weights of a trie job; None once the server has them.
+        weights: the weights of a trie job, or None once the server has the weights.
         weights_name: name of the stored weights, or b"".
         call: the traced call that started the request.
     """
@@ -246,7 +246,7 @@ class PendingRequests:
 
     Attributes:
         get: returns the pending request of a digest, or None.
-        on_end: called when a request ends; None while no request waits for a free slot.
+        on_end: function to call when a request ends, or None while no request waits for a free slot.
         is_looking_up: whether rows of unsent requests are being read from shared memory.
         is_resolving: whether announced rows are being read from shared memory.
     """
@@ -288,7 +288,7 @@ class PendingRequests:
         return request, False
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
-        """Remove the requests from `unsent` that may be sent now: those with waiters, up to the per-client limit."""
+        """Remove requests from `unsent` up to the per-client limit; returns the ones with waiters, to send them now."""
         admitted, count, size = list[PendingRequest](), self._in_flight, self._in_flight_bytes
         while unsent and count < _MAX_IN_FLIGHT and size < _MAX_IN_FLIGHT_BYTES:
             request = unsent.popleft()
@@ -302,7 +302,7 @@ class PendingRequests:
         return admitted
 
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
-        """Remove a waiter; returns whether the request has ended because it was the last one."""
+        """Remove a waiter; returns whether the request has ended because it has no other waiter."""
         self._count_failure(why, request.waiters.pop(waiter))
         if request.waiters or not self.is_open(request):
             return False
@@ -310,7 +310,7 @@ class PendingRequests:
         return True
 
     def resolve_found(self, digests: Sequence[bytes], rows: Sequence[Found], *, are_shared: bool = False) -> None:
-        """Resolve the requests whose rows were found; mark those whose rows are damaged."""
+        """Resolve the requests whose rows were found; mark the requests whose rows are damaged."""
         now, ended, get = monotonic(), False, self.get
         for digest, row in zip(digests, rows, strict=True):
             if row is None or (request := get(digest)) is None:
@@ -331,10 +331,10 @@ class PendingRequests:
     async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]) -> None:
         """Resolve the requests whose rows `read` returns, a few at a time.
 
-        Their callers run in between: they use the rows while these are in the processor's cache, and release memory for
-        the next ones.
+        After every few rows, the callers of these rows run: they use the rows while these are in the processor's cache,
+        and release memory for the next rows.
         """
-        # The first row alone, to learn the size of rows.
+        # Read the first row alone, to measure the size of rows.
         at, size = 0, 1
         while at < len(digests):
             begin, at = at, at + size
@@ -382,7 +382,7 @@ class PendingRequests:
 
     def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
         waiters, request.waiters = request.waiters, {}
-        # A row without an origin was found in the cache before the request reached the script.
+        # A request without an origin found its row in the cache before it was submitted.
         origin = request.origin = request.origin or "cache_hits"
         stats, seconds = self._stats, self.counters.seconds
         for waiter, began in waiters.items():
@@ -402,8 +402,8 @@ class SingleWaiter:
 
     Attributes:
         seconds: timeout, for the error text.
-        request: the request that it waits for; set by the caller that adds it.
-        bucket: number of its bucket in `DeadlineTimers`.
+        request: the request that the waiter waits for; `Requester.begin` sets it.
+        bucket: number of the waiter's bucket in `DeadlineTimers`.
     """
 
     __slots__ = ("bucket", "future", "request", "seconds")
@@ -435,7 +435,7 @@ class DeadlineTimers:
         self._buckets: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
 
     def add(self, waiter: SingleWaiter, until: float) -> None:
-        """Call `expire` with the waiter at the loop time `until`, unless it is removed before."""
+        """Call `expire` with the waiter at the loop time `until`, unless the waiter is removed before."""
         number = waiter.bucket = int(until * _BUCKETS_PER_S) + 1
         bucket = self._buckets.get(number)
         if bucket is None:
@@ -462,7 +462,7 @@ class BatchWaiter:
     """Collects the rows of a batch in one array.
 
     Attributes:
-        future: done when all rows are in place, or with the first failure.
+        future: resolved when all rows are in the array, or with the first failure.
     """
 
     __slots__ = ("future", "left", "rows")
@@ -492,7 +492,7 @@ class BatchWaiter:
         return put
 
     def count(self) -> None:
-        """Count a row that is in place."""
+        """Count a row that has been written to the array."""
         self.left -= 1
         if self.left == 0:
             self.future.set_result(None)

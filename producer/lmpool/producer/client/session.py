@@ -1,4 +1,4 @@
-"""The sessions of a producer, one per event loop: each opens, watches the model and the workers, and closes."""
+"""The sessions of a producer, one per event loop: a session connects, watches the model and its workers, and closes."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from lmpool.protocol.model_info import ModelInfo
 T = TypeVar("T")
 
 WhenFull = Literal["wait", "raise"]
-"""Whether requests wait while the queue is full, or fail."""
+"""Whether requests wait or fail while the queue is full."""
 WhenAbsent = Literal["wait", "raise"]
-"""Whether opening and requests wait while no worker serves the model, or fail."""
+"""Whether opening a session and requests wait or fail while no worker serves the model."""
 Priority = Literal["interactive", "bulk"]
-"""Whether a client's queued prompts share the workers' time, or come after those of interactive clients."""
+"""Whether workers take a client's prompts in turn with other clients, or after the prompts of interactive clients."""
 
 _log = logging.getLogger("lmpool.producer")
 
-# Tasks that fetch announced rows: one fetches while the other waits for the server.
+# Number of tasks that fetch announced rows. With two tasks, one decodes rows while the other waits for the server.
 _COLLECTORS = 2
 # Seconds between two checks of the model, its workers, and requests without a reply.
 _WATCH_S = 1.0
-# Max requests checked per interval, so that a check does not occupy the server.
+# Max requests without a reply that are checked per second, so that the check does not occupy the server for long.
 _MAX_RECHECKED = 2000
 # Max seconds for the commands that remove this client from the server when the session closes.
 _GOODBYE_S = 1.0
-# Max workers per interval whose presence is checked, chosen at random.
+# Max workers, chosen at random, for which the session checks every second whether they have left.
 _MAX_WORKERS_CHECKED = 32
-# Max seconds between two tries to open a session while the server or the model is absent.
+# Max seconds between two tries to open a session while the server is unreachable or no worker serves the model.
 _MAX_RETRY_INTERVAL_S = 1.0
 
 
@@ -55,7 +55,7 @@ class Session(Requester):
         closed: whether the session has ended.
         vocabularies: the vocabularies, tokenizers and token sets of the pool.
         adapters: the adapters of the model.
-        fetching_head: held while one caller fetches the model's head, which can take a gigabyte.
+        fetching_head: lock that a caller holds while it fetches the model's head, which can take a gigabyte.
     """
 
     def __init__(self, server: Server, settings: SessionSettings) -> None:
@@ -85,7 +85,7 @@ class Session(Requester):
                 info = await self._discovery.info(model)
             except errors.UnknownModel as error:
                 if not error.is_loading:
-                    # A server that refuses writes has also refused the worker's info. Then that is the error.
+                    # If the server refuses writes, no model info can be stored: report this instead of UnknownModel.
                     await self._connections.check_writes(model or "")
                 if model and self._waits_when_absent:
                     await self._discovery.want(model)
@@ -115,7 +115,7 @@ class Session(Requester):
             raise
         finally:
             self.closed = self._connections.closed = True
-            # If the loop was closed without cancelling its tasks, nothing can run any more.
+            # If the program closed the loop without cancelling its tasks, no cleanup can run any more.
             if not self.loop.is_closed():
                 await self._shut_down()
 
@@ -126,7 +126,7 @@ class Session(Requester):
                 await self._submitter.cancel_all()
                 await self._connections.redis.unlink(self._connections.model.reply)
         except (*TROUBLE, TimeoutError):
-            pass  # The keys expire.
+            pass  # The reply stream and registrations of this client expire on the server.
         for request in self._requests:
             self._requests.resolve(request, errors.ProducerClosed(CLOSED))
         await self._connections.close()
@@ -148,12 +148,12 @@ class Session(Requester):
     # The watch
 
     async def _watch(self) -> None:
-        """Check every second, because notifications can be lost: the model, its workers, and late requests."""
+        """Check the model, its workers and late requests every second, because notifications can be lost."""
         while True:
             await asyncio.sleep(_WATCH_S)
             absence = None
             try:
-                # redis-py's client was opened with a longer timeout, before the lease was known.
+                # The timeout of redis-py's client is too long: the client was made before the lease was known.
                 async with silence_limit(reply_timeout(self.info.lease_s)):
                     await self._reload_info()
                     await self.adapters.renew()
@@ -168,38 +168,38 @@ class Session(Requester):
                     self._has_logged_absence = absence is not None
                     homes = self._submitter.homes
                     homes.has_choice = self._liveness.count > 1
-                    # Forget the homes of workers that have left; a few workers at a time.
+                    # Discard homes (workers that computed prefixes of prompts) that have left; check a few at a time.
                     known = random.sample(list(homes.workers), min(len(homes.workers), _MAX_WORKERS_CHECKED))
                     homes.forget(await self._discovery.gone(self.info.name, known))
                 if self._requests:
                     await self._recheck()
-                # Requests that cannot be sent clear the trouble themselves: only their connection may be broken.
+                # Keep the recorded error while requests are sent again: perhaps only their connection is broken.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
             except TROUBLE as error:
-                self._liveness.pause()  # The workers could not be read, so they are not missing.
+                self._liveness.pause()  # The heartbeats could not be read, so no worker counts as missing.
                 self._connections.note(error)
                 await self._connections.reconnect(error)
             self._end_endless(absence or self._connections.trouble)
 
     async def _recheck(self) -> None:
-        """Fetch rows whose notifications were lost; submit requests again that had no reply for a lease."""
+        """Fetch rows whose notifications were lost; submit requests again that got no reply within a lease."""
         now, lease_s = self.loop.time(), self.info.lease_s
         waiting = (request for request in self._requests if request.stage is Stage.WAITING)
         late = [request for request in waiting if now - request.since > _WATCH_S]
-        # Continue after the last portion, so that slow requests at the front do not hide the others.
+        # Continue after the requests of the last check, so that slow requests at the front do not hide later requests.
         at = self._next_recheck if self._next_recheck < len(late) else 0
         late = late[at : at + _MAX_RECHECKED]
         self._next_recheck = at + len(late)
         await self._submitter.fetch([request.prompt.digest for request in late])
         pending = filter(self._requests.is_open, late)
-        # Only the script can check whether the row of a warming request is cached.
+        # For a request that only warms the cache, only `submit.lua` can check whether the row is cached.
         silent = [request for request in pending if request.warm or now - request.since > lease_s]
         if silent:
             await self._submitter.submit(silent, again=True)
 
     def _end_endless(self, why: errors.LMPoolError | None) -> None:
-        """End requests without a deadline when this reason has lasted for `ALONE_S`."""
+        """End requests without a deadline when the error `why` has lasted for `ALONE_S` seconds."""
         now = self.loop.time()
         if why is None or not self._requests:
             self._alone_since = None
@@ -217,7 +217,7 @@ class Session(Requester):
     # The model
 
     def _adopt(self, info: ModelInfo) -> None:
-        """Use a model, or the same model with other weights."""
+        """Switch to a model, or to other weights of the same model."""
         self._connections.adopt(info)
         self._requests.restart(info.fingerprint)
         self._submitter.homes.clear()
@@ -225,7 +225,7 @@ class Session(Requester):
         self.info = info
 
     def _renew(self, info: ModelInfo) -> None:
-        """Use a newer info of the same weights."""
+        """Replace the model info by a newer one for the same weights."""
         self._connections.model = replace(self._connections.model, info=info)
         self.info = info
 
@@ -272,10 +272,10 @@ class _Attempt:
     """An attempt to open a session, shared by concurrent callers.
 
     Attributes:
-        waiting: number of callers.
-        timeout_s: longest timeout of the callers.
-        server: None until the server is known.
-        absence: the error of the last try while the server or the model is absent.
+        waiting: number of callers that wait for the session.
+        timeout_s: longest timeout of these callers.
+        server: the server to connect to, or None before the first try.
+        absence: the last error that says that the server is unreachable or the model is not served.
         is_over: whether the producer was closed, or all callers have given up.
     """
 
@@ -306,8 +306,8 @@ class SessionPerLoop:
         self._make = make
         self._model = model
         self._waits = when_absent == "wait"
-        # `close_soon` may run in another thread. Reentrant: the garbage collector may call it while this thread holds
-        # the lock.
+        # `close_soon` may run in another thread. The lock is reentrant, because the garbage collector may call
+        # `close_soon` while this thread holds the lock.
         self._lock = threading.RLock()
         self._opening: dict[asyncio.AbstractEventLoop, _Attempt] = {}
         self.by_loop: dict[asyncio.AbstractEventLoop, Session] = {}
@@ -321,10 +321,10 @@ class SessionPerLoop:
     async def open(self, deadline: Deadline) -> Session:
         """Return the session of the running event loop; concurrent callers share one attempt to open it.
 
-        Without a deadline, this waits while a worker loads the model.
+        Without a deadline, this call waits for as long as a worker loads the model.
 
         Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or not in time.
+            ServerError, DeadlineExceeded: the server cannot be used, or does not reply in time.
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             NoWorker: no worker served the model in time.
             ProducerClosed: the producer was closed.
@@ -347,9 +347,9 @@ class SessionPerLoop:
         """Call `ask` in a session, and again whenever a worker reports that the adapter has changed.
 
         Args:
-            adapter: name of the adapter; "" for none.
-            deadline: until when.
-            ask: called with the session, and with the adapter as jobs name it: "name@digest", or "".
+            adapter: name of the adapter, or "" for none.
+            deadline: time by which the request must end.
+            ask: called with the session and the adapter's name in jobs, which is "name@digest", or "" for none.
 
         Raises:
             UnknownAdapter: the model has no adapter of that name.
@@ -363,7 +363,7 @@ class SessionPerLoop:
                 return await ask(session, await session.adapters.qualified(adapter, deadline))
             except errors.AdapterChanged:
                 session.adapters.doubt()
-            # The worker may have seen the change before this client can.
+            # The worker may have read the change of the adapter before this client can read it.
             await asyncio.sleep(wait)
             session = await self.open(deadline)
         raise AssertionError("the delays never end")
@@ -376,7 +376,7 @@ class SessionPerLoop:
             attempt.task = loop.create_task(self._connect(attempt), name="lmpool-connect")
             with self._lock:
                 for old in list(self._opening):
-                    if old.is_closed():  # Without its tasks having been cancelled.
+                    if old.is_closed():  # The program closed the loop without cancelling its tasks.
                         self._opening.pop(old, None)
                 self._opening[loop] = attempt
         attempt.waiting += 1
@@ -387,7 +387,7 @@ class SessionPerLoop:
         except errors.DeadlineExceeded as error:
             absence = attempt.absence
             if error.__cause__ is None:
-                raise  # The deadline had passed before.
+                raise  # The deadline had passed before this call began to wait.
             if absence is not None:
                 kind = errors.NoWorker if isinstance(absence, errors.UnknownModel) else type(absence)
                 raise kind(f"{error}: {absence}") from copy_error(absence)
@@ -403,7 +403,7 @@ class SessionPerLoop:
         return outcome(attempt.task)
 
     def _abandon(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel an attempt without callers. The next caller starts a new one instead of waiting for a dead server."""
+        """Cancel an attempt without callers, so that the next caller does not wait for a dead server."""
 
         def forget(_: object) -> None:
             with self._lock:
@@ -429,7 +429,7 @@ class SessionPerLoop:
                     self._hold(attempt, session)
                     return session
                 except (errors.UnknownModel, errors.ServerError) as error:
-                    # Waiting may help: no worker serves the model yet, or the server is starting.
+                    # Wait and try again if no worker serves the model yet, or if the server is starting.
                     is_absent, cause = isinstance(error, errors.UnknownModel), error.__cause__
                     is_starting = attempt.server is not None and cause is not None and attempt.server.is_not_now(cause)
                     if not self._waits or not (is_absent or is_starting or isinstance(error, errors.ServerUnreachable)):
@@ -445,7 +445,7 @@ class SessionPerLoop:
                 await asyncio.sleep(wait)
             raise AssertionError("the delays never end")
         except BaseException:
-            # If the loop was closed without cancelling its tasks, nothing can run any more.
+            # If the program closed the loop without cancelling its tasks, no cleanup can run any more.
             if session is not None and not session.loop.is_closed():
                 await finish(session.close())
             raise
@@ -471,7 +471,7 @@ class SessionPerLoop:
         ends = [(loop, attempt.task.cancel) for loop, attempt in attempts.items()]
         ends += [(loop, session.close_soon) for loop, session in sessions.items() if not session.closed]
         for loop, end in ends:
-            with suppress(RuntimeError):  # The loop is closed, so its tasks have ended.
+            with suppress(RuntimeError):  # RuntimeError: the loop is closed, so its tasks have ended.
                 loop.call_soon_threadsafe(end)
 
     async def close(self) -> None:

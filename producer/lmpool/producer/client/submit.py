@@ -1,4 +1,4 @@
-"""Submitting: looks up rows in the pool's cache, queues jobs for the others, and cancels jobs without waiters."""
+"""Looks up cached rows; sends other prompts as jobs, each with its home (the worker whose lane it joins)."""
 
 from __future__ import annotations
 
@@ -25,50 +25,50 @@ _SENT = (*_SENDING, Stage.WAITING)
 _NO_ROW = np.empty(0, np.float32)
 # Flush early when this many requests are unsent, even while rows are arriving.
 _MAX_HELD_BACK = 64
-# Up to this many requests, one script call costs about as much as one lookup of their rows in the cache.
+# For up to this many requests, submitting them costs about as much as looking up their rows in the cache.
 _FEW = 8
-# Min share of cache hits for which a lookup pays: for more than `_FEW` requests, and for fewer.
+# Min share of cache hits at which a lookup pays: for more than `_FEW` requests, and for up to `_FEW` requests.
 _MIN_HIT_RATE_OF_MANY, _MIN_HIT_RATE_OF_FEW = 0.02, 0.5
-# Batches over which the hit rate is averaged.
+# Number of batches over which the hit rate is averaged.
 _HIT_RATE_WINDOW = 8
-# Min and max seconds for which the server assumes that a client waits. Clients confirm longer waits every lease.
+# Min and max seconds for which the server keeps a waiting client registered. Clients register again every lease.
 _MIN_PATIENCE_S, _MAX_PATIENCE_S = 5.0, 3600.0
-# Max bytes of token ids per script call, which blocks the server for a few ms.
+# Max bytes of token ids per script call, so that a call blocks the server only for a few ms.
 _MAX_IDS_BYTES = 512 * 1024
-# Bytes of weights that count as one of these: workers can start on the first 4 MiB while the client sends the next.
+# Bytes of weights that count as one byte of token ids: workers start on 4 MiB while the client sends the next 4 MiB.
 _WEIGHTS_PER_ID_BYTE = 8
 
-# Max prompts whose homes are remembered; about 100 bytes each.
+# Max prompts whose homes (the workers that computed the prompts) are recorded; about 100 bytes each.
 _MAX_HOMES = 65_536
-# Bytes of a block: 16 tokens of 4 bytes. Homes are remembered at block boundaries too.
+# Bytes of a block: 16 tokens of 4 bytes. The home of a prompt is recorded for its whole blocks too.
 _BLOCK_BYTES = 16 * 4
-# Max blocks looked up per prompt.
+# Max block boundaries at which a prefix of a prompt is looked up.
 _MAX_BLOCKS = 8
-# Bytes at each end of a prompt that identify it: 64 tokens.
+# Bytes at each end of a prompt that identify the prompt: 64 tokens.
 _END_BYTES = 64 * 4
-# Bytes cut off a prompt to look up its prefixes, most likely first: most prompts extend another by one token.
+# Bytes cut off a prompt to look up its prefixes, most likely first: most prompts add one token to another prompt.
 _CUT_BYTES = (4, 0, 8, 12, 16)
 _NO_HOME = b"", 0
-# Tells `submit.lua` that a prompt has the same home and prefix as the prompt before it.
+# Value that tells `submit.lua` that a prompt has the same home and prefix as the prompt before it.
 _SAME_HOME = b"="
 
 
 class Homes:
-    """Remembers the home of each prompt: the worker that computed it, and so may still have its keys and values.
+    """Records the home of each prompt: the worker that computed it, and so may still have its keys and values.
 
-    A prompt is identified by its length and by the tokens at both ends. Two prompts that agree in these share a home.
-    That can cost time but never changes a row.
+    A prompt is identified by its length and the tokens at both ends, so two prompts may share a home by mistake. A
+    wrong home can cost time but never changes a row.
 
     Attributes:
-        has_choice: whether several workers are live. Otherwise no homes are recorded.
-        workers: the workers that have been seen.
+        has_choice: whether several workers are live. With one worker, no homes are recorded.
+        workers: the workers that have computed rows for this client.
     """
 
     def __init__(self) -> None:
-        # OrderedDicts: finding the first key of a dict slows down with every key removed before it.
+        # Use OrderedDict: finding the first key of a dict slows down with every key that was removed before it.
         self._homes: OrderedDict[int, bytes] = OrderedDict()
         self._lengths: set[int] = set()
-        # Hashes of first blocks. Most prompts without a home are found out by their first block.
+        # Hashes of the first blocks of prompts with homes, to recognize most prompts without a home by one lookup.
         self._heads: OrderedDict[int, None] = OrderedDict()
         self.has_choice = False
         self.workers: set[bytes] = set()
@@ -103,7 +103,7 @@ class Homes:
         """Return the worker that computed the longest recorded prefix of a prompt, and the key of that prefix."""
         ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
         size = len(ids)
-        # Without a known prefix, prefer the worker that used the adapter last: it probably still has it loaded.
+        # Without a recorded prefix, prefer the worker that used the adapter last: the adapter is probably still loaded.
         no_home = (self._homes.get(hash(adapter), b""), hash(adapter)) if adapter else _NO_HOME
         if size >= _BLOCK_BYTES + _CUT_BYTES[-1] and hash((ids[:_BLOCK_BYTES], adapter)) not in self._heads:
             return no_home
@@ -115,10 +115,10 @@ class Homes:
         return no_home
 
     def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
-        """Return requests in the order for `submit.lua`, and their homes; no homes if none is recorded.
+        """Return requests in the order for `submit.lua`, and their homes, an empty list if no home is recorded.
 
-        Requests with the same prefix are consecutive, and all but the first have the home "=". A worker with too many
-        prompts passes them on together, so that another worker computes the prefix once. Frequent prefixes come first.
+        Requests with the same prefix are consecutive, and all but the first have the home "=". If a worker has too many
+        prompts, requests with one prefix move to another worker together. Frequent prefixes come first.
         """
         if not self._homes:
             return requests, []
@@ -138,7 +138,7 @@ class Homes:
         return [request for request, _ in arranged], homes
 
     def forget(self, workers: Collection[bytes]) -> None:
-        """Remove workers that have left."""
+        """Discard the records of workers that have left the pool."""
         if workers:
             self.workers.difference_update(workers)
             self._homes = OrderedDict(home for home in self._homes.items() if home[1] not in workers)
@@ -203,14 +203,14 @@ class Submitter:
     def _flush_soon(self) -> None:
         if not self._is_flushing:
             self._is_flushing = True
-            # `call_soon` runs after all callbacks that are ready now, so their requests are sent together.
+            # `call_soon` runs after all callbacks that are ready now, so that the requests of these are sent together.
             self._connections.loop.call_soon(lambda: self._connections.spawn(self._flush()))
 
     async def _flush(self) -> None:
         """Send unsent requests, up to the per-client limit."""
         requests = self._requests
-        # Callers that receive rows submit their next prompts, which should be sent together. Requests whose rows are
-        # being looked up go before later ones.
+        # Wait while callers that receive rows submit their next prompts, to send the prompts together. Requests whose
+        # rows are being looked up must be sent before later requests.
         while requests.is_looking_up or (requests.is_resolving and len(self._unsent) < _MAX_HELD_BACK):  # noqa: ASYNC110
             await asyncio.sleep(0)
         self._is_flushing = False
@@ -230,16 +230,16 @@ class Submitter:
                 await asyncio.sleep(next(waits))
                 await self._send(pending())
                 if len(pending()) < before:
-                    waits = delays()  # The queue moves, so keep it full.
+                    waits = delays()  # The queue has free slots again, so retry without a long delay.
         finally:
             self.is_retrying = False
 
     async def _send(self, requests: Sequence[PendingRequest]) -> None:
-        """Look up rows in shared memory and in the cache, and submit the other requests."""
+        """Look up rows in shared memory and in the cache, and submit the requests whose rows were not found."""
         sending, again, refused = *_SENDING, Stage.REFUSED
         for request in requests:
             request.stage = again if request.stage is refused else sending
-        # No lookup for warming requests, which need no row, and private ones, which no client can have made before.
+        # Do not look up warming requests, which need no row, or private ones, which no client can have made before.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
         segments, model = self._connections.segments, self._connections.model
         if sought and segments.has_any:
@@ -255,7 +255,7 @@ class Submitter:
             if sought and (self._hit_rate > min_hit_rate or not model.rows.is_seen):
                 await self.fetch([request.prompt.digest for request in sought])
             await self.submit([request for request in requests if request.waiters])
-            # Cancelled and refused requests have no origin yet, or one from before.
+            # Skip cancelled and refused requests: they have no origin, or the origin of an earlier submission.
             origins = [request.origin for request in sought if request.origin and request.stage is not refused]
             if origins:
                 self._hit_rate += (origins.count("cache_hits") / len(origins) - self._hit_rate) / _HIT_RATE_WINDOW
@@ -267,17 +267,17 @@ class Submitter:
             self.retry_soon()
 
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
-        """Register this client for prompts, and queue a job for each prompt without one.
+        """Register this client for prompts, and queue a job for each prompt without a job.
 
         Args:
             requests: the requests.
-            again: whether they were submitted before, so that the script checks that their jobs still exist.
+            again: whether the requests were submitted before; then `submit.lua` checks that their jobs still exist.
         """
         rows = self._connections.model.rows
         if whole := [request.prompt.digest for request in requests if request.whole and not again]:
-            # The cache probably holds a reference, which is of no use.
+            # The cache probably holds a reference to shared memory that the row's reader cannot read.
             await rows.drop(rows.keys_of(whole))
-        # Without access to rows, the script cannot check whether the row of a warming request is there.
+        # If `submit.lua` cannot read rows, check here whether the rows of warming requests are cached.
         if not rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await self.fetch(await rows.existing(warmed), are_stored=True)
@@ -299,7 +299,7 @@ class Submitter:
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
             if is_full and self._waits_when_full:
-                # The queue would refuse them now, and at every retry.
+                # The full queue would refuse these requests too, so do not send them now.
                 for request in waited_for:
                     request.stage = Stage.REFUSED
                 continue
@@ -332,7 +332,7 @@ class Submitter:
             if code == "Q":  # Queued.
                 request.origin = "computed"
                 if again and not request.damaged:
-                    request.lost += 1  # The earlier job has ended, and its row is not there.
+                    request.lost += 1  # The earlier job has ended, and its row is not in the cache.
             elif code == "J" and request.origin != "computed":  # Joined a job.
                 request.origin = "joined"
             elif code == "R":  # The row is in the cache.
@@ -352,7 +352,7 @@ class Submitter:
     async def _call_script(
         self, requests: Sequence[PendingRequest], homes: Sequence[bytes], is_damaged: bool, again: bool
     ) -> bytes:
-        """Call `submit.lua`; returns a letter for each request."""
+        """Call `submit.lua`; returns its outcome, one character for each request."""
         connections, model = self._connections, self._connections.model
         is_unfit = is_damaged or True in [request.whole for request in requests]
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
@@ -368,7 +368,7 @@ class Submitter:
                 fingerprint,
                 request.damaged,
                 request.prompt.query,
-                # Without a host, the worker stores the row itself rather than a reference.
+                # Without a host, the worker stores the row itself, not a reference to shared memory.
                 b"" if request.whole or request.lost else host,
             )
             for request in requests
@@ -376,12 +376,12 @@ class Submitter:
         jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:
             jobs = self._traces.mark(requests, jobs)
-        # How long the server keeps this client registered: until the last deadline, and some leases more.
+        # The server keeps this client registered until the last deadline, and for two leases more.
         patience_s = max([request.until for request in requests]) - connections.loop.time()
         patience_s += max(2 * model.info.lease_s, _MIN_PATIENCE_S)
         patience_ms = int(1000 * min(max(patience_s, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
         args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, int(again), len(jobs), *jobs]
-        if requests[0].prompt.generated:  # Then all are continuations.
+        if requests[0].prompt.generated:  # If one request is a continuation, all requests are.
             args += homes or [b""] * len(requests)
             args += [request.prompt.generated for request in requests]
         else:
@@ -396,7 +396,7 @@ class Submitter:
     async def fetch(self, digests: Sequence[bytes], *, are_stored: bool = False) -> None:
         """Fetch the rows that are in the cache, and resolve their requests.
 
-        Requests that only warm the cache end if the rows `are_stored`; otherwise they stay pending.
+        Requests that only warm the cache end if their rows `are_stored` in the cache; otherwise they stay pending.
         """
         rows, lengths, wanted = self._connections.model.rows, dict[bytes, int](), list[bytes]()
         for digest in digests:
@@ -413,7 +413,7 @@ class Submitter:
             return
 
         def resolve(digests: Sequence[bytes], results: Sequence[Found]) -> None:
-            # Ignore the rows of other weights if the model has changed since.
+            # If the model has changed during the fetch, ignore the rows: they are of other weights.
             if self._connections.model.rows is rows:
                 self._requests.resolve_found(digests, results)
 
@@ -446,9 +446,9 @@ class Submitter:
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
         digests = set(self._cancelled)
-        with self._connections.noting():  # The registrations expire.
+        with self._connections.noting():  # If the command fails, the registrations expire.
             await self._cancel([digest for digest in digests if self._requests.get(digest) is None])
-            # Only after the reply: if the session ends before, `cancel_all` cancels them.
+            # Remove the digests only after the reply: if the session ends before it, `cancel_all` needs the digests.
             self._cancelled -= digests
 
     async def cancel_all(self) -> None:
@@ -456,7 +456,7 @@ class Submitter:
         self.discard(list(self._requests))
         await self._drop_discarded()
         waiting = [request.prompt.digest for request in self._requests if request.stage in _SENT]
-        # The connection of submissions keeps the order: cancellations arrive after pending submissions.
+        # Submissions use the same connection, so the server receives these cancellations after pending submissions.
         await self._cancel([*waiting, *self._cancelled])
 
     async def _cancel(self, digests: Sequence[bytes]) -> None:
@@ -477,19 +477,19 @@ class Submitter:
                 keys += rows.keys_of_weights([request.weights_name])
                 request.weights_name = b""
         if keys and not self._disposable:
-            # One command for all keys of this event-loop tick.
+            # Delete all keys of this event-loop tick with one command.
             self._connections.loop.call_soon(lambda: self._connections.spawn(self._drop_discarded()))
         self._disposable += keys
 
     async def _drop_discarded(self) -> None:
         keys, self._disposable = self._disposable, []
         if keys:
-            with self._connections.noting():  # The keys expire.
+            with self._connections.noting():  # If the command fails, the keys expire.
                 await self._connections.model.rows.drop(keys)
 
 
 def _portions(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRequest]]:
-    """Split requests into portions that one script call handles within a few ms; continuations come last and alone."""
+    """Split requests into portions that one script call handles within a few ms; continuations form the last ones."""
     continued = [request for request in requests if request.prompt.generated]
     if continued and len(continued) < len(requests):
         yield from _portions([request for request in requests if not request.prompt.generated])
