@@ -48,7 +48,7 @@ _LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves: enough to
 _STOP_S = 5.0  # Seconds between SIGTERM and SIGKILL of a worker that does not stop.
 _POLL_S = 0.05  # Seconds between two checks whether the model is served.
 _LINES_SHOWN = 20  # Last lines of the worker's log that an error quotes.
-_MAX_FOLDER_PATH = 60  # Max bytes of the temporary folder's path, else /tmp is used: a socket's path has at most 107.
+_MAX_FOLDER_PATH = 60  # Max bytes of the temporary folder's path, else use /tmp: a socket's path has at most 107.
 
 MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
 """Options of a language model with a private worker."""
