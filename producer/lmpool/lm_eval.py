@@ -51,7 +51,7 @@ _SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Options that hav
 
 
 class _Generation(NamedTuple):
-    """A generation: max tokens, texts that end it, the last tokens to search for each text, and sampling options."""
+    """A generation: max tokens, texts that end it, each text with the number of last tokens to search, and sampling."""
 
     max_tokens: int
     until: list[str]

@@ -243,7 +243,7 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        # Record the use, but keep the time of writing: runs that read the copy compare it (`lines.Source`).
+        # Record the use, but keep the time of writing: runs that read the copy compare this time (`lines.Source`).
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)

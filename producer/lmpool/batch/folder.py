@@ -190,7 +190,7 @@ class Folder:
         return sizes
 
     def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """The contents of some files, without those that do not exist."""
+        """The contents of the named files, without files that do not exist."""
         for name in names:
             with suppress(FileNotFoundError):
                 yield (self.path / name).read_bytes()
@@ -329,7 +329,7 @@ class Folder:
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
                 self.remove(name)
-        self.remove(SUBMISSION)  # It belongs to an earlier run.
+        self.remove(SUBMISSION)  # The file belongs to an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 

@@ -120,7 +120,7 @@ async def _queue(
     size, jobs, shared = manifest.options.shard_lines, 0, msgspec.to_builtins(submission)
     for some in _in_parts(shards):
         now = timestamp_ms()
-        # As `ArqRedis.enqueue_job`, for many jobs, and without a lifetime, because the server could evict such jobs.
+        # As `ArqRedis.enqueue_job`, for many jobs, and without a lifetime: the server could evict a job that has one.
         async with arq.pipeline(transaction=True) as pipe:
             for shard in some:
                 first = shard * size + 1
@@ -421,6 +421,6 @@ async def cancel(arq: ArqRedis, output: str) -> int:
                     pipe.delete(job_key_prefix + name)
             await pipe.execute()
     if SUBMISSION in await asyncio.to_thread(folder.listed):
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the same folders.
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the folder too.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

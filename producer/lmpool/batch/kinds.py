@@ -180,7 +180,7 @@ def _generate(given: str) -> Kind:
     seed = int(chosen.pop("seed", 0))
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # This line's seed in a `batch_generate` of all.
+        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # This line's seed in a `batch_generate` of all lines.
         (found,) = await producer.generate(text.ids, count, seed=drawn, adapter=adapter, **chosen)
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 

@@ -39,7 +39,7 @@ from lmpool.protocol.row import widen_bf16
 _HEADER_BYTES = 4096  # Bytes reserved for a safetensors header, before the columns are known: headers have about 1 KiB.
 _READ_BYTES = 1 << 20  # Bytes of a shard that are read back at once: little memory, few system calls.
 _GROUP_NUMBERS = 1 << 20  # Max numbers in a Parquet row group, 4 to 8 MB: a reader decodes a whole group for one text.
-# Types of safetensors -> numpy's; bfloat16 is kept as the bits of its numbers.
+# Types of safetensors -> types of numpy; a bfloat16 number is kept as its 16 bits.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "U8": "uint8"}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
@@ -378,7 +378,7 @@ class ParquetReader:
         return {**values, "custom_id": values["custom_id"] or ""}
 
     def _value(self, scalar: Any) -> Any:
-        """A number or text; or a list, (n,) or (n, k), as a view of the table."""
+        """The value of a cell: a number, a text, or an array (n,) or (n, k) that is a view of the table."""
         if not isinstance(scalar, self._arrow.ListScalar):
             return scalar.as_py()
         values = scalar.values

@@ -232,7 +232,7 @@ def _pages() -> list[Route]:
 
     def route(path: str, content: bytes, kind: str) -> Route:
         async def send(_: Request) -> Response:
-            # Browsers must revalidate: a page of one release must not load a script of another.
+            # Browsers must revalidate: a page of one release must not load a script of another release.
             return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
         return Route({"pool.html": "/", "explorer.html": "/explorer"}.get(path, f"/static/{path}"), send)
@@ -295,7 +295,7 @@ class _Connection(H11Protocol):
     the responses could keep its connections.
     """
 
-    # Connections without a complete, allowed request, the oldest first. A process has one server.
+    # Connections without a complete, allowed request, the oldest first; one dict, because a process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
     # Half of the process's file descriptors remain for Redis and files. A negative number means no limit.
     _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

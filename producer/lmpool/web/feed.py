@@ -81,7 +81,7 @@ class Events:
             return
         for key, worker in before.items():
             if key not in now:
-                # A worker that leaves deletes its heartbeat; the heartbeat of a killed one expires.
+                # A worker that leaves deletes its heartbeat; the heartbeat of a killed worker expires.
                 unseen_s = (worker["silent_s"] or 0.0) + gap_s
                 has_left = worker["state"] == "draining" or unseen_s < (number(worker, "lease_s") or 0.0)
                 self._add(at, key, "left" if has_left else "died" if worker["state"] == SILENT else "is gone")
@@ -128,7 +128,7 @@ class Feed:
         self.trouble = "the pool has not been surveyed yet"
 
     async def run(self) -> None:
-        """Survey until cancelled; while the server is unreachable, frames contain the reason."""
+        """Survey the pool until cancelled; while the server is unreachable, frames contain the reason."""
         async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
             while True:
                 began = time.monotonic()

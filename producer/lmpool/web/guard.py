@@ -310,7 +310,7 @@ def _sent_cookie(scope: Scope) -> str:
 def _cookie_name(scope: Scope) -> str:
     """Return a cookie name for this service alone, because browsers send cookies to all ports of a host.
 
-    It contains two ports. Services behind one proxy differ in the port that they listen on; services behind tunnels or
+    The name has two ports. Services behind one proxy differ in the port that they listen on; services behind tunnels or
     in containers differ in the port that the browser uses. A name made from the token would leave one cookie per start.
     """
     _, own_port = scope.get("server") or ("", None)

@@ -190,7 +190,7 @@ async def bench(
 
 
 async def _latencies(producer: Producer, prompts: list[list[int]], concurrency: int) -> list[float]:
-    """Request prompts; return the seconds that each took."""
+    """Request prompts; return the seconds that each prompt took."""
     limit = asyncio.Semaphore(concurrency)
 
     async def latency(prompt: list[int]) -> float:

@@ -151,7 +151,7 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
 
     Raises:
         ServerUnreachable: no server is named and no server of this user runs.
-        UnknownModel: the model is not served while others are.
+        UnknownModel: the model is not served, but other models are.
     """
     if waits is not None:
         return

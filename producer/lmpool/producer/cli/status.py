@@ -111,7 +111,7 @@ def field_column(
 
 
 def fitting(title: str | None, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return a table with the columns that fit into `width` characters per line; its caption names the others."""
+    """Return a table with the columns that fit into `width` characters per line; its caption names other columns."""
     texts = {column: [column.cell(row) for row in rows] for column in columns}
     widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in columns}
     kept = list(columns)

@@ -31,7 +31,7 @@ trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a serv
 _ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
 _LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
 
-_MAX_OPENED = 256  # Branches opened per level; with at most 256 children each, this bounds a request and the output.
+_MAX_OPENED = 256  # Max branches opened per level: each has at most 256 children, so this bounds requests and output.
 _MAX_DEPTH = 64  # Max levels of branches: tokens of more bytes are rare.
 _MAX_CHILDREN = 256  # Max branches listed per branch: a node has at most one child per byte value.
 _MAX_IDS = 10  # Max token ids of the prompt in the title.
@@ -78,7 +78,7 @@ class Branch:
 
     @property
     def is_open(self) -> bool:
-        """Whether its branches are listed."""
+        """Whether the branches below this branch are listed."""
         return bool(self.children or self.hidden)
 
     def as_dict(self) -> dict[str, Any]:

@@ -330,7 +330,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             self._connection.sync.remove_adapter(lora_name)
 
     def stats(self) -> ProducerStats:
-        """Counts of this thread's requests and of the synchronous ones together."""
+        """Counts of this thread's requests and of synchronous requests, added."""
         total = ProducerStats()
         for producer in self._connection.used:
             for name, count in asdict(producer.stats()).items():

@@ -105,7 +105,7 @@ class TokenCharacterTrie:
         return self._batch("max", ws)
 
     def check(self, ws: Any) -> NDArray[Any]:
-        """One weight vector as an array of shape (V,), before it joins a batch.
+        """Check one weight vector, and return it as an array of shape (V,).
 
         Raises:
             InvalidWeights: as `weight_sum`.
@@ -265,7 +265,7 @@ class TokenCharacterTrie:
             label, color = f"{node}\n'{self.node2prefix[node]}'", _WHITE
             if weights is not None:
                 label += f"\n{weights[node]:.4f}"
-                # White for nothing, full green for the highest weight.
+                # White for a weight of 0, full green for the highest weight.
                 if (highest := weights.max()) > 0:
                     rest = min(max(int(255 * (1 - weights[node] / highest)), 0), 255)
                     color = f"#{rest:02x}ff{rest:02x}"
