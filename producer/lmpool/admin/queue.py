@@ -144,7 +144,7 @@ async def _held(redis: Redis, stream: bytes) -> int:
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """Return how far each client of the backlog is behind: its last start time minus the current virtual time.
 
-    Continuations count as the tokens that they may generate; those of interactive clients have the name "ID:tokens".
+    Continuations count as the tokens that they may generate; an interactive client has the entry "ID:tokens" for them.
     """
     behind: dict[str, int] = {}
     # Each priority has its own virtual time and its own range of start times (docs/design/queue.md).

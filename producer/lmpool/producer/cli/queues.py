@@ -220,7 +220,7 @@ async def drop(
     _check_choice(entries, every)
     async with _letters_of(model, at) as (letters, discovery, name):
         if entries:
-            # Find all letters first: for an unknown id, `find` raises before any letter is dropped.
+            # Find all dead letters first: an unknown id raises before any dead letter is dropped.
             dropped = await letters.drop([letter.entry for letter in await letters.find(entries)])
         else:
             dropped = await letters.drop_all()

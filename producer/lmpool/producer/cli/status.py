@@ -32,7 +32,7 @@ UNFOLDED = 1_000_000
 """`Column.min_width` of a column whose names stay on one line while the table fits the terminal."""
 
 _FRAME, _PADDING = 1, 3  # Characters that rich adds to each line, and to each column.
-_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server; meanwhile the view shows old values.
+_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until it replies, the view shows old values.
 
 
 @with_options
