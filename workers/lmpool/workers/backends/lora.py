@@ -46,6 +46,7 @@ BASE_WEIGHT = ".base_layer.weight"
 """Suffix of a weight of the model itself: peft saves heads and embeddings with an adapter that targets them."""
 
 _COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once; some 20 MB of a large head.
+_COMPARED_DTYPES = ("F64", "F32", "F16", "BF16")  # Dtypes of safetensors in which peft saves weights.
 
 # Max relative difference of a copy that was saved in bfloat16, which has 8 significant bits.
 _COPY_TOLERANCE = 2.0**-8
@@ -186,6 +187,8 @@ def _is_copy(saved: Any, own: Any) -> bool:
     shape = saved.get_shape()
     if own is None or len(shape) != 2:
         return False
+    if saved.get_dtype() not in _COMPARED_DTYPES:
+        return False  # Reading such a tensor may fail, with exceptions of several kinds.
     # One row more than the saved weight has, because the model's may have more.
     for first in range(0, shape[0] + 1, _COMPARED_ROWS):
         left, right = (weight[first : first + _COMPARED_ROWS].float().cpu() for weight in (saved, own))
