@@ -1,4 +1,4 @@
-"""Dead letters: jobs that workers gave up. Read them, queue them again, or drop them.
+"""Dead letters: jobs that workers gave up. This module reads, retries and drops dead letters.
 
 Any program with access to the queue may have written a job, so this code validates every field.
 """

@@ -29,7 +29,7 @@ from lmpool.producer.tokenizer import find_tokenizer
 T = TypeVar("T")
 
 SOME_FAILED = 3
-"""Exit code when some lines have no result. It is 2 for errors and if no line has a result, 4 for refused folders."""
+"""Exit code when some lines have no result. The code is 2 for errors or if no line has any, 4 for refused folders."""
 
 _EXIT_CODES = (
     "Exit codes: 0 when every line has a result; 3 when some have none (OUT/errors.jsonl says why); 4 when OUT belongs "

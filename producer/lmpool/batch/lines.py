@@ -273,7 +273,7 @@ class ParquetSource(Source):
 
     @contextmanager
     def _parquet(self) -> Iterator[tuple[BinaryIO, Any]]:
-        """Open the file as Parquet. It is not memory-mapped: if it were truncated, SIGBUS would end the process."""
+        """Open the file as Parquet. The file is not memory-mapped: if it were cut, SIGBUS would end the process."""
         arrow = pyarrow("format: Parquet")
         with self._opened() as raw:
             try:

@@ -441,7 +441,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 class Batch(Sequence[Answer]):
     """The results in an output folder, in the order of the input. Lines without a result are left out.
 
-    A batch of an unfinished run has the shards that were done when it was opened: see `is_finished`. It works as a
+    A batch of an unfinished run has the shards that were done when it was opened: see `is_finished`. A batch works as a
     map-style dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
 
     Args:

@@ -98,7 +98,7 @@ class ExploredModel:
             return self._made[key]
 
     async def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that the workers publish, else a local one; see `find_tokenizer`."""
+        """Return the tokenizer that the workers publish, else a local tokenizer; see `find_tokenizer`."""
         find = partial(find_tokenizer, self.producer, otherwise="type token ids such as 1,2,3")
         tokenizer: Tokenizer = await self._once("tokenizer", find)
         return tokenizer

@@ -303,7 +303,7 @@ def _digest(secret: str) -> bytes:
 
 
 def _sent_cookie(scope: Scope) -> str:
-    # `SimpleCookie` would drop all cookies if another program of the host had set a malformed one.
+    # `SimpleCookie` would drop all cookies if another program of the host had set a malformed cookie.
     return cookie_parser(Headers(scope=scope).get("cookie", "")).get(_cookie_name(scope), "")
 
 

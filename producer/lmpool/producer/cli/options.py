@@ -32,7 +32,7 @@ T = TypeVar("T")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command."""
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-"""Python's default signal handlers. A command replaces only these."""
+"""Python's default signal handlers: a command replaces no other signal handlers."""
 _COMPLETION_S = 1.0  # Max seconds to complete a model name in a shell, whose prompt is blocked.
 _CHECK_S = 10.0  # Max seconds to check whether the model is served, before a command starts.
 _MAX_PROMPT_BYTES = (

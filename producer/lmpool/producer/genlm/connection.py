@@ -1,6 +1,6 @@
 """Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` to a new server and worker.
 
-Both survive a fork of the process: the child does not touch the connections of its parent. `split` and
+Both classes survive a fork of the process: the child does not touch its parent's connections. `split` and
 `command_options` translate the options `llm_opts` of `load_model_by_name`.
 """
 
@@ -195,7 +195,7 @@ class ModelConnection:
 class PrivatePool:
     """A server and a worker whose files are in a temporary folder. They run until `close`.
 
-    Both end with this process, even if it is killed. A fork of this process may use both, but never ends them.
+    Server and worker end with this process, even if it is killed. A fork of the process may use both, but ends neither.
 
     Args:
         model: hub name or folder of the model, the argument of `lmpool worker`.
@@ -284,7 +284,7 @@ class PrivatePool:
 
 
 _forked: weakref.WeakSet[ModelConnection | PrivatePool] = weakref.WeakSet()
-# The parent's objects in a child process. They are kept alive, because their finalizers would close them.
+# Objects of the parent that a child process keeps alive, because their finalizers would close connections.
 _left_to_parent: list[Any] = []
 
 

@@ -69,19 +69,19 @@ def _errors_of_genlm() -> Iterator[None]:
 class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
     """A genlm-backend `AsyncLM` whose rows come from a pool; create it with `from_name`.
 
-    It works in several event loops, one `asyncio.run` after another, in several threads, and after a fork. Synchronous
-    methods work inside a running event loop too. Copying returns the model itself; unpickling connects again with the
-    same settings.
+    A model works in several event loops, one `asyncio.run` after another, in several threads and after a fork.
+    Synchronous methods work inside a running event loop too. Copying returns the model itself; unpickling connects
+    again with the same settings.
 
     Rows are torch float32 tensors of shape (V,) on the CPU, where V is the size of the model's vocabulary. They share
     the memory of the producer's cache and must not be changed in place.
 
-    Without a `timeout`, a request waits as long as a worker serves or loads the model. It raises NoWorker when no
-    worker has been alive for the time of a lease (plus a minute with `when_absent="wait"`). It raises ServerError when
-    the server has been unreachable for a minute.
+    Without a `timeout`, a request waits as long as a worker serves or loads the model. The request raises NoWorker if
+    no worker has been alive for the time of a lease (plus a minute with `when_absent="wait"`), and ServerError if the
+    server has been unreachable for a minute.
 
     Methods with `lora_name` raise `UnknownLora` (an `UnknownAdapter` and a ValueError) for an adapter that the model
-    does not have. All other errors are those of `Producer.logprobs`.
+    does not have. All other errors are as for `Producer.logprobs`.
 
     Args:
         address: the model and its pool.
@@ -291,7 +291,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that longer prompts cost only their new tokens.
 
-        This is a hint: it reaches one worker, and none when the row is cached. Workers evict the least recently used
+        The call is a hint: it reaches one worker, or none if the row is cached. Workers evict the least recently used
         keys and values.
         """
         with _errors_of_genlm():
