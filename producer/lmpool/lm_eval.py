@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on a pool: the model `lmpool`, and lm-eval's command with it, `python -m lmpool.lm_eval`.
+"""lm-evaluation-harness on a pool: the model `lmpool`; `python -m lmpool.lm_eval` runs lm-eval's command with it.
 
-Texts are tokenized and cut as lm-eval's own model `hf` does it, so that both return the same numbers.
+Texts are tokenized and cut as in lm-eval's own model `hf`, so that both models return the same numbers.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ except ImportError as error:
 T = TypeVar("T")
 R = TypeVar("R")
 _Pair = tuple[Any, list[int], list[int]]
-"""lm-eval's key of a request (or None), the token ids of the context, and of the continuation; both at least one."""
+"""lm-eval's key of a request (or None), the context's token ids, and the continuation's; at least one id each."""
 
-_log = logging.getLogger("lm_eval.models.lmpool")  # Below lm-eval's logger, which lm-eval configures.
+_log = logging.getLogger("lm_eval.models.lmpool")  # A child of lm-eval's logger, which lm-eval configures.
 
-_CONCURRENCY = 64  # Default concurrent requests: enough to fill the batch of a worker.
-_PIECE = 32  # Tokens between two checks of a continuation's text for the texts that end it, which workers do not see.
-_MAX_OPTIONS = 16  # Continuations of one context that one thread requests: more than a question has options.
-# A token with a higher log-probability is the most likely one: ln 1/2, and a little more for rounding.
+_CONCURRENCY = 64  # Default number of concurrent requests: enough to fill the batch of a worker.
+_PIECE = 32  # Tokens per request of a continuation. After each request, its text is checked for stop texts.
+_MAX_OPTIONS = 16  # Max continuations of one context that one thread requests: usual questions have fewer.
+# A token with a higher log-probability is the most likely token: the value is ln 1/2, rounded up.
 _CERTAINLY_FIRST = -0.69
-_IGNORED = {"max_batch_size", "device", "unknown", "return"}  # Arguments that errors do not offer.
-_DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes if the user named none.
-_SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Without effect at temperature 0.
+_IGNORED = {"max_batch_size", "device", "unknown", "return"}  # Arguments that error messages do not list.
+_DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes by default.
+_SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Options that have no effect at temperature 0.
 
 
 class _Generation(NamedTuple):
-    """A generation request: max tokens, texts that end it, each with the last tokens to search, and the sampling."""
+    """A generation: max tokens, texts that end it, each text with the number of last tokens to search, and sampling."""
 
     max_tokens: int
     until: list[str]
@@ -64,24 +64,24 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     """A model that a pool serves.
 
     Args:
-        name: of the served model; None for the only served one.
+        name: name of the served model; None for the only served model.
         redis: URL of the server, as `Producer` takes it.
         prefix: prefix of the pool's Redis keys.
         adapter: one of the model's adapters; "" for none.
-        timeout: seconds that each request may take.
+        timeout: max seconds of each request.
         priority: "bulk" for requests that yield to requests of other clients, as `Producer` takes it.
-        tokenizer: hub name or folder of the tokenizer; None for the served model's.
-        max_length: tokens of a prompt at most; None for the longest prompt of the pool.
-        max_gen_toks: tokens of a continuation, unless the task says otherwise.
-        batch_size: concurrent requests. "auto", and lm-eval's default of 1, stand for 64.
-        seed: of tasks that sample; the i-th request is drawn with `seed` + i * 2**32.
+        tokenizer: hub name or folder of the tokenizer; None for the tokenizer of the served model.
+        max_length: max tokens of a prompt; None for the limit of the served model.
+        max_gen_toks: max tokens of a continuation if the task sets no limit.
+        batch_size: number of concurrent requests. "auto" and lm-eval's default of 1 mean 64.
+        seed: seed for tasks that sample; the i-th request uses `seed` + i * 2**32.
         add_bos_token: whether texts begin with the tokenizer's special tokens; None for the tokenizer's default.
         prefix_token_id: token before the first token of a text; None for the tokenizer's BOS, or else EOS.
-        think_end_token: a continuation up to the last occurrence of this text is left out.
+        think_end_token: text that ends a model's reasoning; the continuation is cut up to its last occurrence.
         chat_template_args: more arguments of the chat template.
-        trust_remote_code: whether the tokenizer may run code that it comes with.
-        max_batch_size, device: without effect; lm-eval's command passes them.
-        unknown: refused.
+        trust_remote_code: whether code in the tokenizer's repository may run.
+        max_batch_size, device: have no effect, but lm-eval's command passes them.
+        unknown: any other argument is refused.
 
     Raises:
         SettingsError: an argument is unknown or malformed, or there is no tokenizer.
@@ -142,7 +142,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     @property
     def eot_token_id(self) -> Any:
-        """The tokenizer's EOS, an int."""
+        """The id of the tokenizer's EOS token; None if the tokenizer has none."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -153,7 +153,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     @property
     def tokenizer_name(self) -> str:
-        """The name under which lm-eval caches requests that this tokenizer made."""
+        """The name under which lm-eval caches the requests whose texts this tokenizer has encoded."""
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def get_model_info(self) -> dict[str, str]:
@@ -184,7 +184,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return ids
 
     def _map(self, kind: str, request: Callable[[T], R], items: Sequence[T], disable_tqdm: bool) -> Iterator[R]:
-        """The results of concurrent requests, in order. The first failure ends all."""
+        """The results of concurrent requests, in order. The first failure ends all requests."""
         with ThreadPoolExecutor(self._concurrency, "lmpool-lm-eval") as threads:
             results = threads.map(request, items)
             try:
@@ -244,13 +244,13 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
     def _score(self, pairs: list[_Pair]) -> list[tuple[float, bool]]:
         """The log-probability of each continuation of one context, and whether all its tokens are the most likely."""
         context = pairs[0][1]
-        # Requested at most once for all, and only if log-probabilities do not decide.
+        # Request the most likely first token once for all continuations, and only if log-probabilities do not decide.
         first = cache(lambda: self._most_likely(context, len(context) - 1))
         results = []
         for pair in pairs:
             logprobs, continuation = self._logprobs(pair), pair[2]
             is_greedy = bool(logprobs.min() > _CERTAINLY_FIRST)
-            # The first token decides for most of the others.
+            # Most other continuations already differ from the most likely tokens in their first token.
             if not is_greedy and first() == continuation[:1]:
                 rest = continuation[1:]
                 is_greedy = not rest or self._most_likely(context + continuation[:-1], len(context)) == rest
@@ -262,7 +262,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         _, context, continuation = pair
         if len(context) + len(continuation) <= self._info.max_prompt_tokens:
             return self._producer.score(context, continuation, adapter=self._adapter)
-        # One token too long for a prompt: the last token is a target in the row of the tokens before it.
+        # The pair is one token too long for a prompt: read the last token from the row of the tokens before it.
         ids, last = context + continuation[:-1], continuation[-1:]
         entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter)
         assert isinstance(entry, np.ndarray)
@@ -288,7 +288,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             raise SettingsError(f"{min(unknown)}: a pool does not support it; there are {known}")
         if max_tokens >= self.max_length:
             raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
-        # Like `hf`: the model may write a text with a few more tokens than the tokenizer.
+        # As in `hf`, search two more tokens: the model may write a text with more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
         return _Generation(max_tokens, until, windows, sampling)
 
@@ -297,13 +297,13 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self._encode(context, False if has_bos else None)[wanted.max_tokens - self.max_length :]
         ids = ids or [self.prefix_token_id]
-        # Workers stop at the tokens of a text that ends the continuation; other tokens may form it too.
+        # Workers stop at the tokens of a text that ends the continuation, but other tokens may form the same text.
         stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in wanted.windows)]
         stop = list(filter(None, stop))
         made: list[int] = []
         end = None
         while end is None and len(made) < wanted.max_tokens:
-            # Drawn like one request for all. Without sampling seeds have no effect, and equal ones share results.
+            # Draw as one request for all tokens would. Without sampling, equal seeds let requests share results.
             seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.sampling["temperature"] else 0
             begin, size = len(made), min(_PIECE, wanted.max_tokens - len(made))
             options: dict[str, Any] = {**wanted.sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
@@ -319,7 +319,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
 
 def main() -> None:
-    """Run lm-eval's command; errors of the pool are one line and exit code 2."""
+    """Run lm-eval's command. An error of the pool prints one line, and the exit code is 2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

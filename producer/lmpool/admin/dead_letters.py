@@ -1,4 +1,4 @@
-"""Dead letters: jobs that workers gave up. Read them, queue them again, or drop them.
+"""Dead letters: jobs that workers gave up. This module reads, retries and drops dead letters.
 
 Any program with access to the queue may have written a job, so this code validates every field.
 """
@@ -37,22 +37,22 @@ _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _PREFIX = re.compile(r"[0-9]{1,20}(-[0-9]{0,20})?|[0-9a-fA-F]{1,32}")
 _MAX_CANDIDATES = 8  # Max ids in the error for an ambiguous name.
 _MAX_BYTES = 256  # Max bytes shown of a job that cannot be decoded.
-_PAGE = 8  # Letters per read: a letter may contain a job of 16 MB.
-_DROPPED_PER_CALL = 500  # Max letters per XDEL, so that other clients wait less than a millisecond.
-_KEPT_MS = 3_600_000  # Lifetime of the waiting key of a retried job: no client waits for it.
+_PAGE = 8  # Dead letters per read: each may contain a job of 16 MB.
+_DROPPED_PER_CALL = 500  # Max dead letters per XDEL, so that other clients wait less than a millisecond.
+_KEPT_MS = 3_600_000  # Milliseconds until the waiting key of a retried job expires: no client waits for the job.
 
 
 class DeadLetter(NamedTuple):
     """One job that was given up.
 
     Attributes:
-        entry: its stream id: milliseconds since 1970 when it was given up, "-", a number.
+        entry: its id in the stream, "MS-N": MS is the time when the job was given up, in milliseconds since 1970.
         data: the job as it was queued.
-        failure: the failure that ended it.
+        failure: the failure for which the job was given up.
         job: the decoded `data`; None if it cannot be decoded.
-        query: the query of the job; None for a row.
-        digest: the digest that its clients waited for; b"" if the job cannot be decoded.
-        fault: why no worker can compute it; "" if it can be retried.
+        query: the query of the job; None if the job requests a row.
+        digest: the digest that the job's clients waited for; b"" if the job cannot be decoded.
+        fault: why no worker can compute the job; "" if the job can be retried.
     """
 
     entry: str
@@ -70,7 +70,7 @@ class DeadLetter(NamedTuple):
 
 
 def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
-    """Decode a stream entry; invalid content becomes the letter's `fault`."""
+    """Decode an entry of the stream of dead letters; `fault` names invalid content."""
     data = fields.get(JOB_FIELD, b"")
     try:
         failure = unpack_failure(fields.get(_FAILURE_FIELD, b""))
@@ -87,17 +87,17 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
 
 
 class DeadLetters:
-    """The dead letters of one model; `redis` is a client for control messages."""
+    """The dead letters of one model; `redis` is a redis-py client for control messages."""
 
     def __init__(self, redis: Redis, keys: ModelKeys) -> None:
         self._redis, self._keys = redis, keys
 
     async def count(self) -> int:
-        """Return the number of letters."""
+        """Return the number of dead letters."""
         return int(await self._redis.xlen(self._keys.dead))
 
     async def newest(self, limit: int) -> list[DeadLetter]:
-        """Return at most `limit` letters, the newest first."""
+        """Return at most `limit` dead letters, the newest first."""
         letters: list[DeadLetter] = []
         while len(letters) < limit:
             last = f"({letters[-1].entry}" if letters else "+"
@@ -108,7 +108,7 @@ class DeadLetters:
         return letters
 
     async def oldest_first(self) -> AsyncGenerator[DeadLetter, None]:
-        """Iterate over all current letters with a few in memory at a time."""
+        """Iterate over all current dead letters, the oldest first, with a few dead letters in memory at a time."""
         first, page = "-", cast(Any, None)
         for newest in await self.newest(1):
             while page := await self._redis.xrange(self._keys.dead, first, newest.entry, _PAGE):
@@ -117,13 +117,13 @@ class DeadLetters:
                 first = f"({letter.entry}"
 
     async def find(self, names: Sequence[str]) -> list[DeadLetter]:
-        """Return the letters with these names, each once.
+        """Return the dead letters with these names, each once.
 
         Args:
             names: ids or digests (in hexadecimal), or unambiguous prefixes of either.
 
         Raises:
-            SettingsError: a name matches no letter, or several letters.
+            SettingsError: a name matches no dead letter, or several dead letters.
         """
         letters: dict[str, DeadLetter] = {}
         matches: dict[str, list[str]] = {}
@@ -157,19 +157,19 @@ class DeadLetters:
         return next(starmap(read_letter, found), None)
 
     async def drop(self, entries: Sequence[str]) -> int:
-        """Delete the letters with these ids; return how many existed."""
+        """Delete the dead letters with these ids; return how many existed."""
         parts = [entries[at : at + _DROPPED_PER_CALL] for at in range(0, len(entries), _DROPPED_PER_CALL)]
         return sum([await self._redis.xdel(self._keys.dead, *part) for part in parts])
 
     async def drop_all(self) -> int:
-        """Delete all letters; return how many existed."""
+        """Delete all dead letters; return how many existed."""
         return int(await self._redis.xtrim(self._keys.dead, maxlen=0, approximate=False))
 
     async def retry(self, letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> bool:
-        """Queue a job again with zero deliveries; workers then cache its row.
+        """Queue a job again, with its delivery count set to zero; a worker then caches its row.
 
         Args:
-            letter: the job.
+            letter: the dead letter of the job.
             info: the info of the model that is served now.
             adapters: qualified names of the registered adapters; see `served_adapters`.
 
@@ -177,7 +177,7 @@ class DeadLetters:
             False if the same prompt is already in flight.
 
         Raises:
-            LMPoolError: no worker can compute it, or the queue is full; the letter stays.
+            LMPoolError: no worker can compute the job, or the queue is full; the dead letter stays.
         """
         reason = _refusal(letter, info, adapters)
         if not reason:
@@ -217,7 +217,7 @@ def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> 
 
 
 def summary(letter: DeadLetter) -> dict[str, Any]:
-    """Describe a letter, as JSON and tables show it."""
+    """Describe a dead letter, as JSON and tables show it."""
     job = letter.job
     try:
         given_up = datetime.fromtimestamp(letter.given_up, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
@@ -238,7 +238,7 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
 
 
 def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
-    """Return the token ids of a letter, or the first bytes of a job that cannot be decoded."""
+    """Return the token ids of a dead letter, or the first bytes of a job that cannot be decoded."""
     if letter.job is None or len(letter.job.ids) % 4:
         begin, dots = letter.data[:_MAX_BYTES].hex(), "…" if len(letter.data) > _MAX_BYTES else ""
         return {"bytes": len(letter.data), "job": begin + dots}
@@ -256,7 +256,7 @@ _DESCRIPTIONS = {
     queries.MassQuery: "probability of a set of tokens",
     queries.TrieQuery: "{0.op} over a trie ({0.select})",
 }
-"""What a client requested, by the type of its query."""
+"""Type of a job's query -> text that describes the request."""
 
 
 def _describe(query: queries.Query | None) -> str:

@@ -27,10 +27,10 @@ from lmpool.protocol.keys import (
 )
 
 _LATER = b"later"
-_PAGE = 8  # Entries per read: a job may have 16 MB.
+_PAGE = 8  # Stream entries per read: a job may have 16 MB.
 _SCAN_COUNT = 1000  # Digests of the backlog per ZSCAN.
-_REMOVED_PER_CALL = 50  # Prompts per script call: removing one takes the server several times as long as adding one.
-_MAX_ROUNDS = 3  # Passes over the queue: clients that keep submitting must not make clearing endless.
+_REMOVED_PER_CALL = 50  # Prompts per script call: removing a prompt takes several times as long as adding a prompt.
+_MAX_ROUNDS = 3  # Max passes over the queue, so that clearing ends even if clients keep submitting.
 _MAX_CLIENTS = 50  # Max clients listed per priority.
 
 
@@ -102,9 +102,9 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
 
 
 async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
-    """List the prompts of a queue: the entry or "later", and the digest (b"" if the job cannot be decoded).
+    """Return (entry id, digest) of each prompt: the id is b"later" in the backlog; an invalid job's digest is b"".
 
-    The backlog comes first: prompts that leave it during the call are then found in a stream.
+    The backlog is read first: a prompt that moves from the backlog to a stream during the call is found in the stream.
     """
     later = {digest async for digest, _ in redis.zscan_iter(keys.backlog, count=_SCAN_COUNT)}
     prompts = [(_LATER, digest) for digest in later]
@@ -142,9 +142,9 @@ async def _held(redis: Redis, stream: bytes) -> int:
 
 
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
-    """Return the clients with the most prompts in the backlog: the distance of their last start time from now.
+    """Return how far each client of the backlog is behind: its last start time minus the current virtual time.
 
-    Continuations count as the tokens that they may generate; those of interactive clients are listed as "ID:tokens".
+    Continuations count as the tokens that they may generate; an interactive client has the entry "ID:tokens" for them.
     """
     behind: dict[str, int] = {}
     # Each priority has its own virtual time and its own range of start times (docs/design/queue.md).

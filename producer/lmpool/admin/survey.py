@@ -25,7 +25,7 @@ SILENT = "silent"
 MAX_TEXT = 500
 """Max characters shown of a text from the server; longer texts are cut."""
 
-_SILENT_SHARE = 2 / 5  # Share of a lease without heartbeats after which a worker is silent; it sends five per lease.
+_SILENT_SHARE = 2 / 5  # Share of a lease after which a worker without heartbeats is silent: workers send five a lease.
 _INTERVAL_FIELDS = ("rows_per_s", "batch", "p50_s", "p99_s")
 """Heartbeat fields that describe the last interval; a silent worker has no current values."""
 _TEXT_FIELDS = ("model", "backend", "fingerprint", "state")
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
 
 
 async def survey(server: Server, keys: Keys) -> Survey:
-    """Read a survey over a new connection.
+    """Read the survey of a pool over a new connection.
 
     Raises:
         ServerError: the server cannot be used.
@@ -49,7 +49,7 @@ async def survey(server: Server, keys: Keys) -> Survey:
 
 
 async def read_survey(redis: Redis, keys: Keys) -> Survey:
-    """Read a survey.
+    """Read the survey of a pool: its models, queues and workers.
 
     Raises:
         RedisError, OSError: the server cannot be used.
@@ -107,7 +107,7 @@ def _worker(worker: WorkerInfo, silent_s: float | None, lane: int | None) -> dic
 
 
 def number(fields: Any, name: str) -> float | None:
-    """Return a field of a heartbeat as a number, or None if it is not one."""
+    """Return a field of a heartbeat as a number, or None if it is not a number."""
     try:
         return float(fields.get(name, ""))
     except (TypeError, ValueError):
@@ -130,7 +130,7 @@ def file_notices(models: Survey) -> list[str]:
 
 
 async def why_unknown(discovery: Discovery, model: str) -> str:
-    """Return why a model is not served, or "": an empty queue of a mistyped name must not look like good news."""
+    """Return why a model is not served, or "". Commands add the reason to an empty result: the name may be mistyped."""
     try:
         await discovery.info(model)
     except UnknownModel as error:

@@ -1,6 +1,6 @@
 """Whole files: a pool computes a result for every line of an input, and a run writes them to shards in a folder.
 
-`lmpool batch run` writes them; `lmpool.batch.open` reads them; `arq lmpool.batch.WorkerSettings` is a worker for the
+`lmpool batch run` writes shards; `lmpool.batch.open` reads shards; `arq lmpool.batch.WorkerSettings` is a worker for
 jobs of `lmpool batch submit`. A run uses only `lmpool.producer`, not the modules behind it.
 """
 

@@ -29,15 +29,15 @@ from lmpool.producer.tokenizer import find_tokenizer
 T = TypeVar("T")
 
 SOME_FAILED = 3
-"""Exit code when some lines have no result. Errors, and files without any result, have 2; refused folders have 4."""
+"""Exit code when some lines have no result. The code is 2 for errors or if no line has any, 4 for refused folders."""
 
 _EXIT_CODES = (
     "Exit codes: 0 when every line has a result; 3 when some have none (OUT/errors.jsonl says why); 4 when OUT belongs "
     "to another model, input or options, or another run writes there; 2 on any other error, or when no line has a "
     "result; 130 on Ctrl-C, 143 on SIGTERM, 129 on SIGHUP. After all but 0, 3 and 4 the same command continues the run."
 )
-_CONCURRENCY = 64  # Concurrent requests of `perplexity`: windows take long, and a worker's batch is filled by these.
-_WINDOW = 2048  # Default tokens of a window: models are compared at this context length.
+_CONCURRENCY = 64  # Concurrent requests of `perplexity`: enough to fill a worker's batch, because windows take long.
+_WINDOW = 2048  # Default tokens of a window: the context length at which models are usually compared.
 
 batch_app = typer.Typer(name="batch", help="Whole files: a result for every line, in a folder.", no_args_is_help=True)
 
@@ -64,7 +64,7 @@ class _Client(NamedTuple):
     waits: bool | None
 
     def run(self, work: Callable[[Producer], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine with a producer, which is closed at the end; errors as `check_served`."""
+        """Run a coroutine with a producer, which is closed at the end; raises as `check_served`."""
         producer = self.pool.producer(self.redis, when_absent(self.waits))
 
         async def closing() -> T:
@@ -137,7 +137,7 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
 
 
 def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
-    """Queue a job for each unfinished shard, for `lmpool batch worker`. The same again queues what is left."""
+    """Queue a job for each unfinished shard, for `lmpool batch worker`. The same command again queues missing jobs."""
     jobs = _jobs()
     given = jobs.Submission(source, settings, client.pool)
     queued = client.run(
@@ -203,13 +203,13 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
 
 @batch_app.command()
 def cancel(output: Output, redis: RedisUrl = None) -> None:
-    """Remove the jobs of OUT from the queue, and stop jobs in progress. Finished shards are kept. OUT may be gone."""
+    """Remove the queued jobs of OUT and stop its running jobs. Finished shards are kept. OUT need not exist."""
     cancelled = run(_with_queue(redis, lambda arq: _jobs().cancel(arq, output)))
     say(f"{counted(cancelled, 'job')} cancelled")
 
 
 def _jobs() -> ModuleType:
-    """The module of the jobs, which needs arq."""
+    """Import the module of the jobs, which needs arq."""
     from lmpool.batch import jobs
 
     return jobs
@@ -255,7 +255,7 @@ def perplexity(
 
 
 def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut a text into (context, continuation), each pair at most `window` tokens; the first context is one token."""
+    """Cut a text into pairs (context, continuation) of at most `window` tokens; the first context is one token."""
     start = 1
     while start < len(ids):
         first = max(0, start - overlap)
@@ -265,7 +265,7 @@ def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[in
 
 
 async def _perplexity_of(producer: Producer, text: str, window: int, overlap: int, adapter: str) -> dict[str, float]:
-    """Score every token of a text but the first, in windows that overlap; 0 is the default of windows and overlaps."""
+    """Score all tokens of a text except the first, in overlapping windows; a window or overlap of 0 is the default."""
     await producer.open()
     most = producer.model.max_prompt_tokens
     window = window or min(_WINDOW, most)

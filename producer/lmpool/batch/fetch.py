@@ -1,4 +1,4 @@
-"""Paths and URLs: which are allowed, how messages name them, and local copies of the data behind them.
+"""Paths and URLs of inputs and results: check them, name them in messages, and make local copies of their data.
 
 Data behind a URL is fetched, and compressed files are unpacked, into a cache. A copy has a name that depends on the
 size and the ETag or time of its source, so a changed source gets a new copy. Copies that no process has used for a week
@@ -32,28 +32,28 @@ from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
 
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
-"""Names a folder in which `lmpool-batch` is the cache. By default the cache is `lmpool/batch` in the user's caches."""
+"""Environment variable: a folder whose subfolder `lmpool-batch` is the cache (default: `lmpool/batch` in ~/.cache)."""
 
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
-"""Names the folder below which jobs may read and write files. By default that is the worker's working directory."""
+"""Environment variable: the folder below which jobs may use files (default: the worker's working directory)."""
 
 STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""Schemes of URLs where results may be written, and inputs read."""
+"""URL schemes to which results may be written, and from which inputs may be read."""
 
 INPUTS = STORES | {"https"}
-"""Schemes of URLs where a job may read its input. `run` also reads http."""
+"""URL schemes from which a job may read its input. `lmpool batch run` also reads http."""
 
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
-# The names that `temporary_folder` and `_cached` make. Nothing else is removed from the cache.
+# Names that `temporary_folder` and `_cached` give. Only files and folders with these names are removed.
 _STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
-# Parts of a URL that may give access: user and password, and the query of a presigned URL.
+# Parts of a URL that may contain secrets: user and password, and the query of a presigned URL.
 _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
-# In the key of copies of files without such fields: only this process uses these copies.
+# Part of the key of a copy if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
@@ -64,13 +64,13 @@ def is_url(location: str) -> bool:
 
 
 def absolute(location: str) -> str:
-    """A URL, or an absolute path; the path of a file: URL."""
+    """Return a URL unchanged, a path as an absolute path, and a file: URL as its path."""
     location = _FILE_URL.sub("", location)
     return location if is_url(location) else str(Path(location).absolute())
 
 
 def named(text: str) -> str:
-    """A location, or a text with locations, without their users, passwords, queries and fragments: for messages."""
+    """Return a text for messages: without the users, passwords, queries and fragments of URLs in it."""
     return _QUERY.sub(r"\1", _USER.sub("://", text))
 
 
@@ -85,7 +85,7 @@ def check_url(url: str, schemes: Set[str]) -> None:
 
 
 def check_locations(root: Path, source: str, output: str) -> None:
-    """Refuse an input or output that a job may not use: any client that may write jobs can choose them."""
+    """Refuse an input or output that a job may not use: any client that may write jobs chooses both."""
     for location, schemes in ((absolute(source), INPUTS), (absolute(output), STORES)):
         if is_url(location):
             check_url(location, schemes)
@@ -95,7 +95,7 @@ def check_locations(root: Path, source: str, output: str) -> None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path there. Directory listings are not cached."""
+    """The file system of a URL, and the URL's path in it. Directory listings are not cached."""
     check_url(url, INPUTS | {"http"})
     try:
         from fsspec.core import url_to_fs
@@ -123,14 +123,14 @@ def explained(url: str, advice: str) -> Iterator[None]:
 
 
 def cache_folder() -> Path:
-    """The cache, which is made if it does not exist. No other user may write to it."""
+    """The folder of the cache, which is created if it does not exist. No other user may write to it."""
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    # The named folder may contain other files too.
+    # Use a subfolder, because the user's folder may contain other files.
     folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Another user may have put files with the names of copies into an open folder.
+        # In a folder that other users may write to, another user may have made a file with the name of a copy.
         secure(folder, frozenset(), CACHE_VARIABLE)
     except (OSError, ServerError) as error:
         raise SettingsError(f"the cache of inputs: {error}") from error
@@ -138,7 +138,7 @@ def cache_folder() -> Path:
 
 
 def temporary_folder(owner: object) -> Path:
-    """A folder in the cache that is removed with its owner."""
+    """A folder in the cache that is removed when its owner is garbage-collected."""
     folder = cache_folder()
     _remove_unused(folder)
     made = tempfile.mkdtemp(prefix="staging-", dir=folder)
@@ -147,7 +147,7 @@ def temporary_folder(owner: object) -> Path:
 
 
 def pyarrow(use: str) -> Any:
-    """The package pyarrow with its module `parquet`; SettingsError, beginning with its use, if it is missing."""
+    """The package pyarrow with its module `parquet`. If it is missing, SettingsError begins with the text `use`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -179,7 +179,7 @@ def readable(path: Path) -> Iterator[None]:
 
 
 def plain_file(location: str) -> Path:
-    """A local, uncompressed file with the data at a location; a local file that is not compressed itself."""
+    """A local, uncompressed copy of the file at a location; the file itself if it is local and not compressed."""
     if is_url(location):
         with explained(location, "The input cannot be fetched"):
             system, at = file_system(location)
@@ -206,7 +206,7 @@ def plain_file(location: str) -> Path:
                 shutil.copyfileobj(packed, file)
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # The disk failed, not the data.
+                raise  # The disk failed; the data may be valid.
             raise BatchError(f"{path} cannot be unpacked: {error}") from error
         if state_of(path.stat()) != state:
             raise BatchError(f"{path} changed while it was unpacked. Run the command again")
@@ -239,11 +239,11 @@ def identity(info: Mapping[str, Any]) -> str:
 
 
 def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
-    """The copy with a key. It is made if the cache does not have it."""
+    """The path of the copy with a key. If the cache has no such copy, `make` makes it."""
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        # Record the use, but keep the time of writing: runs that read the copy compare it (`lines.Source`).
+        # Record the use, but keep the time of writing: runs that read the copy compare this time (`lines.Source`).
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)

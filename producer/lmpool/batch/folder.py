@@ -47,7 +47,7 @@ VERSION = 1
 TRY_AGAIN = "Finished shards are kept. Run the same command again"
 """Advice at the end of an error."""
 
-# errno values for which the remedy is free space.
+# errno values of a full disk, a full quota and a file that is too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
 _MAX_WRITING_S = 86_400
@@ -109,13 +109,13 @@ class Manifest(msgspec.Struct):
     """The run of an output folder.
 
     Attributes:
-        version: of the layout.
-        lmpool: the release that began the run.
-        input, model, options: as there.
+        version: version of the layout.
+        lmpool: the release of lmpool that began the run.
+        input, model, options: see `Input`, `Model` and `Options`.
         columns: columns of each result: name -> type, shape and meaning.
-        shards: how many the run has.
-        finished: whether all are done.
-        done: the shards that are done; in the file this list is complete or empty.
+        shards: number of shards of the run.
+        finished: whether all shards are done.
+        done: the shards that are done; in manifest.json, all shards of a finished run or none.
     """
 
     version: int
@@ -139,11 +139,11 @@ class Manifest(msgspec.Struct):
         return f"shard-{number:05}.{self.options.format}"
 
     def encoded(self) -> bytes:
-        """The content of the file."""
+        """The content of manifest.json."""
         return msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n"
 
     def differences(self, wanted: Manifest) -> str:
-        """What keeps this run from being continued as the wanted run; "" for nothing."""
+        """The differences because of which the wanted run cannot continue this run; "" for none."""
         pairs = ((field, attrgetter(field)(self), attrgetter(field)(wanted)) for field in _DECISIVE)
         return "; ".join(f"{field} {was!r}, now {now!r}" for field, was, now in pairs if was != now)
 
@@ -157,16 +157,16 @@ class Folder:
     """An output folder of this machine.
 
     Attributes:
-        path: of the folder; for a bucket of a temporary folder, in which files are written before they are uploaded.
-        url: path or URL.
-        location: the same without secrets, for messages.
+        path: path of the folder; for a `Bucket`, of a temporary folder for files before their upload.
+        url: path or URL of the folder.
+        location: the path or URL without secrets, for messages.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.location = self.url = str(path)
 
-    # Files: a bucket has its own methods up to the locks.
+    # Files: `Bucket` overrides the methods from here to the locks.
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -176,12 +176,12 @@ class Folder:
         except OSError as error:
             remedy = "Free some space" if error.errno in _FULL else "Fix this"
             raised = BatchError(f"{self.location}: {error.strerror or error}. {remedy}. {TRY_AGAIN}")
-            # The folder or a file was removed: another try reads the files that are there then.
+            # The folder or a file was removed. Another try may succeed, because it lists the files again.
             raised.may_pass = isinstance(error, FileNotFoundError)
             raise raised from error
 
     def listed(self, folder: str = "") -> dict[str, int]:
-        """The names in this folder, or in a folder in it, and their sizes in bytes."""
+        """The files in this folder, or in one of its subfolders: name -> size in bytes."""
         sizes = dict[str, int]()
         with self.explained(), suppress(FileNotFoundError), os.scandir(self.path / folder) as entries:
             for entry in entries:
@@ -190,7 +190,7 @@ class Folder:
         return sizes
 
     def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
-        """The contents of some files, without those that do not exist."""
+        """The contents of the named files, without files that do not exist."""
         for name in names:
             with suppress(FileNotFoundError):
                 yield (self.path / name).read_bytes()
@@ -216,7 +216,7 @@ class Folder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder alone. Make it if it does not exist; remove it again if nothing was written."""
+        """Lock the folder for this run. Create a missing folder, and remove it again if nothing was written to it."""
         if self.path.exists() and not self.path.is_dir():
             raise BatchRefused(f"{self.location} is not a folder. Give a new or an empty folder for the results")
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
@@ -238,7 +238,7 @@ class Folder:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Hold the folder together with other workers of the same run."""
+        """Share the lock of the folder with other workers of the same run."""
         with self._lock(fcntl.LOCK_SH):
             self._remove_temporary(_MAX_WRITING_S)
             yield
@@ -273,7 +273,7 @@ class Folder:
             raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
 
     def _remove_temporary(self, min_age_s: float) -> None:
-        """Remove temporary files of killed processes: files that no process has written for some seconds."""
+        """Remove temporary files of killed processes: files that no process has written for `min_age_s` seconds."""
         with self.explained():
             for folder in ("", f"{_ERRORS_OF_SHARDS}/", f"{_NOTES}/"):
                 for name in filter(_TEMPORARY.fullmatch, self.listed(folder)):
@@ -288,9 +288,9 @@ class Folder:
         return next(iter(self.read_all([name])), None)
 
     def create(self, name: str) -> BufferedRandom:
-        """Open a new temporary file for `place`: its random name belongs to no other process or call."""
+        """Open a new temporary file for `place`. Its random name is used by no other process or call."""
         path = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
-        if path.parent != self.path:  # A removed output folder is not made again.
+        if path.parent != self.path:  # Create subfolders only: a removed output folder stays removed.
             path.parent.mkdir(exist_ok=True)
         return path.open("x+b")
 
@@ -308,12 +308,12 @@ class Folder:
                 raise
 
     def begin(self, wanted: Manifest) -> Manifest:
-        """Begin a run, or continue the run of the manifest if it is the same."""
+        """Begin the wanted run, or continue the run of the folder's manifest if both are the same."""
         there = self.read_manifest()
         if there is not None and not (differing := there.differences(wanted)):
-            # Compute the lines of changed shards again. Of a bucket all bytes would be fetched: `done` compares sizes.
+            # Remove changed shards, to compute them again. Of a bucket, only sizes are compared: no file is fetched.
             placed = {} if isinstance(self, Bucket) else self.placed(there)
-            done = self.done(there)  # After `placed`, so that no shard is removed whose note is just being written.
+            done = self.done(there)  # Read notes after files: a shard's note is written before its file.
             for number in placed:
                 name = there.shard_name(number)
                 if number not in done or digest_of_file(self.path / name) != done[number].digest:
@@ -322,19 +322,19 @@ class Folder:
             there.done = list(self.done(there).values())
             return there
         if there is not None:
-            # Workers may be making results of an unfinished run. A finished run without any result gives way.
+            # Workers may be computing an unfinished run. A finished run without any result may be replaced.
             done = self.done(there)
             if done and (not there.finished or any(shard.texts for shard in done.values())):
                 raise BatchRefused(f"{self.location} holds the results of another run: {differing}. Use another folder")
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
                 self.remove(name)
-        self.remove(SUBMISSION)  # Of an earlier run.
+        self.remove(SUBMISSION)  # The file belongs to an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 
     def read_manifest(self) -> Manifest | None:
-        """The manifest; None if there is none."""
+        """The manifest; None if the folder has none."""
         try:
             data = self.read(MANIFEST)
             return None if data is None else msgspec.json.decode(data, type=Manifest)
@@ -344,18 +344,18 @@ class Folder:
             raise BatchRefused(f"{self.location}/{MANIFEST} is not a manifest of this release: {error}") from error
 
     def manifest(self) -> Manifest:
-        """The manifest, as `read_manifest`; BatchError if there is none."""
+        """The manifest, as `read_manifest` returns it; BatchError if the folder has none."""
         if (manifest := self.read_manifest()) is None:
             raise BatchError(f"{self.location} is not an output folder of `lmpool batch`: it has no {MANIFEST}")
         return manifest
 
     def placed(self, manifest: Manifest) -> dict[int, int]:
-        """The files of shards, whether they are done or not: number -> bytes."""
+        """The files of shards, also of shards that are not done: number of the shard -> size in bytes."""
         found = ((_SHARD.fullmatch(name), size) for name, size in self.listed().items())
         return {int(match[1]): size for match, size in found if match and match[2] == manifest.options.format}
 
     def done(self, manifest: Manifest, only: int | None = None) -> dict[int, Shard]:
-        """The shards that are done, by number, in order; with `only` no other shard than this one."""
+        """The shards that are done, by number, in order; with `only`, at most the shard of this number."""
         placed = {number: size for number, size in sorted(self.placed(manifest).items()) if only in (None, number)}
         known = {shard.number: shard for shard in manifest.done}
 
@@ -363,7 +363,7 @@ class Folder:
             return number in known and known[number].bytes == placed[number]
 
         if not all(map(is_done, placed)):  # Notes are read only if the manifest lacks a shard.
-            # Read after the list of files: a shard has its note before its file.
+            # Read notes after listing files: a shard's note is written before its file.
             names = self.listed(_NOTES) if only is None else [f"{only:05}.json"]
             for data in self.read_all(f"{_NOTES}/{name}" for name in names):
                 with suppress(msgspec.DecodeError):  # A process was killed while it wrote the note.
@@ -373,7 +373,7 @@ class Folder:
         return {number: known[number] for number in placed if is_done(number)}
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
-        """Put a shard, its errors and its note into place."""
+        """Write a shard's errors and its note, then move its file into the folder."""
         name = _errors_name(shard.number)
         if errors:
             self.write(name, errors)
@@ -383,7 +383,7 @@ class Folder:
         self.place(path, manifest.shard_name(shard.number))
 
     def sum_up(self, manifest: Manifest, *, is_over: bool = False) -> None:
-        """Write `errors.jsonl`, and the final manifest if all shards are done. If the run goes on, do it only then."""
+        """If the run is over or all shards are done, write errors.jsonl; if all are done, also the final manifest."""
         if not is_over and len(self.placed(manifest)) < manifest.shards:
             return
         manifest.done = list(self.done(manifest).values())
@@ -399,8 +399,8 @@ class Folder:
 class Bucket(Folder):
     """An output folder behind a URL of fsspec. Shards are written in a temporary folder and uploaded.
 
-    A store has no lock that several machines see. Several runs of the same command may write at once: each shard keeps
-    the file that is complete first.
+    A store has no lock that several machines see. Several runs of the same command may write concurrently: of each
+    shard, the first complete file is kept.
     """
 
     def __init__(self, url: str) -> None:
@@ -416,7 +416,7 @@ class Bucket(Folder):
 
     @contextmanager
     def _files(self) -> Iterator[tuple[Any, str]]:
-        """The file system of the URL, and the path there; errors are explained."""
+        """The file system of the URL, and the folder's path in it; errors become BatchError."""
         with self.explained():
             yield file_system(self.url)
 
@@ -453,7 +453,7 @@ class Bucket(Folder):
             system.rm_file(f"{path}/{name}")
 
     def local(self, name: str) -> Path:
-        """See `Folder.local`: a copy in the cache of this machine."""
+        """See `Folder.local`; the file is a copy in the cache of this machine."""
         with self._files() as (system, path):
             return fetch(system, f"{path}/{name}", f"{self.url}/{name}", system.info(f"{path}/{name}"))
 

@@ -5,8 +5,8 @@ runs its jobs again: a shard may be computed twice, with the same result. Jobs a
 default of arq, would run code that a client wrote to the server. A client that may write jobs chooses their input and
 output, so workers check both (`check_locations`).
 
-A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it. If a server loses jobs all
-the same, `find_jobs` makes them from the arguments of `submit`, which the output folder has (`Submission`).
+A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it. If a server still loses jobs,
+`find_jobs` makes them again from the arguments of `submit`, which are stored in the output folder (`Submission`).
 """
 
 from __future__ import annotations
@@ -51,26 +51,26 @@ QUEUE = "arq:lmpool:batch"
 """The queue of arq for these jobs."""
 
 SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
-"""Names the file of nightly runs for `arq lmpool.batch.WorkerSettings`."""
+"""Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`."""
 
 _log = logging.getLogger("lmpool")
 _FUNCTION = "answer_shard"
-_MAX_JOBS_PER_CALL = 256  # Jobs in one transaction or read: it bounds the time for which the server is busy.
+_MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the time for which the server is busy.
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
-_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and how many: together ten minutes.
-# Seconds that a job may take, and for which arq keeps its result for `status`: a day, far more than any shard takes.
+_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and max tries: together ten minutes.
+# Max seconds of a job, and seconds for which arq keeps its result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
-_STEADY_S = 30.0  # The same error of the server is logged again after this many seconds without it.
+_STEADY_S = 30.0  # An error of the server is logged again if the worker ran for more than this many seconds in between.
 
 
-# How jobs and results are written: exceptions become their texts.
+# The encoding of jobs and results: an exception is encoded as its text.
 _packed = partial(msgpack.packb, default=str)
 _unpacked = partial(msgpack.unpackb, strict_map_key=False)
 
 
 class Submission(msgspec.Struct, frozen=True):
-    """The arguments that all jobs of a run share; `source` is a URL, or an absolute path, the same for all workers."""
+    """The arguments that all jobs of a run share; `source` is a URL, or an absolute path that all workers see."""
 
     source: str
     settings: BatchSettings
@@ -78,7 +78,7 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 class ShardJob(Submission, frozen=True):
-    """The arguments of a job: `output` as `source`, the parts of `Index` that this shard needs, and its number."""
+    """The arguments of a job: `output` is a URL or an absolute path; `index` has the parts that this shard needs."""
 
     output: str
     index: dict[str, Any]
@@ -94,17 +94,17 @@ def connect(server: Server) -> ArqRedis:
 
 
 async def submit(producer: Producer, arq: ArqRedis, submission: Submission, output: str) -> dict[str, int]:
-    """Queue a job for each shard that is not done. Return how many are new, were queued before, are done, and all."""
+    """Queue a job for each shard that is not done. Return counts: new jobs, older jobs, done shards and all shards."""
     source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
     submission = msgspec.structs.replace(submission, source=source.location)
-    # Workers may hold the folder for shards that were queued before.
+    # Share the lock of a run that has begun: workers may hold it for shards that were queued before.
     has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
     with folder.shared() if has_begun else folder.locked():
         index, manifest = await begin(producer, folder, source, submission.settings)
         done = {shard.number for shard in manifest.done}
         left = [shard for shard in range(manifest.shards) if shard not in done]
         if left:
-            # Clients without access to the server may read the folder, so it does not get the secrets of a URL.
+            # Users without access to the server may read the folder, so do not write a URL with secrets to it.
             is_secret = named(source.location) != source.location
             kept = msgspec.structs.replace(submission, source="") if is_secret else submission
             with folder.explained():
@@ -116,11 +116,11 @@ async def submit(producer: Producer, arq: ArqRedis, submission: Submission, outp
 async def _queue(
     arq: ArqRedis, folder: Folder, manifest: Manifest, index: Index, submission: Submission, shards: Sequence[int]
 ) -> int:
-    """Queue the jobs of some shards, except jobs that the server has. Return how many are new."""
+    """Queue the jobs of some shards, except jobs that the server already has. Return the number of new jobs."""
     size, jobs, shared = manifest.options.shard_lines, 0, msgspec.to_builtins(submission)
     for some in _in_parts(shards):
         now = timestamp_ms()
-        # Like `ArqRedis.enqueue_job`, but many at once, and without a lifetime: the server could evict waiting jobs.
+        # As `ArqRedis.enqueue_job`, for many jobs, and without a lifetime: the server could evict a job that has one.
         async with arq.pipeline(transaction=True) as pipe:
             for shard in some:
                 first = shard * size + 1
@@ -129,12 +129,12 @@ async def _queue(
                 part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
                 job = {**shared, "output": folder.url, "index": part, "shard": shard}
                 name = job_name(folder, manifest, shard)
-                pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Of a job that failed.
+                pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Left by a failed job.
                 data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
-        # A job is new if its definition or its place in the queue is.
+        # A job is new if the server had no definition of it or no entry in the queue.
         jobs += sum(map(any, zip(replies[1::3], replies[2::3], strict=True)))
     return jobs
 
@@ -155,7 +155,7 @@ def _prefix(folder: Folder) -> str:
 
 
 async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The job: compute one shard; or return why no client needs it any more."""
+    """Run a job: compute one shard, or return why the shard is not needed any more."""
     job = msgspec.convert(given, ShardJob, strict=False)
     check_locations(context["files"], job.source, job.output)
     try:
@@ -163,7 +163,7 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     except LMPoolError as error:
         can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
         is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
-        # Other errors can pass: no worker, no server, another model. The last try reports its error.
+        # Other errors may pass, such as no worker, no server or another model. The last try raises its error.
         if is_final or context["job_try"] >= _MAX_TRIES:
             raise
         raise Retry(defer=_DEFER_S) from error
@@ -177,11 +177,11 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
     if job.settings.options != manifest.options or not 0 <= job.shard < manifest.shards:
         raise SettingsError(f"job {context['job_id']} does not fit the manifest of {folder.location}. Submit it again")
     index = Index(**{**job.index, "duplicates": np.array(job.index["duplicates"], np.int64)})
-    async with context["reading"]:  # Jobs that begin together fetch and digest their input once.
+    async with context["reading"]:  # Under this lock, jobs that begin together fetch and digest their input once.
         source = await asyncio.to_thread(_same_source, job.source, index)
     producer = await _producer_of(context, job.pool)
     with folder.shared():
-        # If the shard is done, a worker was killed before it ended this job.
+        # The shard may be done already, if a worker was killed before it ended this job.
         if not await asyncio.to_thread(folder.done, manifest, job.shard):
             await Run(producer, folder, manifest, source, index, job.settings, Progress()).run_shards([job.shard])
         with folder.explained():
@@ -190,7 +190,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
 
 
 def _same_source(location: str, index: Index) -> Source:
-    """The input, if it is the submitted one."""
+    """Open the input; BatchError if it is not the submitted input."""
     source = open_source(location)
     digest = _digest(source.path, source.state)
     if digest != index.digest:
@@ -199,9 +199,9 @@ def _same_source(location: str, index: Index) -> Source:
     return source
 
 
-@lru_cache(maxsize=64)  # Inputs of one worker.
+@lru_cache(maxsize=64)  # Max inputs per worker whose digests are cached.
 def _digest(path: Path, state: tuple[int, ...]) -> str:
-    """The digest of a file, computed once for each state of it."""
+    """The digest of a file, computed once for each state of the file."""
     return digest_of_file(path)
 
 
@@ -215,7 +215,7 @@ async def _producer_of(context: dict[str, Any], pool: Pool) -> Producer:
 
 
 async def _renew(context: dict[str, Any]) -> None:
-    """Renew the mark of a job in progress like a lease. arq sets it for the longest time that a job may take."""
+    """Renew the key that marks a job as in progress, as a lease. arq would set it for the job's longest time."""
     lease_s = context["lease_s"]
     while True:
         with suppress(RedisError, OSError):  # If the lease expires, another worker computes the same shard.
@@ -235,7 +235,7 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         at: hour and minute, "02:30", in the worker's time zone (`ARQ_TIMEZONE`, UTC by default).
         source: the input.
         output: the folder; `{date}` in it becomes the day, such as 2026-11-25.
-        model, prefix: of the pool.
+        model, prefix: the model, and the prefix of the pool's keys.
     """
 
     at: Annotated[str, msgspec.Meta(pattern=r"^([01]?[0-9]|2[0-3]):[0-5]?[0-9]$")]
@@ -311,7 +311,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        # Lifetime of the mark of a job in progress, which `_renew` renews.
+        # Lifetime of the key that marks a job as in progress; `_renew` renews the key.
         self.in_progress_timeout_s = self.ctx["lease_s"]
 
     async def main(self) -> None:
@@ -333,7 +333,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
             await asyncio.sleep(next(pauses))
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs, except jobs of this worker whose mark expired."""
+        """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired."""
         for job_id in job_ids:
             if job_id.decode() not in self.tasks:
                 try:
@@ -356,11 +356,11 @@ async def find_jobs(
 ) -> tuple[dict[str, Any], str]:
     """Count jobs "queued" and "under_way", with the errors of "failed" jobs; queue jobs again that the server lost.
 
-    The text is a note about lost jobs, "" for none.
+    The returned text is a note about jobs that the server lost; "" for none.
     """
     queued, under_way, failed, lost = 0, 0, dict[int, str](), list[int]()
     for some in _in_parts(shards):
-        async with arq.pipeline(transaction=True) as pipe:  # Like `arq.jobs.Job.status`, but many at once.
+        async with arq.pipeline(transaction=True) as pipe:  # As `arq.jobs.Job.status`, for many jobs.
             for shard in some:
                 name = job_name(folder, manifest, shard)
                 pipe.get(result_key_prefix + name)
@@ -383,9 +383,9 @@ async def find_jobs(
                 lost.append(shard)
     note = ""
     with folder.explained():
-        data = await asyncio.to_thread(folder.read, SUBMISSION)  # It is empty after `cancel`.
+        data = await asyncio.to_thread(folder.read, SUBMISSION)  # The file is empty after `cancel`.
         if lost and data:
-            done = await asyncio.to_thread(folder.done, manifest)  # By jobs that have ended since.
+            done = await asyncio.to_thread(folder.done, manifest)  # Jobs may have ended since the replies.
             lost = [shard for shard in lost if shard not in done]
     if lost and data:
         note = f"the server lost {counted(len(lost), 'job')}"
@@ -406,7 +406,7 @@ async def find_jobs(
 
 
 async def cancel(arq: ArqRedis, output: str) -> int:
-    """Remove the jobs of a folder, which may be gone, and stop jobs in progress. Return how many there were."""
+    """Remove a folder's queued jobs and stop its running jobs; return their number. The folder need not exist."""
     folder = await asyncio.to_thread(open_folder, absolute(output))
     prefix = _prefix(folder).encode()
     ours = [name.decode() for name in await arq.zrange(QUEUE, 0, -1) if name.startswith(prefix)]
@@ -414,13 +414,13 @@ async def cancel(arq: ArqRedis, output: str) -> int:
         are_under_way = await arq.mget([in_progress_key_prefix + name for name in some])
         async with arq.pipeline(transaction=True) as pipe:
             for name, mark in zip(some, are_under_way, strict=True):
-                if mark is not None:  # Like `Job.abort`, which would wait for the end of each job.
+                if mark is not None:  # As `Job.abort`, without waiting for the end of each job.
                     pipe.zadd(abort_jobs_ss, {name: timestamp_ms()})
                 else:
                     pipe.zrem(QUEUE, name)
                     pipe.delete(job_key_prefix + name)
             await pipe.execute()
     if SUBMISSION in await asyncio.to_thread(folder.listed):
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses such a folder too.
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the folder too.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

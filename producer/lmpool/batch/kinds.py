@@ -1,4 +1,4 @@
-"""The kinds of request that `--what` names: for each the request, and the columns of its result."""
+"""The kinds of request that `--what` names: how each kind sends requests, and the columns of its results."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Kind:
     """A kind of request.
 
     Attributes:
-        what: as given, with defaults filled in.
-        columns: of the results of a model: name -> type, shape and meaning; n is the number of positions.
-        request: the result for some positions of a text, with an adapter ("" for none).
-        width: numbers for each position. Raises SettingsError if the kind does not fit the model.
-        is_wide: whether results are too large for text: shards are safetensors, in which the first column is streamed.
-        span: the positions of a text of some length from a start on.
-        has_continuations: whether a line may have a prompt and a continuation, whose positions are then wanted.
+        what: the value of `--what`, with defaults filled in.
+        columns: returns a model's columns, name -> type, shape and meaning; n is the number of positions.
+        request: requests the result for some positions of a text, with an adapter ("" for none).
+        width: returns the numbers per position of a result; raises SettingsError if the kind does not fit the model.
+        is_wide: whether results are too large for text. Their shards are safetensors; the first column is streamed.
+        span: returns the positions that have results, for a text's length and a start.
+        has_continuations: whether a line may have a prompt and a continuation; only the continuation gets results.
     """
 
     what: str
@@ -48,7 +48,7 @@ class Kind:
     has_continuations: bool = False
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
-        """Positions in parts whose results have at most 8 MiB, so that several fit into memory."""
+        """Split positions into parts whose results have at most 8 MiB each, so that several results fit into memory."""
         size = max(1, MAX_ANSWER // self.width(info))
         return [range(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
@@ -104,20 +104,20 @@ _SCORES = Kind(
     lambda _: {"logprobs": "float32 (n,): log-probability of each token from `start` on, given the tokens before it"},
     _request_scores,
     lambda _: 1,
-    # The first token has no token before it, and so no score.
+    # The first token has no score, because there is no token before it.
     span=lambda length, start: range(max(1, positions_from(length, start).start), length),
     has_continuations=True,
 )
 
 
 def _sixteen_bits(info: ModelInfo) -> Encoding | None:
-    """The 16-bit encoding that holds every bit of a model's logits; None if there is none."""
+    """The 16-bit encoding that holds every bit of a model's logits; None if no encoding does."""
     is_exact = info.positions and not info.lossy and info.row_encoding is not Encoding.F32
     return info.row_encoding if is_exact else None
 
 
 def _narrow(values: NDArray[np.float32], encoding: Encoding) -> NDArray[Any]:
-    """Float16 numbers, or the bits of bfloat16 numbers, that arrived as float32."""
+    """Convert float32 numbers back to float16, or to the bits of bfloat16; BatchError if a number changes."""
     is_bf16 = encoding is Encoding.BF16
     numbers: NDArray[Any] = narrow_to_bf16(values) if is_bf16 else values.astype(np.float16)
     if not np.array_equal(widen_bf16(numbers) if is_bf16 else numbers.astype(np.float32), values, equal_nan=True):
@@ -180,7 +180,7 @@ def _generate(given: str) -> Kind:
     seed = int(chosen.pop("seed", 0))
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # As one `batch_generate` of all lines draws.
+        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # This line's seed in a `batch_generate` of all lines.
         (found,) = await producer.generate(text.ids, count, seed=drawn, adapter=adapter, **chosen)
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 
@@ -199,7 +199,7 @@ def _generate(given: str) -> Kind:
     return Kind(what, lambda _: columns, request, width, span=lambda length, _: range(length - 1, length))
 
 
-# The options of a generation, separated by commas; `stop` has token ids separated by spaces.
+# Readers of the options of `generate`, separated by commas; `stop` has token ids, separated by spaces.
 _GENERATE_OPTIONS: dict[str, Callable[[str], Any]] = {
     "temperature": float,
     "top_p": float,
@@ -226,7 +226,7 @@ KINDS_HELP = (
     "topk:32 (the most likely tokens), targets:260,504 (these tokens), scores (the text's own tokens), rows (all "
     "tokens), hidden (last hidden states), generate:64,temperature=0.7 (a continuation)"
 )
-"""The kinds, for the help of the command line."""
+"""The kinds of request, for the help of the command line."""
 
 
 def parse_kind(what: str) -> Kind:

@@ -1,4 +1,4 @@
-"""The lines of an input, JSONL or Parquet: where shards begin, which custom ids repeat, and the text of each line."""
+"""Read an input, JSONL or Parquet: find where shards begin and which custom ids repeat, and make texts of lines."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
 
 MAX_LINE_BYTES = 64 * 1024 * 1024
-"""Bytes of one line; longer lines fail. It bounds the memory for one line."""
+"""Max bytes of one line, to bound its memory. A longer line fails."""
 
 MAX_CHUNK_LINES = 256
-"""Lines in one chunk: enough to tokenize in a thread at once."""
+"""Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk."""
 
 MAX_CHUNK_BYTES = 1024 * 1024
-"""Bytes of the input in one chunk: several chunks are in memory, as Python integers of six times this size."""
+"""Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size."""
 
-# Bytes of one read: little memory, few system calls. Without a limit pyarrow reads a whole row group.
+# Bytes of one read: little memory, few system calls. Without this limit, pyarrow would read a whole row group.
 _READ_BYTES = 1024 * 1024
 _DIGEST_BYTES = 16  # Bytes of a BLAKE2b digest.
-_NUMBER_BYTES = 8  # Bytes of a decoded number, at most: a Parquet file may hold it in fewer.
+_NUMBER_BYTES = 8  # Max bytes of a decoded number: a Parquet file may store a number in fewer bytes.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -49,7 +49,7 @@ class Body(msgspec.Struct):
 
 
 class Fields(msgspec.Struct):
-    """The fields of a line that are read; others are ignored."""
+    """The fields of a line that are read; other fields are ignored."""
 
     custom_id: str | int | None = None
     text: str | None = None
@@ -79,11 +79,11 @@ class Index(NamedTuple):
 
     Attributes:
         format: "jsonl" or "parquet".
-        size: bytes.
-        digest: 128-bit BLAKE2b, hexadecimal.
-        lines: how many there are.
+        size: size of the input in bytes.
+        digest: 128-bit BLAKE2b of the input, hexadecimal.
+        lines: number of lines.
         is_empty: whether all lines are empty.
-        starts: shard -> where it begins: the byte of a JSONL file, the row of a Parquet file.
+        starts: number of a shard -> its first byte in a JSONL file, or its first row in a Parquet file.
         duplicates: numbers of the lines whose custom id an earlier line has, ascending, int64.
     """
 
@@ -97,7 +97,7 @@ class Index(NamedTuple):
 
 
 class CustomIds:
-    """Finds repeated custom ids in 24 bytes a line: it keeps the 128-bit digest and the number of each."""
+    """Finds repeated custom ids with 24 bytes per line: the 128-bit digest of the custom id and the line's number."""
 
     def __init__(self) -> None:
         self._digests = bytearray()
@@ -113,17 +113,17 @@ class CustomIds:
     def duplicates(self) -> NDArray[np.int64]:
         """The lines whose custom id an earlier line has, ascending."""
         digests = np.frombuffer(self._digests, np.dtype([("high", "<u8"), ("low", "<u8")]))
-        # A stable order: of equal digests the first line comes first.
+        # `lexsort` is stable: of lines with equal digests, the first line is first.
         order = np.lexsort((digests["low"], digests["high"]))
         repeated = digests[order[1:]] == digests[order[:-1]]
         return np.sort(np.frombuffer(self._lines, np.int64)[order[1:][repeated]])
 
 
 class Source:
-    """An input, which must not change until all of it was read. One pass over it finds the shards.
+    """An input, which must not change until the whole input was read. One pass over the input finds the shards.
 
-    Its methods raise BatchError if the file cannot be read, or changed since it was opened first. Its location is the
-    path or URL that was given; its path is the path of a local copy.
+    Its methods raise BatchError if the file cannot be read, or has changed since the `Source` was made. `location` is
+    the user's path or URL; `path` is a local file with the data.
     """
 
     def __init__(self, path: Path, location: str = "") -> None:
@@ -132,7 +132,7 @@ class Source:
             self.state = state_of(path.stat())
 
     def index(self, shard_lines: int) -> Index:
-        """Read all of the input."""
+        """Read the whole input, and return its index."""
         raise NotImplementedError
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
@@ -151,7 +151,7 @@ class Source:
             raise BatchError(f"{self.path} changed while it was read. Run the command again with the original file")
 
     def _chunks(self, file: BinaryIO, shard: int, lines: Iterator[tuple[Line | Failed | None, int]]) -> Iterator[Chunk]:
-        """Group the lines of a shard: each is given with its bytes in the input; None is an empty line."""
+        """Group lines of a shard into chunks. `lines` are (line, bytes in the input); an empty line is None."""
         some, size = list[Line | Failed](), 0
         for line, line_bytes in lines:
             if some and (len(some) == MAX_CHUNK_LINES or size + line_bytes > MAX_CHUNK_BYTES):
@@ -166,7 +166,7 @@ class Source:
 
 
 def open_source(location: str) -> Source:
-    """The input at a path or a URL: Parquet if it begins so or has the suffix ".parquet", else JSONL."""
+    """The input at a path or a URL: Parquet if it begins with "PAR1" or has the suffix ".parquet", else JSONL."""
     location = absolute(location)
     path = plain_file(location)
     with readable(path), path.open("rb") as file:
@@ -203,9 +203,9 @@ class JsonlSource(Source):
 
 
 def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes | None]]:
-    """The lines from the present position on, and where each begins; None for a line that is too long.
+    """Iterate over (first byte, line) from the file's position on; the line is None if it is too long.
 
-    `update` is called with all bytes that are read.
+    `update` is called with the bytes of each read.
     """
     at = file.tell()
     while line := file.readline(MAX_LINE_BYTES):
@@ -241,7 +241,7 @@ _decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
 
 
 def _custom_id(line: bytes) -> str | int | None:
-    """The custom id of a line, whose other fields may be unusable; None if it cannot be read."""
+    """The custom id of a line, even if other fields are malformed; None if the custom id cannot be read."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return _decode_custom_id(line).custom_id
     return None
@@ -273,7 +273,7 @@ class ParquetSource(Source):
 
     @contextmanager
     def _parquet(self) -> Iterator[tuple[BinaryIO, Any]]:
-        """The file, and a Parquet file of it. It is not memory-mapped: SIGBUS would end the process if it is cut."""
+        """Open the file as Parquet. The file is not memory-mapped: if it were cut, SIGBUS would end the process."""
         arrow = pyarrow("format: Parquet")
         with self._opened() as raw:
             try:
@@ -284,7 +284,7 @@ class ParquetSource(Source):
 
 
 def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, Line | Failed, int]]:
-    """The rows of some shards, in order: shard, line, and its bytes, as a mean of some rows."""
+    """Iterate over (shard, line, bytes) of some shards, in order; the bytes are a mean of several rows."""
     columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
     at = 0
 
@@ -317,7 +317,7 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Makes texts of lines, with results from `start` on. Use it in a thread: tokenizing takes time."""
+    """Turns lines into texts with results from `start` on. Use it in a thread, because tokenizing takes time."""
 
     kind: Kind
     start: int
@@ -346,7 +346,7 @@ class Preparer:
             return Failed(number, custom_id, str(error))
 
     def _ids(self, fields: Fields) -> tuple[list[int], int]:
-        """The token ids, and the first position for which a result is wanted."""
+        """The token ids of a line, and the first position for which a result is wanted."""
         body = fields.body or Body()
         given = {name: getattr(fields, name) for name in ("text", "ids", "prompt")}
         given |= {"body.prompt": body.prompt, "body.input": body.input}
@@ -359,7 +359,7 @@ class Preparer:
             return ids, self.start
         if not self.kind.has_continuations or named != ["prompt"]:
             raise InvalidPrompt("continuation: only --what scores accepts it, together with a prompt")
-        # The special tokens at the beginning of a text do not belong into the middle of one.
+        # A continuation gets no special tokens: they belong at the beginning of a text.
         continued = self._encoded(fields.continuation, add_special_tokens=False)
         for name, some in (("prompt", ids), ("continuation", continued)):
             if not some:

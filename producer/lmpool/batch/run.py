@@ -1,8 +1,8 @@
 """A run: it requests a result for every line of an input, and writes the results to shards in the order of the lines.
 
-One task reads and tokenizes lines ahead, in a thread. Many tasks send requests, each for a part of one text, of
-whatever shard is next: no shard waits for the last results of another. One task takes the results in the order of the
-lines and writes them, in a thread. The number and the bytes of items between reading and writing are limited.
+One task reads and tokenizes lines ahead, in a thread. Many tasks send requests, each for a part of one text. Requests
+for the next shard begin before the last results of a shard arrive. One task takes the results in the order of the lines
+and writes them, in a thread. The number and the bytes of items between reading and writing are limited.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
 
-# Items between reading and writing: per concurrent request, so that all requests are busy while a result is late.
+# Max items between reading and writing, per concurrent request: two keep all requests busy while a result is late.
 _ITEMS_PER_REQUEST = 2
-_MAX_BYTES = 48 * 1024 * 1024  # Bytes of these items, without the last one of up to 16 MiB: any machine has these.
-# Results written by one call in a thread: many, because a call costs 0.1 ms, but not so many that memory grows.
+_MAX_BYTES = 48 * 1024 * 1024  # Max bytes of items between reading and writing; the last item may add 16 MiB.
+# Max results, and max bytes of results, that one call in a thread writes: a call costs 0.1 ms, results need memory.
 _MAX_WRITTEN_ITEMS, _MAX_WRITTEN_BYTES = 64, 1024 * 1024
 # Estimated bytes in memory of a text, of a token id (a Python integer in a list), and of a number of a result.
 _TEXT_BYTES, _ID_BYTES, _NUMBER_BYTES = 1024, 40, 8
 _CHECK_INTERVAL_S = 1.0  # Seconds between checks of the adapter; a change shorter than this can stay unnoticed.
-_NARROW_LINES, _WIDE_LINES = 1024, 64  # Default lines of a shard; whole rows take hundreds of KiB a position.
-_REPORT_INTERVAL_S = 10.0  # Seconds between lines of progress where no terminal shows a bar.
+_NARROW_LINES, _WIDE_LINES = 1024, 64  # Default lines of a shard, and of a shard of rows: a row has hundreds of KiB.
+_REPORT_INTERVAL_S = 10.0  # Seconds between lines of progress if no terminal shows a bar.
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another one."""
+    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another server."""
 
     model: str | None = None
     prefix: str = "lmpool"
-    timeout: float = 3600.0  # Seconds that a request may take.
+    timeout: float = 3600.0  # Max seconds of a request.
 
     def producer(self, redis: str | None, when_absent: Literal["raise", "wait"]) -> Producer:
         """A producer that keeps no results, here or in the pool. Its prompts yield to prompts of other clients."""
@@ -76,11 +76,11 @@ class BatchSettings(msgspec.Struct, frozen=True):
 
     Attributes:
         what: kind of request, such as "topk:32" (`lmpool.batch.kinds`).
-        start: first position of each text; a negative one counts from its end.
-        format: of the shards; None for the default of the kind.
+        start: first position of each text; a negative start counts from the end of the text.
+        format: format of the shards; None for the default of the kind.
         shard_lines: lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
-        adapter: of the model; "" for none.
-        concurrency: concurrent requests.
+        adapter: name of the model's adapter; "" for none.
+        concurrency: number of concurrent requests.
     """
 
     what: str
@@ -94,7 +94,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
         check_number("start", self.start, least=-(2**31), most=2**31)
         check_number("shard_lines", self.shard_lines, least=0, most=10**7)
         check_number("concurrency", self.concurrency, least=1, most=100_000)
-        _ = self.options  # Malformed kinds and formats are refused now.
+        _ = self.options  # Refuse malformed kinds and formats now.
 
     @property
     def kind(self) -> Kind:
@@ -103,7 +103,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
 
     @property
     def options(self) -> Options:
-        """The options that decide the output, besides the input and the model."""
+        """The options that decide the output, in addition to the input and the model."""
         kind = self.kind
         lines = self.shard_lines or (_WIDE_LINES if kind.is_wide else _NARROW_LINES)
         return Options(kind.what, self.start, choose_format(kind.is_wide, self.format), lines)
@@ -113,8 +113,8 @@ class Progress:
     """Shows the progress of a run on standard error: a bar on a terminal, else a line from time to time.
 
     Attributes:
-        shards: how many are done, and how many there are; (0, 0) before the first request.
-        unplaced: number of a shard that is not done -> how many of its lines have a result.
+        shards: number of shards that are done, and number of all shards; (0, 0) before the first request.
+        unplaced: number of an unfinished shard -> number of its lines that have a result.
     """
 
     def __init__(self, label: str = "lines") -> None:
@@ -131,7 +131,7 @@ class Progress:
 
     @contextmanager
     def shown(self, total: int, done: int) -> Iterator[None]:
-        """Show the progress: how many there are, and how many earlier runs did."""
+        """Show the progress of `total` lines or tokens, of which earlier runs computed `done`."""
         self._bar.reset(self._task, total=total, completed=done, rates="")
         self._began = self._reported = monotonic()
         if self._bar.disable and done:
@@ -140,7 +140,7 @@ class Progress:
             yield
 
     def advance(self, lines: int, positions: int) -> None:
-        """Add what was done."""
+        """Add computed lines and positions to the progress."""
         self._here += lines
         self._positions += positions
         now, task = monotonic(), self._bar.tasks[0]
@@ -164,10 +164,10 @@ class Outcome(NamedTuple):
     """The outcome of a run.
 
     Attributes:
-        texts: lines with a result.
-        errors: lines without one, which `errors.jsonl` lists.
-        shards: how many there are.
-        resumed: how many of them earlier runs did.
+        texts: number of lines that have a result.
+        errors: number of lines that have no result; `errors.jsonl` lists these lines.
+        shards: number of shards.
+        resumed: number of shards that earlier runs computed.
     """
 
     texts: int
@@ -194,7 +194,7 @@ async def begin(producer: Producer, folder: Folder, source: Source, settings: Ba
         raise SettingsError(f"input: {shown(named(source.location))} is empty")
     await producer.open()
     info, kind = producer.model, settings.kind
-    kind.width(info)  # A kind that does not fit the model is refused before a folder is begun.
+    kind.width(info)  # Refuse a kind that does not fit the model before the folder is written.
     fields = {name: getattr(info, name) for name in Model.__struct_fields__ if name != "adapter"}
     model = Model(**fields, adapter=await _qualified(producer, settings.adapter))
     given = Input(named(source.location).rsplit("/", 1)[-1], index.format, index.size, index.lines, index.digest)
@@ -204,7 +204,7 @@ async def begin(producer: Producer, folder: Folder, source: Source, settings: Ba
 
 
 async def _qualified(producer: Producer, adapter: str) -> str:
-    """An adapter with the digest of its weights; "" for none."""
+    """The name of an adapter with the digest of its weights, NAME@DIGEST; "" for no adapter."""
     if not adapter:
         return ""
     revisions = await producer.adapters()
@@ -219,12 +219,12 @@ class _Item:
     """A part of a text, a line without a result, or the end of a shard; items are written in order.
 
     Attributes:
-        shard: its number.
+        shard: number of the shard.
         entry: the text or the failed line; None for the end of the shard.
-        result: set as soon as it is known.
+        result: future of the result of this part.
         part: positions of the text.
         is_last: whether the line ends with this part.
-        size: bytes in memory, estimated.
+        size: estimated bytes of the item in memory.
     """
 
     shard: int
@@ -249,8 +249,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._kind = self.settings.kind
-        self._items: asyncio.Queue[_Item] = asyncio.Queue()  # To be written, in order.
-        self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # To be requested.
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()  # Items to be written, in order.
+        self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items to be requested.
         self._pending_items = self._pending_bytes = 0
         self._has_room = asyncio.Event()
         self._checked: ModelInfo | None = None
@@ -305,7 +305,7 @@ class Run:
     # Requests
 
     async def _feed(self, shards: Sequence[int]) -> None:
-        """Read and tokenize lines in a thread, and queue items as others are written."""
+        """Read and tokenize lines in a thread, and queue items as earlier items are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
 
         def prepare() -> tuple[Chunk, list[Text | Failed]] | None:
@@ -348,7 +348,7 @@ class Run:
                 result = await self._kind.request(self.producer, text, item.part, self.settings.adapter)
             except (InvalidPrompt, WorkerError) as error:
                 result = Failed(text.line, text.custom_id, str(error))
-            except RequestFailed as error:  # It ends the run.
+            except RequestFailed as error:  # Name the line: this error ends the run.
                 error.args = (f"line {text.line}: {error}",)
                 raise
             self._check_model()
@@ -366,7 +366,7 @@ class Run:
         self._checked = now
 
     async def _check_adapter(self) -> None:
-        """Refuse results of another model or adapter than the manifest's, as the server reports them."""
+        """Refuse results if the pool's model or adapter is not the manifest's any more."""
         self._check_model()
         adapter = self.settings.adapter
         began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
@@ -382,7 +382,7 @@ class Run:
     # Writing
 
     async def _drain(self, shards: int) -> None:
-        """Write results in the order of the lines, until some shards are done."""
+        """Write results in the order of the lines, until the given number of shards is done."""
         ready: list[_Item] = []
         size = 0
         while shards:
@@ -392,7 +392,7 @@ class Run:
             if is_end := item.entry is None:
                 await self._check_adapter()
                 shards -= 1
-            # Items that are held back keep others from being queued, so hold none back when the queue is empty.
+            # Unwritten items limit how many items may be queued, so write all items when the queue is empty.
             is_enough = len(ready) >= _MAX_WRITTEN_ITEMS or size >= _MAX_WRITTEN_BYTES
             if is_end or is_enough or self._items.empty():
                 await finish(asyncio.to_thread(self._write, ready))
@@ -403,7 +403,7 @@ class Run:
                 ready, size = [], 0
 
     def _write(self, ready: Sequence[_Item]) -> None:
-        """Write items of one shard, in a thread. The end of the shard puts it into place."""
+        """Write items of one shard, in a thread. The item at its end moves the shard into the folder."""
         with self.folder.explained():
             for item in ready:
                 writer = self._writer = self._writer or ShardWriter(self.folder, self.manifest, item.shard)

@@ -1,4 +1,4 @@
-"""Shards, files of results as JSONL, Parquet and safetensors: written text by text, and read (`lmpool.batch.open`).
+"""Write and read shards: files of results as JSONL, Parquet or safetensors (`lmpool.batch.open` reads them).
 
 A safetensors shard of n texts with N positions in all:
 
@@ -10,7 +10,7 @@ A safetensors shard of n texts with N positions in all:
     ids          I64       token ids of all texts
     tokens       I64 (n+1) text i has the ids [tokens[i], tokens[i + 1])
 
-The library safetensors writes a file at once, from memory. Here only the results of a few texts are in memory.
+The library safetensors writes a whole file from memory. This module keeps only the results of a few texts in memory.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from lmpool.batch.folder import Folder, Manifest, Shard, open_folder, sync
 from lmpool.errors import BatchError, SettingsError
 from lmpool.protocol.row import widen_bf16
 
-_HEADER_BYTES = 4096  # Size of a safetensors header, reserved before the columns are known; theirs have about 1 KiB.
+_HEADER_BYTES = 4096  # Bytes reserved for a safetensors header, before the columns are known: headers have about 1 KiB.
 _READ_BYTES = 1 << 20  # Bytes of a shard that are read back at once: little memory, few system calls.
-_GROUP_NUMBERS = 1 << 20  # Numbers in a row group of Parquet: 4 to 8 MB, which a reader decodes for one text.
-# Types of safetensors -> numpy's; bfloat16 is kept as the bits of its numbers.
+_GROUP_NUMBERS = 1 << 20  # Max numbers in a Parquet row group, 4 to 8 MB: a reader decodes a whole group for one text.
+# Types of safetensors -> types of numpy; a bfloat16 number is kept as its 16 bits.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "U8": "uint8"}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
@@ -62,7 +62,7 @@ class Text(NamedTuple):
 
 
 class HasCustomId(msgspec.Struct):
-    """The custom id of a line, of which other fields are not read."""
+    """A line of which only the custom id is read."""
 
     custom_id: str | int | None = None
 
@@ -76,10 +76,10 @@ class Failed(NamedTuple):
 
 
 class CheckedFile(io.BufferedRandom):
-    """A new file that keeps a digest of the bytes that are written to it, to compare them with the bytes on the disk.
+    """A new file that keeps a digest of all written bytes, to compare it with the digest of the bytes on the disk.
 
     Attributes:
-        digest: of the bytes after the header, which is written last and compared itself.
+        digest: digest of the bytes after the header. The header is written last, and its bytes are compared.
     """
 
     def __init__(self, file: io.BufferedRandom) -> None:
@@ -112,16 +112,16 @@ class CheckedFile(io.BufferedRandom):
         return whole.hexdigest(), lines
 
     def damaged(self, reason: str) -> BatchError:
-        """The error of a file that does not contain what was written."""
+        """The error for a file whose bytes are not the written bytes."""
         error = BatchError(f"{self.name} was damaged: {reason}. Its shard is not kept. Run the same command again")
         error.may_pass = True
         return error
 
 
 class JsonlWriter:
-    """Writes a JSON object a line: line, custom_id, ids, start, and the columns; null stands for minus infinity.
+    """Writes one JSON object per line: line, custom_id, ids, start, and the columns; null stands for minus infinity.
 
-    The writers of the other formats derive from it. It keeps the parts of a text until the text ends.
+    The writers of the other formats are subclasses. A writer keeps the parts of a text until the text ends.
     """
 
     def __init__(self, file: CheckedFile) -> None:
@@ -133,7 +133,7 @@ class JsonlWriter:
         self._parts.append(part)
 
     def end_text(self, text: Text) -> None:
-        """Write the text: all parts were added."""
+        """Write a text after all its parts were added."""
         columns = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
         self._parts = []
         self._write(text, columns)
@@ -201,7 +201,7 @@ class ParquetWriter(JsonlWriter):
 
 
 class SafetensorsWriter(JsonlWriter):
-    """Writes a safetensors file. The first column goes to the file part by part; the others are kept until the end."""
+    """Writes a safetensors file: the first column part by part, the other columns at the end, from memory."""
 
     def __init__(self, file: CheckedFile) -> None:
         super().__init__(file)
@@ -233,7 +233,7 @@ class SafetensorsWriter(JsonlWriter):
         self._end, self._digest = self._file.tell(), self._file.digest.copy()
 
     def drop_text(self) -> None:
-        """See `JsonlWriter.drop_text`: here parts are in the file already."""
+        """See `JsonlWriter.drop_text`; parts that are in the file already are removed from it."""
         self._positions = self._small["positions"][-1]
         for name, parts in self._others.items():
             self._others[name] = [np.concatenate(parts)[: self._positions]]
@@ -271,7 +271,7 @@ _WRITERS: dict[str, type[JsonlWriter]] = {
 
 
 def choose_format(is_wide: bool, wanted: str | None) -> str:
-    """The format of shards: the wanted one, or the default."""
+    """The format of shards: the wanted format, or the default."""
     possible = ("safetensors",) if is_wide else ("jsonl", "parquet")
     if wanted not in (None, *possible):
         raise SettingsError(f"format: {wanted!r}: these results are written as {' or '.join(possible)}")
@@ -306,7 +306,7 @@ class ShardWriter:
             self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
 
     def place(self) -> Shard:
-        """Put the shard into place, unless another run of the same command was first."""
+        """Move the shard into the folder, unless another run of the same command has already written this shard."""
         path = Path(self._file.name)
         self._results.close()
         sync(self._file)
@@ -322,14 +322,14 @@ class ShardWriter:
         return shard
 
     def discard(self) -> None:
-        """Remove the file."""
+        """Remove the unfinished file."""
         with suppress(OSError):
             Path(self._file.name).unlink()
         with suppress(OSError):
             self._file.close()
 
 
-# Reading: each reader has `answer`, the result of one text, and `custom_ids` of all texts, "" for none.
+# Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts, "" for none.
 
 
 class JsonlReader:
@@ -358,7 +358,7 @@ class JsonlReader:
 
 
 class ParquetReader:
-    """Reads a shard that `ParquetWriter` wrote, a row group at a time, and keeps the last one."""
+    """Reads a shard that `ParquetWriter` wrote, one row group at a time; the last group stays in memory."""
 
     def __init__(self, path: Path) -> None:
         self._arrow = pyarrow("format: Parquet")
@@ -378,7 +378,7 @@ class ParquetReader:
         return {**values, "custom_id": values["custom_id"] or ""}
 
     def _value(self, scalar: Any) -> Any:
-        """A number or text; or a list, (n,) or (n, k), as a view of the table."""
+        """The value of a cell: a number, a text, or an array (n,) or (n, k) that is a view of the table."""
         if not isinstance(scalar, self._arrow.ListScalar):
             return scalar.as_py()
         values = scalar.values
@@ -441,8 +441,8 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 class Batch(Sequence[Answer]):
     """The results in an output folder, in the order of the input. Lines without a result are left out.
 
-    Of an unfinished run it has the shards that were done when it was opened: see `is_finished`. It works as a map-style
-    dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
+    A batch of an unfinished run has the shards that were done when it was opened: see `is_finished`. A batch works as a
+    map-style dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
 
     Args:
         path: the output folder, or its URL. Shards behind a URL are copied to a local cache when they are read.
@@ -472,7 +472,7 @@ class Batch(Sequence[Answer]):
     @overload
     def __getitem__(self, index: slice) -> list[Answer]: ...
     def __getitem__(self, index: int | slice) -> Answer | list[Answer]:
-        """The result of a text by its number among the texts with a result; or several."""
+        """The result of a text by its index among the texts that have a result; a list of results for a slice."""
         if isinstance(index, slice):
             return [self[at] for at in range(*index.indices(len(self)))]
         at = index + len(self) if index < 0 else index

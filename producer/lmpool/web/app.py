@@ -39,23 +39,23 @@ from lmpool.web.feed import MAX_STREAMS, Feed
 from lmpool.web.guard import Guard, Refused, Sessions, answers, read_body
 
 MAX_CONNECTIONS = 512
-"""Max open connections: two per watching page. Limits memory and descriptors."""
+"""Max open connections, of which a watching page has two. Limits memory and file descriptors."""
 
 REQUEST_S = 20.0
-"""Seconds for a complete request, from the opening of the connection or the last response: the largest request at
-13 kB/s. The response to a request without token or session must end within them too."""
+"""Max seconds until a request is complete, after the opening of its connection or the last response: enough for the
+largest request at 13 kB/s. The response to a request without token or session must end in this time too."""
 
 RESPONSE_S = 300.0
-"""Seconds for sending a response other than a stream: the largest history at 12 kB/s."""
+"""Max seconds to send a response other than a stream: enough for the largest history at 12 kB/s."""
 
 _STREAM_PATH = "/api/stream"
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_GRACE_S = 2  # Seconds for open requests when the service stops.
-_MIN_TOKEN = 16  # Min characters of a token: a shorter one could be guessed.
-_PIECE_BYTES = 64 * 1024  # Bytes per write of a large response: a slow client needs no copy of it.
+_GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
+_MIN_TOKEN = 16  # Min characters of a token: a shorter token could be guessed.
+_PIECE_BYTES = 64 * 1024  # Bytes per write of a large response, so that none is buffered whole for a slow client.
 _MAX_LETTERS = 50  # Max dead letters listed on a page.
-_MAX_IDS = 256  # Max token ids shown of one letter.
-_MAX_CHANGED = 500  # Max letters changed by one request.
+_MAX_IDS = 256  # Max token ids shown of one dead letter.
+_MAX_CHANGED = 500  # Max dead letters that one request retries or drops.
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class WebSettings:
 
 
 class Service(NamedTuple):
-    """The ASGI application, the sessions of browsers, and the source of the streams, which ends before the server."""
+    """The ASGI application, the sessions of browsers, and the feed, whose streams end before the server stops."""
 
     app: ASGIApp
     sessions: Sessions
@@ -96,7 +96,7 @@ class Service(NamedTuple):
 
 
 def web_service(settings: WebSettings) -> Service:
-    """Make the service; it surveys the pool while its application runs."""
+    """Make the web service, which surveys the pool while its application runs."""
     server, keys = Server(settings.redis), Keys(settings.prefix)
     sessions = Sessions(settings.token)
     feed, models = Feed(server, keys, settings.interval_s), Models(settings.redis, settings.prefix)
@@ -125,7 +125,7 @@ def web_service(settings: WebSettings) -> Service:
 
     async def history(request: Request) -> Response:
         body, headers = await feed.history(), {"Vary": "Accept-Encoding", "Content-Encoding": "gzip"}
-        if "gzip" not in request.headers.get("accept-encoding", "").lower():  # A program: all browsers accept it.
+        if "gzip" not in request.headers.get("accept-encoding", "").lower():  # Not a browser: all browsers accept gzip.
             body = await asyncio.to_thread(gzip.decompress, body)
             del headers["Content-Encoding"]
 
@@ -160,7 +160,7 @@ def web_service(settings: WebSettings) -> Service:
         Route("/api/settings", answers(shown_settings)),
         *dead_letter_routes(server, keys, allow_changes=settings.allow_changes),
         *ExplorerRoutes(models).routes,
-        # Autoscalers use it with `Authorization: Bearer`.
+        # Autoscalers use the next route with `Authorization: Bearer`.
         demand_route(server, keys),
         *sessions.routes,
         *pages,
@@ -170,7 +170,7 @@ def web_service(settings: WebSettings) -> Service:
 
 
 class _Chosen(Struct, forbid_unknown_fields=True):
-    """A request to change letters of a model."""
+    """A request to retry or drop dead letters of a model."""
 
     model: str
     ids: Annotated[list[str], Meta(min_length=1, max_length=_MAX_CHANGED)]
@@ -232,7 +232,7 @@ def _pages() -> list[Route]:
 
     def route(path: str, content: bytes, kind: str) -> Route:
         async def send(_: Request) -> Response:
-            # Browsers must revalidate: a page of one release must not load a script of another.
+            # Browsers must revalidate: a page of one release must not load a script of another release.
             return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
         return Route({"pool.html": "/", "explorer.html": "/explorer"}.get(path, f"/static/{path}"), send)
@@ -253,7 +253,7 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
         settings: the settings of the service.
         host: address to listen on.
         port: port to listen on; 0 for a free one.
-        say: called with the lines for the user, with the address and how to sign in, once the port is open.
+        say: called once the port is open, with lines for the user: the address, and how to sign in.
     """
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -290,14 +290,14 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
 class _Connection(H11Protocol):
     """A connection with time limits for requests and responses.
 
-    Opening a connection needs no token. When there are too many, the service closes the connection that has waited
+    Opening a connection needs no token. When too many are open, the service closes the connection that has waited
     longest without a complete, allowed request. Refused requests do not count: otherwise a client that does not read
     the responses could keep its connections.
     """
 
-    # Connections without a complete, allowed request, the oldest first. A process has one server.
+    # Connections without a complete, allowed request, the oldest first; one dict, because a process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
-    # Half of the process's descriptors remain for Redis and files. A negative count means no limit.
+    # Half of the process's file descriptors remain for Redis and files. A negative number means no limit.
     _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     _limit = MAX_CONNECTIONS if _descriptors < 0 else min(MAX_CONNECTIONS, _descriptors // 2)
 
@@ -307,7 +307,7 @@ class _Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Close the oldest idle connection if there are too many; close this one if all others are busy."""
+        """If too many connections are open, close the oldest idle one, or this one if all others are busy."""
         super().connection_made(transport)
         if len(self.connections) > self._limit:
             oldest = next(iter(self._idle), self)
@@ -342,19 +342,19 @@ class _Connection(H11Protocol):
     def _end_in(self, seconds: float | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        # `close` would wait until the client has read everything.
+        # Abort the connection: `close` would wait until the client has read the whole response.
         self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
 
 
 class _Server(uvicorn.Server):
-    """Ends the streams of pages first; otherwise the shutdown would wait for them."""
+    """Ends the streams of pages before it shuts down, because the shutdown would wait for the streams."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal; exit at the second one, where uvicorn would print tracebacks."""
+        """Stop at the first signal. Exit at once at the second signal, because uvicorn would print tracebacks."""
         if self.should_exit:
             os._exit(INTERRUPTED)
         super().handle_exit(sig, frame)

@@ -42,7 +42,7 @@ def web(
 ) -> None:
     """Serve a live page of the pool and an explorer of its models. Ctrl-C ends it.
 
-    Without --token it generates a token and prints it, with an address that signs in one browser, once.
+    Without --token, the command generates and prints a token, and an address that signs in one browser, once.
     """
     try:
         from lmpool.web.app import WebSettings, serve

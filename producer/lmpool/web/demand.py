@@ -1,4 +1,4 @@
-"""The demand for a model, for autoscalers. A model without workers has a demand too, so that its first one starts."""
+"""The demand for a model, for autoscalers. A model without workers has a demand too: its first worker must start."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from lmpool.settings import check_name
 from lmpool.web.guard import answers
 
 NEVER_S = 86_400.0
-"""`drain_seconds` of a queue without workers: a large number, because JSON has no infinity."""
+"""`drain_seconds` of a queue that has no worker: a large number, because JSON has no infinity."""
 
-_MAX_READ = 16  # Max workers whose speed is read: their mean is good enough.
+_MAX_READ = 16  # Max workers whose speed is read: the mean speed of 16 is good enough.
 
 
 class Demand(NamedTuple):
     """The demand for a model, and its workers.
 
     Attributes:
-        model: its name.
+        model: name of the model.
         queued: prompts that wait or are in flight.
-        oldest_s: seconds since the oldest of them was queued; 0 without prompts.
+        oldest_s: seconds since the oldest queued prompt was submitted; 0 without prompts.
         workers: live workers that serve the model.
-        loading: workers that are loading it.
+        loading: workers that are loading the model.
         wanted: 1 if at least one worker is needed, else 0: prompts are queued, or clients with `when_absent="wait"`
             have polled for the model within the last minute.
-        drain_seconds: seconds in which the workers would empty the queue if no prompt were added; `NEVER_S` if there
-            are no workers and one is wanted.
+        drain_seconds: seconds in which the workers would empty the queue if no prompt were added; `NEVER_S` if a worker
+            is wanted and none serves the model.
     """
 
     model: str
@@ -46,11 +46,11 @@ class Demand(NamedTuple):
 
 
 async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
-    """Read the demand for a model ("trie" for trie workers); an unknown model is not wanted."""
+    """Read the demand for a model ("trie" for trie workers); an unknown model has no demand."""
     check_name("model", model)
     names = keys.model(model)
     queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)
-    # With a live worker, the key is left over from the time before.
+    # While a worker is alive, the key `wanted` is only left from before the worker started.
     is_awaited = not alive.serving and bool(await redis.exists(names.wanted))
     wanted = int(queue.depth > 0 or is_awaited)
     drain_s = wanted * NEVER_S

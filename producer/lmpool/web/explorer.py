@@ -1,4 +1,4 @@
-"""The explorer: the tokens of a text with alternatives, one row, and the byte trie.
+"""The routes of the explorer page: the tokens of a text with alternatives, one row, and the byte trie.
 
 `Models` holds one producer per model. `ExplorerRoutes` answers the requests of the page.
 """
@@ -40,9 +40,9 @@ MAX_MODELS = 8
 _MAX_CHILDREN = 64  # Max children shown of a trie node.
 _MAX_PREFIX = 256  # Max bytes of a prefix: longer than any token.
 _MAX_TEXT = 60  # Max characters shown of a token.
-_CACHE_BYTES = 64 * 1024 * 1024  # Bytes of rows kept per model.
+_CACHE_BYTES = 64 * 1024 * 1024  # Max bytes of rows cached per model.
 _TIMEOUT_S = 30.0  # Seconds until a request of a page fails.
-_ENCODE_S = 10.0  # Seconds for encoding a text: only a hostile tokenizer needs more than milliseconds.
+_ENCODE_S = 10.0  # Max seconds to encode a text: only a hostile tokenizer needs more than milliseconds.
 _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
 
 _Top = Annotated[int, Meta(ge=1, le=MAX_ALTERNATIVES)]
@@ -85,12 +85,12 @@ class ExploredModel:
     def __init__(self, producer: Producer) -> None:
         self.producer = producer
         self.is_open = False
-        self.users = 0  # Requests that use it or wait for it.
+        self.users = 0  # Number of requests that use the model or wait for it.
         self._made: dict[tuple[str, str], Any] = {}
         self._making = asyncio.Lock()
 
     async def _once(self, kind: str, make: Callable[[], Awaitable[Any]]) -> Any:
-        """Make a value once per model that is served under this name."""
+        """Make a value once per fingerprint, because another model may be served under this name later."""
         async with self._making:
             key = self.producer.model.fingerprint, kind
             if key not in self._made:
@@ -98,7 +98,7 @@ class ExploredModel:
             return self._made[key]
 
     async def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that the workers publish, else a local one; see `find_tokenizer`."""
+        """Return the tokenizer that the workers publish, else a local tokenizer; see `find_tokenizer`."""
         find = partial(find_tokenizer, self.producer, otherwise="type token ids such as 1,2,3")
         tokenizer: Tokenizer = await self._once("tokenizer", find)
         return tokenizer
@@ -134,22 +134,22 @@ class ExploredModel:
         try:
             vocabulary = (await self.trie()).structure.vocabulary
         except errors.UnknownVocabulary:
-            # The first token shows whether there is a tokenizer: looking for one again for each token takes long.
+            # Stop at the first token if there is no tokenizer: each `decode` would search for a tokenizer again.
             texts = dict.fromkeys(wanted, "")
             for token in wanted:
                 if (text := await self.decode([token])) is None:
                     break
                 texts[token] = shown_text(text)
             return texts
-        # A model may have more rows than tokens.
+        # A row may have more entries than the vocabulary has tokens.
         return {token: shown_bytes(vocabulary[token]) if token < len(vocabulary) else "" for token in wanted}
 
 
 class Models:
     """The models of the explorer, least recently used first.
 
-    Concurrent requests share one producer per model. When more than `MAX_MODELS` are open, the least recently used ones
-    without requests are closed.
+    Concurrent requests share one producer per model. When more than `MAX_MODELS` models are open, the least recently
+    used models without requests are closed.
     """
 
     def __init__(self, redis: str | None, prefix: str) -> None:
@@ -175,7 +175,7 @@ class Models:
                 await finish(self._models.pop(unneeded).producer.close())
 
     def _unneeded(self) -> str | None:
-        """Return a model without requests that could not be opened, or that is one too many."""
+        """Return the name of a model without requests that failed to open or exceeds `MAX_MODELS`, or None."""
         is_full = len(self._models) > MAX_MODELS
         unused = ((name, model) for name, model in self._models.items() if not model.users)
         return next((name for name, model in unused if is_full or not model.is_open), None)
@@ -203,7 +203,7 @@ class ExplorerRoutes:
             producer, adapter = model.producer, wanted.adapter
             ids = await model.encode(wanted.text) if wanted.ids is None else wanted.ids
             model.check_length(ids)
-            # Check the whole text: an error must not name a continuation that the user does not know.
+            # Check the whole text before it is split: an error must not mention a continuation, unknown to the user.
             info = producer.model
             encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
             # The first token has no log-probability, because no token precedes it.
@@ -268,7 +268,7 @@ class ExplorerRoutes:
             return {
                 "prefix": shown_bytes(prefix),
                 "mass": float(mass[0]),
-                # The rest is the mass of the tokens that end here.
+                # Mass of the tokens that end at this prefix: the part of the mass that no child has.
                 "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
                 "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MAX_CHILDREN]],
                 "left_out": max(0, len(children) - _MAX_CHILDREN),
@@ -295,7 +295,7 @@ def shown_text(text: str) -> str:
 
 
 def _entropy(probabilities: NDArray[np.float64]) -> float:
-    """Return the entropy in bits."""
+    """Return the entropy of a distribution in bits."""
     some = probabilities[probabilities > 0]
     return float(-(some * np.log2(some)).sum())
 

@@ -26,10 +26,10 @@ from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
 HOUR = 3600
-"""Max samples: one hour at one per second."""
+"""Max samples kept for the graphs: one hour at one sample per second."""
 
 MAX_STREAMS = 256
-"""Max pages that watch at once; limits memory and connections."""
+"""Max pages that watch concurrently; limits memory and connections."""
 
 SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
 """The values of a sample per model, in this order."""
@@ -41,9 +41,9 @@ _MAX_MODELS = 64  # Max models in the graphs; more curves cannot be told apart.
 _MAX_TEXT = 120  # Max characters of a name or text on the page.
 _LOADING = "loading"
 _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server before the page reports it as unreachable.
-_GZIP_LEVEL = 1  # The fastest level: higher ones take three to six times as long and save 5 % on numbers.
-_WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; with 1,000 workers one takes 0.3 s.
-_UNWATCHED_SHARE = 0.02  # The same while no page watches.
+_GZIP_LEVEL = 1  # The fastest level: higher levels take three to six times as long and save 5 % on numbers.
+_WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; a survey of 1,000 workers takes 0.3 s.
+_UNWATCHED_SHARE = 0.02  # Max share of a core for surveys while no page watches.
 _WORKER_FIELDS = (
     "rows", "rows_per_s", "tokens", "reused", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch",
     "p50_s", "p99_s", "silent_s",
@@ -62,8 +62,8 @@ class Events:
     """Derives worker events from successive surveys.
 
     Attributes:
-        newest: the newest events. `what` is "joined", "left", "died", "is gone" (left or died between two surveys) or
-            "took over 3 prompts"; `number` counts up from 1.
+        newest: the newest events, as dicts. `what` is "joined", "left", "died", "is gone" (left or died between two
+            surveys) or "took over 3 prompts"; `number` numbers the events from 1.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Events:
             return
         for key, worker in before.items():
             if key not in now:
-                # A worker that leaves deletes its heartbeat; the heartbeat of a killed one expires.
+                # A worker that leaves deletes its heartbeat; the heartbeat of a killed worker expires.
                 unseen_s = (worker["silent_s"] or 0.0) + gap_s
                 has_left = worker["state"] == "draining" or unseen_s < (number(worker, "lease_s") or 0.0)
                 self._add(at, key, "left" if has_left else "died" if worker["state"] == SILENT else "is gone")
@@ -102,8 +102,8 @@ class Events:
 class Feed:
     """Surveys the pool, at most once per `interval_s`, and sends frames to all pages that watch.
 
-    A slow page gets the newest frame when it reads and skips the frames between. While no page watches, surveys
-    continue for the graphs, at an interval that uses at most 2 % of a core.
+    A slow page skips frames: when it reads, it gets the newest frame. While no page watches, surveys continue for the
+    graphs, at an interval that uses at most 2 % of a core.
 
     Attributes:
         watching: number of pages that watch now.
@@ -128,14 +128,14 @@ class Feed:
         self.trouble = "the pool has not been surveyed yet"
 
     async def run(self) -> None:
-        """Survey until cancelled; while the server is unreachable, frames contain the reason."""
+        """Survey the pool until cancelled; while the server is unreachable, frames contain the reason."""
         async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
             while True:
                 began = time.monotonic()
                 await self._survey(redis)
                 took_s = time.monotonic() - began
                 share = _WATCHED_SHARE if self.watching else _UNWATCHED_SHARE
-                # The first page that starts to watch ends the wait.
+                # Wait until the next survey is due, or until `frames` sets the event for the first page that watches.
                 self._wanted.clear()
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(self._interval_s - took_s, took_s * (1 / share - 1))):
@@ -192,10 +192,10 @@ class Feed:
         return await join_task(self._history)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
-        """Iterate over frames as server-sent events, starting with the newest, until the service stops."""
+        """Iterate over frames as server-sent events, starting with the newest frame, until the service stops."""
         self.watching += 1
         seen = 0
-        # A survey without watching pages has no adapters: wait for a new one.
+        # A survey while no page watches has no adapters, so wait for a new survey.
         if self.watching == 1:
             seen = self.surveys
             self._wanted.set()
@@ -212,7 +212,7 @@ class Feed:
 
 
 def _encode_history(samples: Sequence[Sample]) -> bytes:
-    """Encode times, memory, and one column per model and entry of `SERIES`.
+    """Encode samples as columns: the times, the memory, and a column per model and entry of `SERIES`.
 
     Encode in pieces, because one call of the encoder blocks all threads.
     """
@@ -230,7 +230,7 @@ def _encode_history(samples: Sequence[Sample]) -> bytes:
 
 
 async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
-    """Return each served model except tries: name, adapters (names and revisions), and why these are unreadable.
+    """Return served models except trie services: name, adapters (names and revisions), and any error of reading them.
 
     Invalid data of one model must not hide other models.
     """
@@ -248,7 +248,7 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
 
 
 def _shown_server(name: str) -> str:
-    """Return a server's address; of a socket only file and folder, because paths contain user names."""
+    """Return a server's address, or the file and folder of its Unix socket, because paths contain user names."""
     scheme, _, path = name.partition("://")
     return shortened(f"unix://…/{'/'.join(PurePath(path).parts[1:][-2:])}" if scheme == "unix" else name)
 

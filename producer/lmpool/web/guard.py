@@ -38,7 +38,7 @@ KEY_HEADER = "X-Lmpool-Key"
 """Header for the key of a page's session."""
 
 MAX_SESSIONS = 1000
-"""Max sessions; one more ends the oldest. Limits memory."""
+"""Max sessions, to limit memory. A new session beyond the limit ends the oldest session."""
 
 SESSION_S = 30 * 24 * 3600
 """Seconds until a browser must sign in again: 30 days."""
@@ -105,7 +105,7 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
             return answer if isinstance(answer, Response) else json_answer(answer)
         except LMPoolError as error:
             text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
-            if isinstance(error, errors.ServerUnreachable):  # The user of a browser cannot name another server.
+            if isinstance(error, errors.ServerUnreachable):  # A browser's user cannot name another server.
                 text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
             return json_answer({"error": printable(text)}, error.status if isinstance(error, Refused) else status)
 
@@ -157,7 +157,7 @@ class Sessions:
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
         """Sign a browser in; return its cookie and its key.
 
-        In the page's address, only the unused link token is valid, because browsers keep addresses in their history.
+        An address may contain only the link token, which works once, because browsers keep addresses in their history.
 
         Raises:
             Refused: neither token is valid.
@@ -228,8 +228,8 @@ class Guard:
     The files of the pages are public: they contain no data, and a browser needs them to sign in.
 
     A page of another site can make a browser send requests here with its cookie. So a request without the token must
-    name an allowed host; this stops DNS names that point at this address. A request that changes anything or uses the
-    pool must come from a page of this service. Browsers never send a Bearer token on their own, so probes and
+    name an allowed host; this stops DNS names of other sites that point to this address. A request that changes data or
+    uses the pool must come from a page of this service. Browsers never send a Bearer token on their own, so probes and
     autoscalers may use any host name.
 
     Args:
@@ -287,7 +287,7 @@ class Guard:
         if name in self._hosts:
             return True
         try:
-            # An IP address is not a DNS name that another site could point here.
+            # Allow any IP address: another site can point only a DNS name to this service.
             ipaddress.ip_address(name)
         except ValueError:
             return False
@@ -303,15 +303,15 @@ def _digest(secret: str) -> bytes:
 
 
 def _sent_cookie(scope: Scope) -> str:
-    # `SimpleCookie` would drop all cookies if another program of the host had set a malformed one.
+    # `SimpleCookie` would drop all cookies if another program of the host had set a malformed cookie.
     return cookie_parser(Headers(scope=scope).get("cookie", "")).get(_cookie_name(scope), "")
 
 
 def _cookie_name(scope: Scope) -> str:
     """Return a cookie name for this service alone, because browsers send cookies to all ports of a host.
 
-    It contains two ports. Services behind one proxy differ in the port that they listen on; services behind tunnels or
-    in containers differ in the port that the browser uses. A name from the token would leave one cookie per start.
+    The name has two ports. Services behind one proxy differ in the port that they listen on; services behind tunnels or
+    in containers differ in the port that the browser uses. A name made from the token would leave one cookie per start.
     """
     _, own_port = scope.get("server") or ("", None)
     _, requested_port = _host_and_port(Headers(scope=scope).get("host", ""))

@@ -1,4 +1,4 @@
 """The commands of the client side: `lmpool logprobs`, `status`, `top`, `dead`, `queue` and so on.
 
-Imports all of the client side; nothing imports it.
+This package may import all of the client side. Only modules that define commands import it.
 """

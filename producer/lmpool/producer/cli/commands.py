@@ -31,9 +31,9 @@ adapters_app = typer.Typer(
 
 AdapterName = Annotated[str, typer.Argument(help="The name that requests use for the adapter.")]
 
-_UNLINKED_PER_CALL = 500  # Rows per UNLINK, so that other clients of the server wait little.
-_MAX_ALONE = 50  # Prompts that `bench` requests one at a time.
-_MAX_ALONE_S = 5.0  # Seconds that these may take in all: a slow model gets fewer.
+_UNLINKED_PER_CALL = 500  # Max rows per UNLINK: one call for all rows would block other clients of the server.
+_MAX_ALONE = 50  # Max prompts that `bench` requests one at a time.
+_MAX_ALONE_S = 5.0  # Max seconds that `bench` spends on single prompts: a slow model gets fewer prompts.
 
 
 def register(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def logprobs(
 
     async def request() -> tuple[list[int], NDArray[np.float32], Any]:
         async with at.producer() as producer:
-            # A prompt of ids needs no tokenizer, so do not import a heavy one to print texts.
+            # A prompt of token ids needs no tokenizer, so do not import a heavy tokenizer only to print texts.
             tokenizer = await (published_tokenizer(producer) if ids else find_tokenizer(producer))
             if tokenizer is None or ids:
                 tokens = parse_ids(text)
@@ -174,7 +174,7 @@ async def bench(
             alone += await _latencies(producer, [drawn[prompts + len(alone)]], 1)
         add_quantiles("alone", alone)
     after = await _memory(server)
-    # A restarted server counts from 0.
+    # A restarted server counts evicted keys from 0 again, so the difference may be negative.
     evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
     if evicted:
         text = f"the server evicted {evicted} keys during the benchmark ({after}): evicted rows were computed again"
@@ -190,7 +190,7 @@ async def bench(
 
 
 async def _latencies(producer: Producer, prompts: list[list[int]], concurrency: int) -> list[float]:
-    """Request prompts; return the seconds that each took."""
+    """Request prompts; return the seconds that each prompt took."""
     limit = asyncio.Semaphore(concurrency)
 
     async def latency(prompt: list[int]) -> float:
@@ -224,7 +224,7 @@ async def add(
     name: AdapterName,
     source: Annotated[str, typer.Argument(help="Its folder, or its name on the hub, on the workers' machines.")],
 ) -> None:
-    """Put an adapter in service, or another one instead of the adapter that has this name."""
+    """Put an adapter in service; it replaces an adapter of the same name."""
     async with at.producer() as producer:
         revision = await producer.add_adapter(name, source)
     say(f"{name} is in service, revision {revision}")

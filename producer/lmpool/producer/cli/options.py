@@ -32,16 +32,16 @@ T = TypeVar("T")
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that end a command."""
 _DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-"""Handlers that a command may replace: those that Python sets."""
-_COMPLETION_S = 1.0  # Seconds for completing a name in a shell: longer would block the prompt.
-_CHECK_S = 10.0  # Seconds for checking whether the model is served, before a command starts.
+"""Python's default signal handlers: a command replaces no other signal handlers."""
+_COMPLETION_S = 1.0  # Max seconds to complete a model name in a shell, whose prompt is blocked.
+_CHECK_S = 10.0  # Max seconds to check whether the model is served, before a command starts.
 _MAX_PROMPT_BYTES = (
     1 << 26
 )  # Max bytes of a prompt on standard input: 32 per token for the longest prompt of any model.
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Return the served models that match, for shell completion; none if the server does not reply at once."""
+    """Return served models whose names begin with `incomplete`, for shells; [] if the server does not reply in time."""
     keys = Keys(context.params.get("prefix") or "lmpool")
 
     async def names() -> list[bytes]:
@@ -93,7 +93,7 @@ class ServerOptions:
 
     @asynccontextmanager
     async def connected(self, model: str | None = None) -> AsyncIterator[tuple[Redis, Discovery]]:
-        """Check the name of a model and connect to the server; errors of redis-py become lmpool's."""
+        """Check the name of a model and connect to the server; raise errors of redis-py as lmpool's errors."""
         if model is not None:
             check_name("model", model)
         async with Server(self.redis).connected() as client:
@@ -121,9 +121,9 @@ class PoolOptions(ServerOptions):
 
 
 def with_options(command: Callable[..., Any]) -> Callable[..., None]:
-    """Let the first parameter of a command, a `ServerOptions`, stand for its fields: each becomes an option.
+    """Turn the fields of a command's first parameter, a `ServerOptions`, into options of the command.
 
-    The command may be a coroutine function. It must not read standard input, because Ctrl-C could not interrupt that.
+    The command may be a coroutine function. A coroutine must not read standard input: Ctrl-C cannot interrupt the read.
     """
     options, *own = inspect.signature(command, eval_str=True).parameters.values()
     fields = inspect.signature(options.annotation, eval_str=True).parameters.values()
@@ -142,7 +142,7 @@ def with_options(command: Callable[..., Any]) -> Callable[..., None]:
 
 
 def when_absent(waits: bool | None) -> WhenAbsent:
-    """Translate `--wait` for a producer; without the option, `check_served` has raised the immediate errors."""
+    """Translate `--wait` to `when_absent`. Without the option, `check_served` has already reported likely mistakes."""
     return "raise" if waits is False else "wait"
 
 
@@ -151,7 +151,7 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
 
     Raises:
         ServerUnreachable: no server is named and no server of this user runs.
-        UnknownModel: the model is not served while others are.
+        UnknownModel: the model is not served, but other models are.
     """
     if waits is not None:
         return
@@ -167,13 +167,13 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
         if error.has_others and not error.is_loading:
             raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
     except LMPoolError:
-        pass  # The first request waits for these, or reports them.
+        pass  # The producer's first request waits until the problem passes, or raises the error.
 
 
 def read_prompt(prompt: str, are_ids: bool) -> str:
     """Return the prompt argument; for "-", read standard input without its last line break.
 
-    Print a hint if a text is the name of a file.
+    Print a hint if the argument is the name of a file.
     """
     if prompt != "-":
         with suppress(OSError, ValueError):  # The text may be too long for a file name, or contain NUL.
@@ -193,12 +193,12 @@ def read_prompt(prompt: str, are_ids: bool) -> str:
 def run(work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine, with uvloop if it is installed.
 
-    SIGINT, SIGTERM and SIGHUP cancel it, so that it cancels its prompts in the queue. A second SIGINT or SIGTERM ends
+    SIGINT, SIGTERM and SIGHUP cancel the coroutine, which cancels its queued prompts. A second SIGINT or SIGTERM ends
     the process at once. An ignored signal stays ignored, such as SIGHUP under nohup.
 
     Raises:
-        KeyboardInterrupt: SIGINT cancelled it.
-        typer.Exit: SIGTERM or SIGHUP cancelled it; the exit code is 128 plus the signal, 143 for SIGTERM.
+        KeyboardInterrupt: SIGINT cancelled the coroutine.
+        typer.Exit: SIGTERM or SIGHUP cancelled the coroutine; the exit code is 128 plus the signal, 143 for SIGTERM.
     """
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with suppress(ImportError):
@@ -215,7 +215,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         assert task is not None
 
         def on_signal(number: int) -> None:
-            # When a terminal closes, both the shell and the kernel send SIGHUP.
+            # Ignore a second SIGHUP: when a terminal closes, both the shell and the kernel send SIGHUP.
             if received and number != signal.SIGHUP:
                 os._exit(128 + number)
             elif not received:

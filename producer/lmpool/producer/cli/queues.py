@@ -32,9 +32,9 @@ Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
 Ids = Annotated[list[str] | None, typer.Argument(help=f"Ids or digests, {_WAYS}")]
 All = Annotated[bool, typer.Option("--all", help="All dead letters of the model.")]
 
-_MAX_IDS = 64  # Max token ids printed for one letter.
-_MAX_REASONS = 5  # Max reasons in the error of `retry`.
-_MIN_REASON_WIDTH = 20  # Characters that the reason keeps on one line.
+_MAX_IDS = 64  # Max token ids printed for one dead letter.
+_MAX_REASONS = 5  # Max reasons listed in the error of `lmpool dead retry`.
+_MIN_REASON_WIDTH = 20  # Min width of the column of reasons, in characters.
 
 
 @queue_app.command("show")
@@ -46,7 +46,7 @@ async def show_queue(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show how many prompts wait, how many workers hold, how many are in lanes, and whose are in the backlog."""
+    """Show the numbers of prompts that wait, are held by workers and are in lanes, and the clients of the backlog."""
     async with at.connected(model) as (client, discovery):
         names = sorted(await discovery.infos()) if model is None else [model]
         counted = {name: await count_queue(client, discovery, at.keys.model(name), name) for name in names}
@@ -135,7 +135,7 @@ async def list_letters(
 
 
 def letters_table(rows: Sequence[Mapping[str, Any]], width: int, *, has_models: bool) -> Table:
-    """Return summaries of dead letters as a table that never cuts their ids, because commands take ids."""
+    """Return a table of dead letters. It never cuts ids, because users pass ids to commands."""
     columns = [
         field_column("id", 0, min_width=UNFOLDED),
         *([field_column("model", 0)] if has_models else []),
@@ -152,7 +152,7 @@ def letters_table(rows: Sequence[Mapping[str, Any]], width: int, *, has_models: 
 
 @asynccontextmanager
 async def _letters_of(model: str | None, at: ServerOptions) -> AsyncIterator[tuple[DeadLetters, Discovery, str]]:
-    """Connect to the dead letters of a model; a model that is named need not be served."""
+    """Connect to the dead letters of a model. A model that is given by name need not be served."""
     async with at.connected(model) as (client, discovery):
         try:
             name = (await discovery.info(None)).name if model is None else model
@@ -220,7 +220,7 @@ async def drop(
     _check_choice(entries, every)
     async with _letters_of(model, at) as (letters, discovery, name):
         if entries:
-            # If one name is unknown, drop no letter.
+            # Find all dead letters first: an unknown id raises before any dead letter is dropped.
             dropped = await letters.drop([letter.entry for letter in await letters.find(entries)])
         else:
             dropped = await letters.drop_all()
@@ -229,7 +229,7 @@ async def drop(
 
 
 def _say_result(text: str, doubt: str, as_json: Any = None) -> None:
-    """Print a result and a doubt about it; next to JSON, print the doubt on standard error."""
+    """Print a result and a doubt about the result. When the result is JSON, print the doubt on standard error."""
     if as_json is None:
         say(f"{text}; {doubt}" if doubt else text)
         return

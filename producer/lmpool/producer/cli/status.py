@@ -29,17 +29,17 @@ Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds betwee
 Once = Annotated[bool, typer.Option("--once", help="Poll once and exit.")]
 
 UNFOLDED = 1_000_000
-"""`Column.min_width` of names that stay on one line while the table fits."""
+"""`Column.min_width` of a column whose names stay on one line while the table fits the terminal."""
 
-_FRAME, _PADDING = 1, 3  # Characters that rich adds to a line, and to each column.
-_REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server: longer, and the view would show old values without a notice.
+_FRAME, _PADDING = 1, 3  # Characters that rich adds to each line, and to each column.
+_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until it replies, the view shows old values.
 
 
 @with_options
 async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, as_json: AsJson = False) -> None:
     """Watch models and workers: queues, rates, and seconds from submission to row (p50, p99). Ctrl-C exits.
 
-    Rates and times are those between the workers' last two heartbeats.
+    Rates and times describe the interval between a worker's last two heartbeats.
     """
     if as_json and not once:
         raise SettingsError("json: the live view has no JSON form; use --once --json")
@@ -83,8 +83,8 @@ class Column(NamedTuple):
 
     Attributes:
         title: its header.
-        rank: columns of the highest rank are left out first; 0 for names, which are folded instead.
-        cell: returns the text of a row.
+        rank: in a narrow terminal, columns of the highest rank are left out first. Rank 0: names, which are folded.
+        cell: returns the column's text for a row of the table.
         min_width: names up to this many characters stay on one line.
     """
 
@@ -97,9 +97,9 @@ class Column(NamedTuple):
 def field_column(
     title: str, rank: int, name: str = "", form: Callable[[float], str] | None = None, min_width: int = 12
 ) -> Column:
-    """Return a column of a field, which is named as the title unless `name` is given; empty where it has no value.
+    """Return a column that shows the field `name` (default: `title`) of each row, or nothing if a row lacks the field.
 
-    The field is shown as text, or as a number by `form`.
+    `form` formats the field as a number. Without `form`, the field is shown as text.
     """
 
     def cell(row: Mapping[str, Any]) -> str:
@@ -111,7 +111,7 @@ def field_column(
 
 
 def fitting(title: str | None, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return a table with the columns that fit into `width` characters per line; its caption names the others."""
+    """Return a table with the columns that fit into `width` characters per line; its caption names other columns."""
     texts = {column: [column.cell(row) for row in rows] for column in columns}
     widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in columns}
     kept = list(columns)
@@ -170,7 +170,7 @@ _QUEUE = (
 _STATUS_MODELS = (
     _MODEL,
     field_column("backend", 6),
-    # Trie workers serve any vocabulary, so V in their info has no meaning.
+    # Trie workers serve any vocabulary, so the vocabulary size in their info has no meaning.
     Column("V", 7, lambda model: "" if model["name"] == TRIE_SERVICE else str(model.get("vocab_size", ""))),
     field_column("dtype", 9),
     field_column("rows as", 8, "encoding"),

@@ -1,6 +1,6 @@
 """`lmpool trie show`: the branches below a prefix and their probabilities after a prompt.
 
-`BranchReader` requests the masses of nodes level by level, and `print_tree` draws the branches with rich.
+`BranchReader` requests masses (sums of probabilities) of nodes level by level; `print_tree` draws branches with rich.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a serv
 _ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
 _LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
 
-_MAX_OPENED = 256  # Branches opened per level; with at most 256 children each, this bounds a request and the output.
-_MAX_DEPTH = 64  # Levels; longer tokens are rare.
-_MAX_CHILDREN = 256  # A node has at most one child per byte.
-_MAX_IDS = 10  # Token ids of the prompt in the title.
-_MAX_TOKENS = 3  # Token ids per line.
-_GUIDE_CELLS = 4  # Columns of a level's guide in rich's trees.
-_MAX_LABEL_CELLS = 40  # Columns of a quoted byte string.
-_MIN_ALONE = 1e-5  # A smaller part of a branch is rounding: it is a difference of float32 sums.
+_MAX_OPENED = 256  # Max branches opened per level: each has at most 256 children, so this bounds requests and output.
+_MAX_DEPTH = 64  # Max levels of branches: tokens of more bytes are rare.
+_MAX_CHILDREN = 256  # Max branches listed per branch: a node has at most one child per byte value.
+_MAX_IDS = 10  # Max token ids of the prompt in the title.
+_MAX_TOKENS = 3  # Max token ids per line.
+_GUIDE_CELLS = 4  # Terminal columns by which rich indents each level of a tree.
+_MAX_LABEL_CELLS = 40  # Max terminal columns of a quoted byte string.
+_MIN_ALONE = 1e-5  # A smaller share of a branch may be a rounding error, because it is a difference of float32 sums.
 
 
 @dataclass(slots=True)
@@ -52,11 +52,11 @@ class Branch:
         tokens: ids of the tokens that are equal to the prefix.
         below: number of all tokens of the branch.
         mass: sum of the weights of all its tokens.
-        share: its part of the mass of the parent branch; None at the top, or when that has no mass.
+        share: the mass divided by the mass of the parent branch; None at the top, or if the parent's mass is 0.
         alone: sum of the weights of `tokens`, to within 1e-6 of the mass; None when unknown.
-        children: its heaviest branches, the heaviest first.
-        hidden: number of its other branches; 0 while none of its branches is listed, except at the top.
-        hidden_mass: their mass.
+        children: the listed branches below this branch, in order of falling mass.
+        hidden: number of branches below it that are not listed; 0 if none is listed, except at the top.
+        hidden_mass: mass of the branches that are not listed.
     """
 
     node: int
@@ -78,7 +78,7 @@ class Branch:
 
     @property
     def is_open(self) -> bool:
-        """Whether its branches are listed."""
+        """Whether the branches below this branch are listed."""
         return bool(self.children or self.hidden)
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class BranchReader:
 
     Args:
         trie: the trie.
-        masses: called with `nodes=`, int32 (k,); returns their masses, floats (k,). None for their part of all tokens.
+        masses: called with `nodes=`, int32 (k,); returns the masses of the nodes, floats (k,). None: see `shares`.
     """
 
     def __init__(self, trie: Trie, masses: Callable[..., Awaitable[NDArray[Any]]] | None = None) -> None:
@@ -112,7 +112,7 @@ class BranchReader:
             np.add.at(self._below, trie.parent[level], self._below[level])
 
     async def shares(self, nodes: NDArray[np.int32]) -> NDArray[np.float64]:
-        """The part of all tokens that end at each node or below it."""
+        """For each node, the share of all tokens that end at the node or below it."""
         return self._below[nodes] / self._trie.n_tokens
 
     async def read(self, prefix: bytes, depth: int, top: int, least: float) -> Branch:
@@ -160,7 +160,7 @@ class BranchReader:
             child.share = child.mass / branch.mass if branch.mass else None
             child.alone = None if child.longer else child.mass
             branch.children.append(child)
-        # Without any listed branch it stays closed: its line says how many longer tokens it has.
+        # A branch without listed branches stays closed: its line shows the number of longer tokens.
         if kept.size or branch.edge == b"":
             branch.hidden = nodes.size - kept.size
             branch.hidden_mass = max(0.0, in_all - float(masses[kept].sum())) if branch.hidden else 0.0
@@ -169,8 +169,8 @@ class BranchReader:
 def to_text(data: bytes) -> str:
     r"""A byte string as text with escapes.
 
-    Printable UTF-8 stands for itself, a quotation mark and a backslash have a backslash before them, and `\n`, `\r` and
-    `\t` mean the same as everywhere. `\xe2` is one byte; `\u200b` and `\U000e0001` are the UTF-8 of a character.
+    Printable UTF-8 stands for itself. A quotation mark and a backslash have a backslash before them. Line breaks and
+    tabs are `\n`, `\r` and `\t`. `\xe2` is one byte; `\u200b` and `\U000e0001` are the UTF-8 of a character.
     """
     text = data.replace(b"\\", rb"\\").replace(b'"', rb"\"").decode("utf-8", "backslashreplace")
     return printable(_LATIN_CONTROLS.sub(lambda char: f"\\u{ord(char[0]):04x}", text))
@@ -195,7 +195,7 @@ def from_text(text: str) -> bytes:
 
 @trie_app.callback()
 def _several() -> None:
-    """Without this, typer would turn the only command `trie show` into `trie`."""
+    """Make typer keep the name `trie show`: without a callback, a group's only command has the name of the group."""
 
 
 @trie_app.command()
@@ -257,17 +257,17 @@ def show(
 
 
 def print_tree(root: Branch, title: str, measure: str) -> None:
-    """Print the branches below a prefix: cut to the width of a terminal, in full elsewhere.
+    """Print the branches below a prefix. On a terminal, lines are cut to its width.
 
     Args:
         root: the branch of the prefix.
         title: the first line.
-        measure: the header of the masses.
+        measure: the header of the column of masses.
     """
     lines = [(0, "branch", measure, "of parent", "tokens", "dim"), *_lines(root, 0)]
     label_cells = max(_GUIDE_CELLS * depth + cell_len(label) for depth, label, *_ in lines)
     mass_cells = max(len(mass) for _, _, mass, *_ in lines)
-    # The header is above the tree; of each level, the path has the last branch.
+    # The header is above the tree. `path` holds the last branch of each level.
     shown: list[Text | Tree] = [Text(printable(title), style="bold")]
     path: list[Tree] = []
     for depth, label, mass, share, tokens, style in lines:
@@ -283,7 +283,7 @@ def print_tree(root: Branch, title: str, measure: str) -> None:
 
 
 def _percent(part: float) -> str:
-    """A part as a percentage of three digits."""
+    """A fraction as a percentage with three significant digits."""
     return f"{100 * part:#.3g}".rstrip(".") + "%"
 
 
@@ -319,7 +319,7 @@ def _lines(branch: Branch, depth: int) -> Iterator[tuple[int, str, str, str, str
 
 
 def _completed(prefix: bytes, edge_length: int) -> bytes:
-    """The text from the character that the edge begins in the middle of; b"" for an edge that does not, or no text."""
+    """If the edge begins inside a UTF-8 character, the text from the start of that character; else b""."""
     above = start = len(prefix) - edge_length
     while 0 < start < len(prefix) and prefix[start] & 0xC0 == 0x80:
         start -= 1

@@ -6,8 +6,8 @@ The model needs `lmpool[genlm]` and runs the programs of genlm-control, genlm-by
 
     llm = PooledLM.from_name("smollm2")  # instead of genlm.backend.load_model_by_name(...)
 
-The tries have the names, the node numbers and the results of genlm-backend's. They compute in the calling process and
-need `lmpool[trie]`. They stand in for those wherever a trie is passed:
+The tries have the names, the node numbers and the results of genlm-backend's tries. They compute in the calling process
+and need `lmpool[trie]`. Pass them wherever a program expects a trie of genlm-backend:
 
     from lmpool.producer.genlm import AsyncTokenCharacterTrie, ParallelTokenCharacterTrie
 
@@ -37,7 +37,7 @@ __all__ = [
     "load_model_by_name",
 ]
 
-# Imported at their first use: they need torch and genlm-backend, and the tries do not.
+# Names imported at their first use, because they need torch and genlm-backend. The tries need neither.
 _LAZY = ("PooledLM", "UnknownLora", "load_model_by_name")
 
 

@@ -1,6 +1,6 @@
-"""Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` with a worker of its own.
+"""Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` to a new server and worker.
 
-Both survive a fork of the process: the child does not touch the connections of its parent. `split` and
+Both classes survive a fork of the process: the child does not touch its parent's connections. `split` and
 `command_options` translate the options `llm_opts` of `load_model_by_name`.
 """
 
@@ -44,11 +44,11 @@ PREFIX = "lmpool"
 """Prefix of a private pool's Redis keys."""
 
 _LOG = "worker.log"
-_LOAD_TIMEOUT_S = 1800.0  # Seconds until a private worker must serve: enough to download a large model.
-_STOP_S = 5.0  # Seconds that the worker has to stop before it is killed.
-_POLL_S = 0.05  # Between two checks whether the model is served.
-_LINES_SHOWN = 20  # Lines of the worker's log in an error.
-_MAX_FOLDER_PATH = 60  # Bytes: a socket's path has at most 107, and the server's folder adds its name.
+_LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves: enough to download a large model.
+_STOP_S = 5.0  # Seconds between SIGTERM and SIGKILL of a worker that does not stop.
+_POLL_S = 0.05  # Seconds between two checks whether the model is served.
+_LINES_SHOWN = 20  # Last lines of the worker's log that an error quotes.
+_MAX_FOLDER_PATH = 60  # Max bytes of the temporary folder's path, else use /tmp: a socket's path has at most 107.
 
 MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
 """Options of a language model with a private worker."""
@@ -57,7 +57,7 @@ POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
 """Options of a language model that connects to a running pool."""
 
 MIN_TIMEOUT_S = 1.0
-"""A smaller timeout is the time that genlm-backend waits to fill a batch, not the time of a request; seconds."""
+"""Min seconds of a request's timeout. In genlm-backend, a smaller timeout is the wait to fill a batch."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 # Arguments of transformers -> settings of the hf backend.
@@ -79,7 +79,7 @@ class Address:
     """The arguments of `Producer`; a `timeout` of infinity means no deadline."""
 
     model: str | None = None
-    redis: RedisLike | None = field(default=None, repr=False)  # It may hold a password.
+    redis: RedisLike | None = field(default=None, repr=False)  # Not in `repr`: a URL may contain a password.
     timeout: float = math.inf
     cache_bytes: int = 256 * 1024 * 1024
     prefix: str = "lmpool"
@@ -94,7 +94,7 @@ class Address:
 
 
 def seconds_of(timeout: float) -> float:
-    """The timeout of a producer for the timeout of a language model, where infinity means no deadline."""
+    """Return a producer's timeout for a language model's timeout, where infinity means no deadline."""
     return ENDLESS_S if timeout == math.inf else check_timeout(timeout)
 
 
@@ -124,7 +124,7 @@ class ModelConnection:
         self._sync: LazyProducer | None = None
 
     def after_fork(self) -> None:
-        """Start again in a child process."""
+        """Replace the connections in a child process; the parent's connections stay open."""
         # Closing the producers would remove descriptors from epoll instances that the child shares with its parent.
         _left_to_parent.append((self._of_thread, self._sync, self._owned))
         self._start(None)
@@ -155,7 +155,7 @@ class ModelConnection:
         return [producer for producer in producers if producer is not None]
 
     def close(self) -> None:
-        """Close the producers and the private pool. Sessions end in their own event loops, as soon as these run."""
+        """Close the producers and the private pool. A producer's session ends when its event loop next runs."""
         self._closed = True
         for producer in list(self._producers):
             producer.close_soon()
@@ -193,15 +193,15 @@ class ModelConnection:
 
 
 class PrivatePool:
-    """A server and a worker in a temporary folder, from the constructor to `close`.
+    """A server and a worker whose files are in a temporary folder. They run until `close`.
 
-    Both end with this process, however it ends. A fork of this process may use them and leaves them to its parent.
+    Server and worker end with this process, even if it is killed. A fork of the process may use both, but ends neither.
 
     Args:
         model: hub name or folder of the model, the argument of `lmpool worker`.
         backend: name of its backend.
-        options: more options of the command.
-        load_timeout: seconds until it must serve.
+        options: more options of `lmpool worker`.
+        load_timeout: max seconds until the worker serves.
 
     Raises:
         ModelError: the worker ended before it served, or did not serve in time; its log is quoted.
@@ -248,13 +248,13 @@ class PrivatePool:
         self._lock = threading.Lock()
         atexit.unregister(self.close)
         if process is not None and process.stdin is not None:
-            # The worker must notice the end of the parent although this process lives on.
+            # The worker ends when all copies of its pipe are closed, so this process must not keep a copy.
             process.stdin.close()
             _left_to_parent.append(process)
 
     def _launch(self, arguments: list[str]) -> subprocess.Popen[bytes]:
-        # Without -P, a file in the user's working directory could replace a module. No other program names adapters
-        # here, so any name on the hub is allowed.
+        # Without -P, a file in the user's working directory could replace a module. `--adapter-hub` allows any adapter
+        # of the hub, because no other program can add adapters to a private pool.
         program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url, "--prefix", PREFIX]
         with (self._folder / _LOG).open("wb") as log:
             return subprocess.Popen(
@@ -264,7 +264,7 @@ class PrivatePool:
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 env={**os.environ, FOLDER_VARIABLE: str(self._folder)},
-                # Ctrl-C must not reach the worker: in a notebook it ends a cell and not the model.
+                # Ctrl-C must not reach the worker: in a notebook, Ctrl-C must end a cell and not the model.
                 start_new_session=True,
             )
 
@@ -284,7 +284,7 @@ class PrivatePool:
 
 
 _forked: weakref.WeakSet[ModelConnection | PrivatePool] = weakref.WeakSet()
-# Kept alive in a child process, which must not close what its parent uses.
+# Objects of the parent that a child process keeps alive, because their finalizers would close connections.
 _left_to_parent: list[Any] = []
 
 
@@ -298,7 +298,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options between the language model and its private worker, and rename the worker's to lmpool's names."""
+    """Split options into the language model's and its private worker's; translate the worker's to lmpool's names."""
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
             raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
@@ -340,7 +340,7 @@ def command_options(given: Mapping[str, Any]) -> list[str]:
             options.append(option)
         elif value is not None and value is not False:
             values = value if isinstance(value, (list, tuple)) else [value]
-            # The name of a dtype of torch has a prefix, as in `torch.float32`.
+            # `str` of a torch dtype has a prefix, as in `torch.float32`; the option has none.
             options += [f"{option}={str(item).removeprefix('torch.') if name == 'dtype' else item}" for item in values]
     return options
 

@@ -1,6 +1,6 @@
 """`PooledLM`: a language model for genlm-control, genlm-bytes and llamppl whose rows come from a pool.
 
-`load_model_by_name` connects it to a running pool, or starts a private one.
+`load_model_by_name` makes a `PooledLM` that uses a running pool or a private one.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ except ImportError as error:
 
 _ALIASES = {"sgl": "sglang", "mock": "synthetic"}
 _BACKENDS = ("hf", "vllm", "sglang", "synthetic", *_ALIASES)
-_GENLM_BATCH_SIZE = 20  # genlm-backend's default.
-_MAX_AT_ONCE = 64  # Tokens generated per request, so that a long continuation does not exceed the timeout.
+_GENLM_BATCH_SIZE = 20  # The default `batch_size` of genlm-backend.
+_MAX_AT_ONCE = 64  # Max tokens generated per request, so that a long continuation does not exceed the timeout.
 
 
 class UnknownLora(UnknownAdapter, ValueError):
@@ -69,24 +69,24 @@ def _errors_of_genlm() -> Iterator[None]:
 class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend has no types.
     """A genlm-backend `AsyncLM` whose rows come from a pool; create it with `from_name`.
 
-    It works in several event loops, one `asyncio.run` after another, in several threads, and after a fork. Synchronous
-    methods work inside a running event loop too. Copying returns the model itself; unpickling connects again with the
-    same settings.
+    A model works in several event loops, one `asyncio.run` after another, in several threads and after a fork.
+    Synchronous methods work inside a running event loop too. Copying returns the model itself; unpickling connects
+    again with the same settings.
 
-    Rows are torch float32 tensors of shape (V,) on the CPU, where V is the model's. They share the memory of the
-    producer's cache and must not be changed in place.
+    Rows are torch float32 tensors of shape (V,) on the CPU, where V is the size of the model's vocabulary. They share
+    the memory of the producer's cache and must not be changed in place.
 
-    Without a `timeout`, a request waits as long as a worker serves or loads the model. It ends in NoWorker when no
-    worker has been alive for a lease (with `when_absent="wait"` for one more minute), and in ServerError when the
+    Without a `timeout`, a request waits as long as a worker serves or loads the model. The request raises NoWorker if
+    no worker has been alive for the time of a lease (plus a minute with `when_absent="wait"`), and ServerError if the
     server has been unreachable for a minute.
 
     Methods with `lora_name` raise `UnknownLora` (an `UnknownAdapter` and a ValueError) for an adapter that the model
-    does not have. All other errors are those of `Producer.logprobs`.
+    does not have. All other errors are as for `Producer.logprobs`.
 
     Args:
         address: the model and its pool.
-        tokenizer: the model's tokenizer; None for the one in the model info.
-        owned: closed together with the model; None for nothing.
+        tokenizer: the model's tokenizer; None for the tokenizer that the model info names.
+        owned: a private pool that is closed together with the model, or None.
 
     Attributes:
         tokenizer: a tokenizer of transformers.
@@ -109,7 +109,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         try:
             # Connect now, so that a wrong model name fails here and not during inference.
             info = connection.sync.model
-            # Keep the name: other models may be served when this one connects again.
+            # Keep the model's name: the pool may serve more models when this object connects again.
             named = replace(address, model=info.name)
             if tokenizer is None:
                 tokenizer = load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
@@ -145,16 +145,16 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """Connect to a pool.
 
         Args:
-            name: name of the served model; None for the only one.
+            name: name of the served model; None for the only served model.
             redis: URL, or a redis-py client whose address and credentials are used (the model cannot be pickled then);
                 None for `LMPOOL_REDIS_URL`, then this user's embedded server.
-            timeout: max seconds per request; infinity: as long as a worker serves or loads the model.
+            timeout: max seconds per request; infinity waits as long as a worker serves or loads the model.
             cache_bytes: max bytes of cached rows per thread, and as many again for synchronous calls; 0 for none.
             prefix: prefix of the pool's Redis keys.
-            tokenizer: the model's tokenizer; None for the one in the model info.
+            tokenizer: the model's tokenizer; None for the tokenizer that the model info names.
             when_absent: behaviour of connecting and of requests while no worker serves the model: "wait" until
-                `timeout` has passed (without one: for a minute), or "raise" (see `Producer`).
-            priority: "interactive", or "bulk" for requests that yield to all others (see `Producer`).
+                `timeout` has passed (without a timeout: for a minute), or "raise" (see `Producer`).
+            priority: "interactive", or "bulk" for requests that yield to interactive requests (see `Producer`).
 
         Raises:
             As the class.
@@ -164,13 +164,13 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     @property
     def timeout(self) -> float:
-        """Max seconds per request; infinity: as long as a worker serves or loads the model.
+        """Max seconds per request. With infinity, a request waits as long as a worker serves or loads the model.
 
         A timeout below 1 s is stored but has no effect: in genlm-backend it is the time that a batch waits for more
         prompts, and a pool's workers do not wait.
 
         Raises:
-            SettingsError: it is set to a value that is not a number of at least 0.
+            SettingsError: the new value is not a number of at least 0.
         """
         return self._timeout
 
@@ -184,7 +184,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     @property
     def info(self) -> ModelInfo:
-        """The model's info: V (`vocab_size`), limits, adapters."""
+        """The model's info, with the size of its vocabulary (`vocab_size`), its limits and its adapters."""
         return self._connection.sync.model
 
     def _options(self, lora_name: str | None) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
         Args:
             token_ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
-            lora_name: an adapter; None for none.
+            lora_name: name of an adapter; None for no adapter.
 
         Returns:
             float32 tensor of shape (V,), not to be changed in place.
@@ -214,8 +214,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """The rows of several prompts.
 
         Args:
-            token_ids_list: prompts, each as `next_token_logprobs` takes it.
-            lora_name: an adapter for all of them; None for none.
+            token_ids_list: prompts, each a sequence of token ids as for `next_token_logprobs`.
+            lora_name: name of an adapter for all prompts; None for no adapter.
 
         Returns:
             float32 tensor of shape (n, V), owned by the caller.
@@ -257,7 +257,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             eos_token_ids: tokens that end the continuation; they are not part of it.
             temperature: divisor of the log-probabilities; 0 takes the most likely token each time.
             seed: seed of the generator.
-            lora_name: an adapter; None for none.
+            lora_name: name of an adapter; None for no adapter.
 
         Returns:
             the token ids after the prompt.
@@ -274,12 +274,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         producer = self._connection.producer
         with _errors_of_genlm():
             await producer.open()
-            # Ids outside of the vocabulary are never drawn.
+            # A worker never draws an id outside of the vocabulary, so do not send such an id as a stop.
             stop = sorted(end for end in ends if 0 <= end < producer.model.vocab_size)
             options = self._options(lora_name)
             while len(generated) < max_tokens:
                 ids = prompt + generated
-                # At least one token: when the model accepts no more, this request raises PromptTooLong.
+                # Request at least one token: if the prompt is too long for the model, the request raises PromptTooLong.
                 capacity = max(1, producer.model.max_prompt_tokens - len(ids) + 1)
                 count = min(max_tokens - len(generated), capacity, _MAX_AT_ONCE)
                 (made,) = await producer.generate(ids, count, stop=stop, temperature=temperature, **options)
@@ -291,14 +291,14 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that longer prompts cost only their new tokens.
 
-        This is a hint: it reaches one worker, and none when the row is cached. Workers evict the least recently used
+        The call is a hint: it reaches one worker, or none if the row is cached. Workers evict the least recently used
         keys and values.
         """
         with _errors_of_genlm():
             self._connection.sync.warm(prompt_tokens, **self._options(lora_name))
 
     def clear_cache(self) -> None:
-        """Drop the cached rows of this process. Rows in the pool's cache stay."""
+        """Drop the rows that this process caches. The pool's cache keeps its rows."""
         for producer in self._connection.used:
             producer.clear_cache()
 
@@ -306,14 +306,14 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """Do nothing: workers manage their keys and values."""
 
     def reset_async_queries(self) -> None:
-        """Do nothing: a request is cancelled when its caller is."""
+        """Do nothing: a request is cancelled when its caller is cancelled."""
 
     def add_new_lora(self, lora_path: str, lora_name: str = "lora_1") -> None:
         """Add an adapter to the model, or replace the adapter of that name.
 
         Args:
             lora_path: folder or hub name of the adapter, as seen by the workers.
-            lora_name: its name.
+            lora_name: name of the adapter.
 
         Raises:
             As `Producer.add_adapter`.
@@ -330,7 +330,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             self._connection.sync.remove_adapter(lora_name)
 
     def stats(self) -> ProducerStats:
-        """Counts of this thread's requests and of the synchronous ones together."""
+        """Counts of this thread's requests and of synchronous requests, added."""
         total = ProducerStats()
         for producer in self._connection.used:
             for name, count in asdict(producer.stats()).items():
@@ -338,7 +338,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return total
 
     def close(self) -> None:
-        """Close the connections; closing twice does nothing. Connections also close when the model is collected."""
+        """Close the connections, as garbage collection of the model does. Closing twice does nothing."""
         self._connection.close()
 
     def __enter__(self) -> Self:
@@ -370,7 +370,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return f"{type(self).__name__}({self._address.model!r})"
 
 
-# llamppl chooses its code path by genlm-backend's classes; PooledLM has the methods of this one.
+# llamppl chooses its code path by genlm-backend's classes; PooledLM has the methods of AsyncTransformer.
 AsyncTransformer.register(PooledLM)
 
 
@@ -390,12 +390,12 @@ def load_model_by_name(
         name: for a pool, the name of the served model, or None for the only one; otherwise the hub name or folder of
             the model.
         backend: None or "pool" connects to a running pool. "hf", "vllm" and "sglang" (or "sgl") start a private server
-            and a worker with that backend; both end with `close`, with the model, or with this program, however it
-            ends. "synthetic" (or "mock") starts them with random rows for the vocabulary of the tokenizer `name`. The
-            rows differ from those of genlm-backend's mock, but are also the same for the same prompt.
+            and a worker with that backend; both end when the model is closed or collected, or when this program ends
+            or is killed. "synthetic" (or "mock") starts a worker that returns random rows for the vocabulary of the
+            tokenizer `name`. Equal prompts have equal rows, which differ from the rows of genlm-backend's mock.
         llm_opts: options of `PooledLM.from_name`; `when_absent` defaults to "wait", so that programs and workers may
             start in any order. A private worker takes these options except `redis`, `prefix` and `when_absent`; also
-            `load_timeout` (seconds until it must serve, 1800 by default), the settings of `lmpool worker --backend …`,
+            `load_timeout` (max seconds until it serves, 1800 by default), the settings of `lmpool worker --backend …`,
             such as `dtype`, `max_batch` or `kv_cache_bytes`, and genlm-backend's `batch_size`, `hf_opts` and
             `engine_opts`.
 
@@ -436,7 +436,7 @@ def load_model_by_name(
 
 
 class _Writable:
-    """The memory of a read-only array, declared writable: torch has no read-only tensors, and warns of such arrays."""
+    """The memory of a read-only array, declared writable, because torch warns of read-only arrays."""
 
     __slots__ = ("__array_interface__", "_owner")
 
@@ -447,5 +447,5 @@ class _Writable:
 
 
 def tensor_over(array: NDArray[np.float32]) -> torch.Tensor:
-    """A tensor over the memory of an array, which it keeps alive; it must not be changed in place."""
+    """A tensor that shares an array's memory and keeps the array alive; do not change the tensor in place."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))

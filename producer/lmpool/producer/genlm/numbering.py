@@ -1,13 +1,13 @@
 """genlm-backend's vocabulary items as byte strings, and its node numbers for a trie.
 
-Iterating an item yields its letters. A letter from 0 to 255 is its own code. All other letters, such as an
-end-of-sequence item that yields itself or the characters of a text, get codes from 256 on. In a vocabulary of byte
-letters alone, the codes are the bytes. Otherwise code c becomes c // 255 bytes 0xFF followed by the byte c % 255: no
-spelling is a prefix of another one, and 0xFF is the only byte that gets longer.
+Iterating an item yields its letters, such as bytes. A letter from 0 to 255 is its own code. All other letters, such as
+an end-of-sequence item that yields itself or the characters of a text, get codes from 256 on. If all letters are bytes,
+the codes are the byte string. Otherwise code c is spelled as c // 255 bytes 0xFF followed by the byte c % 255: no
+spelling is a prefix of another spelling, and 0xFF is the only byte whose spelling is longer than one byte.
 
 genlm-backend gives every item a leaf below the node of its last letter, orders children by their first items, and
 numbers all nodes in postorder. A node's number is therefore the number at which its subtree starts plus the size of the
-subtree minus one. Both follow from the trie's arrays without walking the trie.
+subtree minus one. Both numbers are computed from the trie's arrays without walking the trie.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from lmpool.settings import shown
 from lmpool.trie.trie import Compressed, Trie
 
 BASE = 255
-"""Codes below it are spelled as one byte; it is also the first byte of a longer spelling."""
+"""Codes below 255 are spelled as one byte; the byte 255 begins a longer spelling."""
 
-_N_BYTES = 256  # Values of a byte.
+_N_BYTES = 256  # Number of values of a byte.
 
 
 def _by_id(compare: Callable[[int, int], bool]) -> Any:
@@ -147,7 +147,7 @@ class Spans(NamedTuple):
 
     Attributes:
         items: the items in the order of their nodes, int64 (V,).
-        low, high: items[low[n] : high[n]] are below node n; int64 (N,) each. Every node has at least one.
+        low, high: items[low[n] : high[n]] are below node n; int64 (N,) each. Every node has at least one item.
         end: one past the last node below n, int64 (N,).
     """
 
@@ -158,12 +158,12 @@ class Spans(NamedTuple):
 
 
 class Numbering(NamedTuple):
-    """The G nodes of genlm-backend by their numbers.
+    """The G nodes of genlm-backend's trie, in the order of their numbers.
 
     Attributes:
         node_map: the trie's node of each genlm node, or -1 - i for the leaf of item i; int32 (G,).
         leaf: the leaf of each item, int32 (V,).
-        parent: int32 (G,), -1 at the root, which is G - 1.
+        parent: the parent of each node, int32 (G,); -1 for the root, which is node G - 1.
         letter: the code of the letter that leads to a node, int64 (G,); undefined for the root and the leaves.
     """
 
@@ -179,7 +179,7 @@ def spans_of(trie: Trie) -> Spans:
     last = nodes.copy()
     has_child = trie.child_start[1:] > trie.child_start[:-1]
     last[has_child] = trie.child[trie.child_start[1:][has_child] - 1]
-    # The last child of the last child and so on is the last node of a subtree: each round doubles the steps taken.
+    # Follow last children down to the last node of each subtree; each round doubles the number of steps.
     while not np.array_equal(further := last[last], last):
         last = further
     before = np.zeros(trie.n_nodes + 1, np.int64)
@@ -193,7 +193,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
 
     Args:
         trie: the trie.
-        escaped: 0xFF begins longer spellings. Nodes inside of such a letter get no number.
+        escaped: whether 0xFF begins longer spellings. Nodes inside the spelling of a letter get no number.
     """
     spans = spans_of(trie)
     whole = trie.label != BASE if escaped else np.ones(trie.n_nodes, np.bool_)
@@ -214,7 +214,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
         np.concatenate([size[kids], np.ones(trie.n_tokens, np.int64)]),
     )
     kid_offset, item_offset = offset[: kids.size], offset[kids.size :]
-    # A subtree starts at the sum of the offsets above it. An offset applies from its node to the end of its subtree.
+    # A subtree's first number is the sum of the offsets on the path to it. An offset applies to a whole subtree.
     steps = np.zeros(trie.n_nodes + 1, np.int64)
     steps[kids] = kid_offset
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
@@ -234,7 +234,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each node the total size of its siblings of lower rank."""
+    """Return for each node the total size of its siblings of lower rank."""
     order = np.argsort(parent.astype(np.int64) * (int(rank.max()) + 1) + rank)
     before = np.cumsum(size[order]) - size[order]
     eldest = np.diff(parent[order], prepend=-1) != 0

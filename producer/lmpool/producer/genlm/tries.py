@@ -25,7 +25,7 @@ from lmpool.trie.trie import Trie, nan_found
 
 _Op = Literal["sum", "max"]
 
-_N_BYTES = 256  # Values of a byte.
+_N_BYTES = 256  # Number of values of a byte.
 _WHITE = "#ffffff"  # The colour of a node without weight.
 
 
@@ -33,10 +33,10 @@ class TokenCharacterTrie:
     """The sum or maximum of the weights below every prefix of a vocabulary, in float64.
 
     Nodes have genlm-backend's numbers: postorder, a leaf for every item below the node of its last letter, and children
-    in the order of their first items. As in genlm-backend, a maximum is never below 0 except at the leaves;
-    `ParallelTokenCharacterTrie` has no such bound. Unlike genlm-backend, it refuses NaN and vectors of another length.
+    in the order of their first items. As in genlm-backend, a maximum is never below 0 except at the leaves, but
+    `ParallelTokenCharacterTrie` returns maxima below 0. Unlike genlm-backend, NaN and wrong numbers of weights raise.
 
-    The kernels compute weights of float32 and narrower with a relative error below 1e-6. Other weights are added in
+    The kernels sum weights of float32 and narrower types with a relative error below 1e-6. Other weights are added in
     float64, which takes longer.
 
     Attributes:
@@ -50,7 +50,7 @@ class TokenCharacterTrie:
             hashable iterables of hashable letters, such as end-of-sequence items. Item i has the weight `ws[i]`.
 
     Raises:
-        InvalidVocabulary: no items, an item of another kind, two items with one key, or more than the limits of `Trie`.
+        InvalidVocabulary: no items, an item of another kind, two items with equal keys, or a limit of `Trie`.
         SettingsError: numba is not installed.
     """
 
@@ -88,7 +88,7 @@ class TokenCharacterTrie:
             float64 (G,), by node number; float32 from `ParallelTokenCharacterTrie`.
 
         Raises:
-            InvalidWeights: another number of weights, a value that is no real number, or NaN.
+            InvalidWeights: the number of weights is not V, or a weight is NaN or not a real number.
         """
         return self._batch("sum", [ws])[0]  # type: ignore[no-any-return]
 
@@ -97,15 +97,15 @@ class TokenCharacterTrie:
         return self._batch("max", [ws])[0]  # type: ignore[no-any-return]
 
     def batch_weight_sum(self, ws: Any) -> NDArray[Any]:
-        """`weight_sum` of several vectors: a list of them or one of shape (B, V) -> (B, G)."""
+        """`weight_sum` of B weight vectors, a list or an array of shape (B, V); returns shape (B, G)."""
         return self._batch("sum", ws)
 
     def batch_weight_max(self, ws: Any) -> NDArray[Any]:
-        """`weight_max` of several vectors: a list of them or one of shape (B, V) -> (B, G)."""
+        """`weight_max` of B weight vectors, a list or an array of shape (B, V); returns shape (B, G)."""
         return self._batch("max", ws)
 
     def check(self, ws: Any) -> NDArray[Any]:
-        """One weight vector as an array of shape (V,), before it joins a batch.
+        """Check one weight vector, and return it as an array of shape (V,).
 
         Raises:
             InvalidWeights: as `weight_sum`.
@@ -117,7 +117,7 @@ class TokenCharacterTrie:
         return vector
 
     def _batch(self, op: _Op, batch: Any) -> NDArray[Any]:
-        """The values of a 2-D array or tensor, or of an iterable of vectors."""
+        """Compute the values of all nodes for a 2-D array or tensor, or for an iterable of vectors."""
         if hasattr(batch, "ndim") and batch.ndim == 2:
             rows = _host(batch)
             self._check_rows(rows)
@@ -134,7 +134,7 @@ class TokenCharacterTrie:
             raise InvalidWeights(f"{rows.shape[1]} weights for {items}: give one for each")
         if rows.dtype.kind not in "fiub":
             raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
-        # The minimum is NaN when any number is, and needs no second array.
+        # The minimum is NaN if any weight is NaN, and computing it needs no second array.
         if rows.size and np.isnan(rows.min()):
             raise nan_found(rows)
 
@@ -154,8 +154,8 @@ class TokenCharacterTrie:
         items, bounds, source = self._wide_plan
         results = np.empty((len(rows), source.size))
         for row, result in zip(rows, results, strict=True):
-            # One more number than items, because the last bound may be their count. `reduceat` also reduces from
-            # each upper bound on: drop these results.
+            # Append a number, because the last bound may be the number of items. `reduceat` also reduces the ranges
+            # that begin at upper bounds: drop the results of these ranges.
             inner = ufunc.reduceat(np.append(row[items], 0.0), bounds)[::2]
             # A clipping `take` needs no second buffer; all indices are in range.
             np.concatenate([inner, row]).take(source, out=result, mode="clip")
@@ -163,8 +163,8 @@ class TokenCharacterTrie:
 
     @cached_property
     def _wide_plan(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.intp]]:
-        """The items in the order of their nodes; the bounds of the inner nodes among them; each node's place in the
-        values [of inner nodes | of items].
+        """For `_wide_values`: the items in the order of their nodes; bounds of each inner node's items; the index of
+        each node's value in [values of inner nodes | values of items].
         """
         trie, spans = self.structure, spans_of(self.structure)
         nodes = np.empty(trie.n_inner, np.int64)
@@ -204,7 +204,7 @@ class TokenCharacterTrie:
 
     @cached_property
     def idx_to_leaf(self) -> NDArray[np.int32]:
-        """Rows of item and leaf, int32 (V, 2)."""
+        """Pairs of an item's index and its leaf, int32 (V, 2)."""
         leaf = self._numbering.leaf
         return np.column_stack([np.arange(leaf.size, dtype=np.int32), leaf])
 
@@ -237,10 +237,10 @@ class TokenCharacterTrie:
         """Draw the trie, as a `graphviz.Digraph`.
 
         Args:
-            ws: the weight of every node, (G,), as text and colour; or None.
+            ws: the weight of every node, (G,), which is drawn as text and colour; None to draw no weights.
 
         Raises:
-            InvalidWeights: another number of weights.
+            InvalidWeights: the number of weights is not G.
             SettingsError: graphviz is not installed.
         """
         try:
@@ -265,7 +265,7 @@ class TokenCharacterTrie:
             label, color = f"{node}\n'{self.node2prefix[node]}'", _WHITE
             if weights is not None:
                 label += f"\n{weights[node]:.4f}"
-                # White for nothing, full green for the highest weight.
+                # White for a weight of 0, full green for the highest weight.
                 if (highest := weights.max()) > 0:
                     rest = min(max(int(255 * (1 - weights[node] / highest)), 0), 255)
                     color = f"#{rest:02x}ff{rest:02x}"
@@ -279,7 +279,7 @@ class TokenCharacterTrie:
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
-    """As `TokenCharacterTrie`, in float32 and with maxima below 0; on all cores, or on a CUDA device.
+    """A `TokenCharacterTrie` that computes in float32, on all cores or on a CUDA device; maxima may be below 0.
 
     The relative error of sums is below 1e-6. genlm-backend's class adds in float32, and its error grows with the
     vocabulary: 3e-6 of the root's sum for 5,000 tokens, more than 1e-4 for 131,072 (`trie-error-par` in
@@ -287,7 +287,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
 
     Args:
         decode: see `TokenCharacterTrie`.
-        device: "cpu", "cuda", or None for CUDA where torch is loaded and has a device.
+        device: "cpu" or "cuda"; None for "cuda" if torch is imported and finds a CUDA device, else "cpu".
 
     Attributes:
         device: the device of the kernels.
@@ -307,7 +307,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         self._build(decode, self.device)
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
-        # Numbers beyond float32 become infinite, as in a tensor.
+        # Weights beyond the range of float32 become infinite, as in a tensor.
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(rows, np.float32)
         return self._kernels.values(op, rows)
@@ -322,11 +322,11 @@ class _Batch:
 
 
 class AsyncTokenCharacterTrie:
-    """Batches concurrent requests to a trie, by operation.
+    """Batches concurrent requests to a trie: one batch for sums, one for maxima.
 
-    Unusable weights fail only their own request. When a batch fails, all its requests fail and later ones do not. It
-    computes in the event loop's thread. It works in one event loop after another without `start` or `cleanup`, because
-    it holds no task between requests.
+    Unusable weights fail only their own request. When a batch fails, all its requests fail, but later requests do not.
+    Batches are computed in the event loop's thread. An instance works in one event loop after another without `start`
+    or `cleanup`, because it holds no task between requests.
 
     Attributes:
         trie: the trie.
@@ -343,7 +343,7 @@ class AsyncTokenCharacterTrie:
         Args:
             vocab: the items, see `TokenCharacterTrie`.
             backend: "parallel" for `ParallelTokenCharacterTrie`, "sequential" for `TokenCharacterTrie`.
-            kwargs: more arguments of that class.
+            kwargs: more arguments of the chosen class.
 
         Raises:
             SettingsError: an unknown backend.

@@ -2,11 +2,11 @@
 
 import { bytes, count, cut, rate, seconds } from "./dom.js";
 
-const HOUR = 3600; // Max samples: one hour at one per second.
-const MIN_SPAN_S = 120; // Seconds shown at least.
-const MAX_LINES = 8; // Models drawn: one per colour.
-const MIN_GAP_S = 5; // A shorter time without samples is no gap.
-const MAX_PAUSE_S = 5; // Seconds between two drawings at most.
+const HOUR = 3600; // Max samples kept: one hour at one sample per second.
+const MIN_SPAN_S = 120; // Min seconds that a graph shows.
+const MAX_LINES = 8; // Max models drawn: one per colour.
+const MIN_GAP_S = 5; // Min seconds without samples that count as a gap.
+const MAX_PAUSE_S = 5; // Max seconds between two drawings.
 const PIXELS = 250; // Approximate width of a graph: a drawing per pixel is enough.
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
@@ -22,7 +22,7 @@ const CHARTS = {
 
 // Insert a missing value wherever samples are missing, so that uPlot draws no line across that time: the page was
 // disconnected, or the service was suspended. The service may take samples rarely, so a gap is a pause that is much longer
-// than the one before it.
+// than the pause before it.
 export function withGaps([at, ...columns]) {
   const isGap = (i) => i > 0 && at[i] - at[i - 1] > Math.max(MIN_GAP_S, 3 * (at[i - 1] - (at[i - 2] ?? at[i - 1])));
   const gaps = at.map((_, i) => i).filter(isGap);

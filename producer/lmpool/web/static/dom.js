@@ -154,10 +154,10 @@ if (linkToken !== null) {
 
 let signingIn = null;
 
-// Request the token in a dialog; all requests that are refused while it is open wait for it.
+// Ask the user for the token in a dialog. All requests that are refused while the dialog is open wait for the sign-in.
 function signIn(why) {
   signingIn ??= new Promise((resolve) => {
-    // A browser that has never signed in needs no reason.
+    // Show no reason to a browser that has never signed in.
     const notice = el("p", { class: "notice", role: "alert" }, linkTrouble || (localStorage.getItem(KEY_NAME) ? why : ""));
     const field = el("input", { type: "password", name: "token", autocomplete: "off", required: true, autofocus: true });
     const form = el("form", {}, el("h2", {}, "Sign in"),
@@ -174,7 +174,7 @@ function signIn(why) {
       linkTrouble = "";
       resolve();
     };
-    // Another tab of this browser may sign in.
+    // Another tab of this browser may sign in while the dialog is open.
     addEventListener("storage", proceed);
     form.addEventListener("submit", async (event) => {
       event.preventDefault();
@@ -219,7 +219,7 @@ async function readJson(response) {
   try {
     value = JSON.parse(text);
   } catch {
-    // The page of a proxy, or a refusal in plain text.
+    // The response is not JSON: it is the page of a proxy, or a refusal in plain text.
   }
   if (!response.ok) throw new Error(value?.error ?? cut(text, 300) ?? response.statusText);
   return value;

@@ -14,7 +14,7 @@ function say(text) {
   setText(byId("trouble"), text);
 }
 
-// Change the view: as a new step in the browser's history, or, for settings, in the current step.
+// Change the view. A change of settings replaces the current step of the browser's history; other changes add a step.
 function go(change, { isStep = true } = {}) {
   const hash = hashOf({ ...view, ...change });
   if (hash === location.hash) return show();
@@ -28,8 +28,8 @@ function go(change, { isStep = true } = {}) {
 }
 
 const page = {
-  // Continue the text with another token at a position, where the text ends. A branch in the second pane swaps the
-  // models unless both panes show the same tokens.
+  // Cut the text at a position and append another token. A branch in the second pane swaps the models unless both
+  // panes show the same tokens.
   branch(pane, ids) {
     const isFirst = pane === panes[0];
     if (isFirst || sameTokens()) return go({ ids, text: "", at: null, under: "" });
@@ -76,10 +76,10 @@ async function load(wanted) {
   byId("panes").replaceChildren(...panes.map((pane) => pane.element));
   const given = view.ids ? { ids: view.ids } : { text: view.text };
   const first = panes[0]?.load(given, view.at);
-  // Ids mean the same for all adapters of a model; send the text to another model.
+  // All adapters of a model share its token ids, but another model needs the text.
   const second = view.ids && !sameTokens() ? first.then((response) => ({ text: response?.text ?? "" })) : given;
   const responses = await Promise.all([first, panes[1]?.load(await second, view.at)]);
-  if (panes !== fresh) return; // The user has opened another view since.
+  if (panes !== fresh) return; // The user has opened another view in the meantime.
   setText(byId("state"), responses[0] ? "ready" : "");
   if (responses[0]) fillText(responses[0]);
   await details();
@@ -100,7 +100,7 @@ function settle() {
   pausing = setTimeout(() => (wrongSetting() ? say(wrongSetting()) : go(settings(), { isStep: false })), 200);
 }
 
-// The error of the settings as typed, or "". Any number in the range is valid, also between the steps.
+// Return the error of the typed settings, or "". Any number in the range is valid, also between two steps of the field.
 function wrongSetting() {
   const isIn = (input) => input.valueAsNumber >= Number(input.min) && input.valueAsNumber <= Number(input.max);
   const wrong = [byId("temperature"), byId("top-p")].find((input) => !isIn(input));

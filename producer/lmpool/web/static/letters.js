@@ -9,7 +9,7 @@ export class Letters {
     this.place = byId("letters");
   }
 
-  // Update the lists from the models of a frame; read a list again when the number of its letters has changed.
+  // Update the lists from the models of a frame; read a list again when its number of dead letters has changed.
   update(models) {
     const dead = new Map(models.filter((model) => model.dead).map((model) => [model.name, model.dead]));
     for (const [name, list] of this.models) {

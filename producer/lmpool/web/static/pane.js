@@ -4,7 +4,7 @@ import { count, cut, el, fetchJson, percent, setText } from "./dom.js";
 
 const LEVELS = 7; // Shades of surprisal, as in style.css.
 const BITS_PER_LEVEL = 2;
-const LEAVING_MS = 300; // Time in which the pointer can cross from a token to its list.
+const LEAVING_MS = 300; // Milliseconds for the pointer to move from a token to its list.
 let panes = 0;
 
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣") || "∅";
@@ -36,7 +36,7 @@ export class Pane {
     this.element = el("section", { class: "pane", "aria-label": cut(name) },
       el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.notice, this.tokens, this.popup,
       el("div", { class: "details" }, this.row, this.trie));
-    // Only for a mouse: browsers also send mouse events after each tap of a finger.
+    // React only to a mouse: browsers also send mouse events after each tap of a finger.
     this.element.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.hide(); });
     // On its way from a token to its list, the pointer may cross other elements.
     this.element.addEventListener("pointerover", (event) => {
@@ -87,7 +87,7 @@ export class Pane {
       button.addEventListener("focus", () => this.open(i));
       button.addEventListener("click", () => {
         // A mouse has opened the list before the click; the list would cover the details that the click opens. A finger
-        // does not hover: its first tap opens the list, its second tap closes it.
+        // does not hover: its first tap opens the list, its second tap closes the list.
         if (isTouched && !wasOpen) this.open(i);
         else this.hide();
         this.page.select(i, "");

@@ -4,9 +4,9 @@ import { Charts } from "./charts.js";
 import { Table, byId, bytes, count, counted, cut, el, fetchJson, legendOf, percent, rate, seconds, setText, watch } from "./dom.js";
 import { Letters } from "./letters.js";
 
-const MAX_WORKERS = 100; // Workers listed until the user asks for all: more rows slow a page down.
+const MAX_WORKERS = 100; // Workers listed until the user requests all: more rows slow a page down.
 
-// Whether the queue of a model cannot be read, and not its adapters.
+// Whether the trouble of a model is its queue, not its adapters.
 const isQueueTrouble = (model) => model.trouble.startsWith("the queue");
 
 const MODELS = [
