@@ -157,7 +157,7 @@ class FetchLoop:
         self._lease_s = self.info.lease_s
         # Max bytes of a job. Trie jobs have no useful limit: their inputs are larger than their prompt.
         self._max_job_bytes = math.inf if self.info.is_trie else 4 * self.info.max_prompt_tokens
-        # Lock from reading jobs until `in_flight` has them: before, they are not counted and their leases not renewed.
+        # Locked from reading jobs until they are in `in_flight`: earlier, the worker does not renew their leases.
         self._taking = asyncio.Lock()
 
     async def fetch(self) -> None:
@@ -185,7 +185,7 @@ class FetchLoop:
                 continue
             waits = delays()
             if was_idle and self.in_flight:
-                # The backend's thread begins to work: leave it the interpreter, and publish its first results before
+                # The backend's thread begins to work: leave the interpreter to it, and publish its first results before
                 # the next fetch.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
                 await asyncio.sleep(0)
@@ -264,7 +264,7 @@ class FetchLoop:
         return self._capacity() if self._unpublished_capacity() >= self.engine_thread.batch else 0
 
     def _unpublished_capacity(self) -> int:
-        # Prompts that yield do not count: they may take hundreds of steps until they are published.
+        # Prompts that yield to rows do not count: they may take hundreds of steps until they are published.
         unpublished = len(self.in_flight) - self.engine_thread.yielding
         return _MAX_UNPUBLISHED_BATCHES * self.engine_thread.batch - unpublished
 

@@ -247,7 +247,7 @@ def _pick_all(
 
 
 def _failure(error: Exception) -> Failure:
-    """The failure that the client of a query receives: lmpool's own errors unchanged, others as `WorkerError`."""
+    """The failure that the client of a query receives: lmpool's own errors unchanged, other errors as `WorkerError`."""
     if isinstance(error, LMPoolError):
         return Failure(type(error).__name__, str(error))
     return Failure(WorkerError.__name__, f"the worker failed on this query: {failure_of(error)}")

@@ -184,7 +184,7 @@ class Worker:
     async def run(
         self,
         on_ready: Callable[[ModelInfo], None] | None = None,
-        guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  it has no state
+        guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  nullcontext has no state
     ) -> None:
         """Serve until `stop`.
 
@@ -220,7 +220,7 @@ class Worker:
     async def _run(
         self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
     ) -> None:
-        """Join the model, serve it until `stop`, and leave it."""
+        """Register for the model, serve the model until `stop`, and deregister."""
         _log.info("joining the pool")
         if self.settings.with_trie:
             await asyncio.to_thread(warm_up, opened.device)

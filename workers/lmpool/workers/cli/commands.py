@@ -41,7 +41,7 @@ SHORT = {
     "name", "dtype", "device", "max_prompt_tokens", "max_batch", "kv_cache_bytes", "adapters", "metrics_port",
     "trie_mb",
 }  # fmt: skip
-"""The settings that `--help` shows; `--help-all` shows the others too."""
+"""The settings that `--help` shows; `--help-all` shows all settings."""
 
 _SIZED = ("_bytes", "_tokens", "_size")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]|i)?")
@@ -125,7 +125,7 @@ def up(
 ) -> None:
     """Start a private server of yours and workers that serve MODEL, until Ctrl-C.
 
-    Your programs on this machine find the server. If it runs already, this serves MODEL from it too; the server stays
+    Your programs on this machine find the server. If the server runs already, the workers use it; the server stays
     until the last `lmpool up` has ended.
     """
     if os.environ.get(URL_VARIABLE):
@@ -170,7 +170,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 @cache
 def _backends() -> dict[str, type]:
-    """The installed backends: name -> settings class (`BackendSettings`); the built-in ones first."""
+    """The installed backends: name -> settings class (`BackendSettings`); built-in backends first."""
     kinds = {}
     for point in entry_points(group="lmpool.backends"):
         try:
@@ -182,7 +182,7 @@ def _backends() -> dict[str, type]:
                 app = typer.Typer()
                 app.command()(_with_settings(lambda **given: None, {point.name: kind}))
                 typer.main.get_command(app)  # Fails if typer cannot use the type of a field.
-        except Exception as error:  # noqa: BLE001  Another package may raise anything; that disables only its backend.
+        except Exception as error:  # noqa: BLE001  Any error of another package disables only the package's backend.
             package = f" ({point.dist.name})" if point.dist is not None else ""
             text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
             say(" ".join(text.split()), err=True)

@@ -33,7 +33,7 @@ LABEL_VARIABLE = "LMPOOL_LOG_LABEL"
 _log = logging.getLogger("lmpool.worker")
 
 _PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)  # Errors that need no traceback.
-_FAILED = 2  # Exit code after an error, also if the backend hangs.
+_FAILED = 2  # Exit code after an error, and after the backend hangs.
 _SWITCH_INTERVAL_S = 0.0005  # Seconds between thread switches: a step can take less than the default of 5 ms.
 _REPEAT_S = 5.0  # Seconds between two warnings of a kind: often enough to show that a problem persists.
 _MAX_KINDS = 1000  # Max kinds of warnings in the filter's memory, because clients can cause new kinds.

@@ -400,7 +400,7 @@ def down(
     model: Annotated[str | None, typer.Argument(help="Name of the model to stop (default: all of them).")] = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait for the prompts that are being computed.")] = False,
 ) -> None:
-    """Stop what `lmpool up --detach` has started on this machine, after it has finished the prompts that it holds."""
+    """Stop each `lmpool up --detach` on this machine, after it has finished the prompts that it holds."""
     folder = runtime_dir()
     users: list[User] = []
     if (folder / "state").exists():
@@ -411,7 +411,7 @@ def down(
                 users = [user for user in state.users() if user.model]
                 stopped = [user for user in users if user.log and model in (None, user.model)]
                 for user in stopped:
-                    # Send one signal only: a second one would make `lmpool up` drop the prompts that it computes.
+                    # Without --now, signal only once: a second signal makes `lmpool up` drop its prompts.
                     if now or not user.is_stopping:
                         os.kill(user.pid, signal.SIGTERM)
                     state.write(user.number, asdict(replace(user, is_stopping=True)))

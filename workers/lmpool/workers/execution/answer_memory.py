@@ -36,7 +36,7 @@ class AnswerMemory:
         self._taken_bytes = 0
 
     def admit(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
-        """Return the prompts that the backend may have now; the others wait."""
+        """Return the prompts that the backend may have now; the other prompts wait."""
         ready = []
         for prompt in prompts:
             if self._bytes_of(prompt) <= _SMALL_ANSWER_BYTES:
@@ -67,7 +67,7 @@ class AnswerMemory:
         self._waiting_bulk = deque(prompt for prompt in self._waiting_bulk if prompt not in prompts)
 
     def _next(self) -> list[InFlightPrompt]:
-        """Admit waiting prompts whose answers fit now, bulk prompts last. One answer fits in any case."""
+        """Admit waiting prompts whose answers fit now, bulk prompts last. A single answer of any size fits."""
         admitted: list[InFlightPrompt] = []
         while waiting := self._waiting or self._waiting_bulk:
             size = self._bytes_of(waiting[0])

@@ -67,7 +67,7 @@ class Opened(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The results of one step, or of several that are published together.
+    """The results of one step, or of several steps that are published together.
 
     Attributes:
         finished: the results as the backend returned them.

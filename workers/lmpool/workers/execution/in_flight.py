@@ -82,9 +82,9 @@ class DrawnTokens(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         ends: tokens that end the continuation, as little-endian uint32.
-        stops: sequences of several tokens that end it, encoded likewise.
+        stops: sequences of several tokens that end the continuation, also as little-endian uint32.
         tokens: the drawn tokens.
-        logprobs: their log-probabilities.
+        logprobs: log-probabilities of the drawn tokens.
     """
 
     ends: frozenset[bytes]

@@ -31,7 +31,7 @@ _GRACE_S = 5.0
 
 def main(pid: int, limit_s: float, number: int) -> None:
     """Watch the parent until it ends; send it the signal `number` after `limit_s` seconds without a heartbeat."""
-    # Ignore signals for the worker and its children: the worker may need time to end.
+    # The worker handles these signals, and may need time to end; this process must outlive them.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     if not _is_silent_for(pid, limit_s):
@@ -56,7 +56,7 @@ def _is_silent_for(pid: int, limit_s: float) -> bool:
     spent_s, before = 0.0, time.monotonic()
     while spent_s < limit_s:
         has_written = bool(select.select([_PIPE], [], [], pause_s)[0])
-        # Compare the parent too: children of the worker may keep the pipe open after its end.
+        # Check the parent process too: children of the worker may keep the pipe open after the worker has ended.
         if (has_written and not os.read(_PIPE, 65536)) or os.getppid() != pid:
             return False
         now = time.monotonic()

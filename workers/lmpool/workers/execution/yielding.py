@@ -125,7 +125,7 @@ class YieldingPrompts:
         return [prompt for prompt in promoted if prompt.generate is None]
 
     def drop(self, prompts: Collection[InFlightPrompt]) -> None:
-        """Drop prompts; ignore those that do not wait here."""
+        """Drop prompts; ignore prompts that do not wait here."""
         self.continuations = deque(prompt for prompt in self.continuations if prompt not in prompts)
         self.bulk = deque(prompt for prompt in self.bulk if prompt not in prompts)
 

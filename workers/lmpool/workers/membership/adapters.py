@@ -1,4 +1,4 @@
-"""The adapters that a worker has loaded: it loads adapters when jobs first need them, and evicts old ones for them."""
+"""Loads adapters into a worker's backend when jobs first need them, and evicts the least recently used adapters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _MB = 1_000_000  # Bytes of a megabyte, the unit of --adapter-mb.
-_QUARANTINE_MS = 600_000  # Ms that the note of a load stays: time for an operator to read the log of a killed worker.
+_QUARANTINE_MS = 600_000  # Ms that the note of an adapter load stays, so that an operator can read the worker's log.
 _REFUSED_S = 5.0  # Seconds until a worker tries again to load an adapter that it could not load.
 _RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.
 _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adapter to be evicted have finished.

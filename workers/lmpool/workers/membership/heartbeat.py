@@ -218,9 +218,10 @@ class Heartbeat:
         return alive.serving
 
     async def leave(self, *, for_good: bool = True) -> None:
-        """Deregister the worker; remove its consumer if it holds no entries, and the info if no other worker serves it.
+        """Deregister the worker.
 
-        `for_good` is False after a failure: then the info and the adapters stay for the next worker.
+        Remove its consumer if it holds no entries, and the info if no other worker serves the model. `for_good` is
+        False after a failure: then the info and the adapters stay for the next worker.
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
@@ -330,7 +331,7 @@ async def loading(
         try:
             await redis.hdel(keys.loading(), worker_id)
             await redis.zrem(keys.model(model).loading, worker_id)
-            if not is_loaded:  # Otherwise the worker continues with this heartbeat.
+            if not is_loaded:  # A worker that has loaded its model continues with this heartbeat.
                 await redis.delete(keys.worker(worker_id))
         except (RedisError, OSError) as failure:
             # Both keys expire. The next command reports the error of the server better.

@@ -22,7 +22,7 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need.
+# Max open connections to the port: a client needs no token, and each takes a file descriptor of the worker.
 MAX_CONNECTIONS = 64
 REQUEST_S = 10.0  # Max seconds for a request and its response; a scrape takes milliseconds.
 _CHECKS_PER_LEASE = 10  # The event loop runs this many checks per lease.

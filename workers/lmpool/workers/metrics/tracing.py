@@ -45,7 +45,7 @@ class JobTraces:
         }
 
     def taken(self, message: Job, queued_ms: float) -> JobTrace | None:
-        """Begin to trace a job that was queued at `queued_ms` since 1970 by the local clock; None without a trace."""
+        """Begin to trace a job that was queued at `queued_ms`, in ms since 1970 by the local clock; None: untraced."""
         if not isinstance(message, TracedJob) or not 0 < len(message.traceparent) <= _MAX_TRACEPARENT:
             return None
         context = self._propagator.extract({"traceparent": message.traceparent}, context=self._new_context())

@@ -104,7 +104,7 @@ class Consumer:
         return taken
 
     async def refill(self) -> None:
-        """Move jobs from the backlog to the streams. Usually ended jobs cause this, but an idle worker ends none."""
+        """Move jobs from the backlog to the streams. Ended jobs usually cause this, but an idle worker ends no job."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 

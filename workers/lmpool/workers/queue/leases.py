@@ -24,7 +24,7 @@ _MAX_CLAIMED_BYTES = 512 * 1024
 _CURSOR_TTL_MS = 3_600_000
 # Max lease of any worker, in ms: workers of one model may have different leases.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
-_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why workers released entries; dead letters name them.
+_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why workers released entries; dead letters contain them.
 _MAX_REASONS = 1000  # Max reasons kept per model.
 _MAX_REASON_TEXT = 500  # Max characters of a reason.
 

@@ -231,7 +231,7 @@ class Publisher:
     def _to_carry(
         self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
     ) -> Carried | None:
-        """The data that the script stores when it ends the entries, which saves a command; None if there are none."""
+        """The data that the script stores when it ends the entries, to save a command; None for separate storing."""
         # The script stores only rows that have entries.
         if overwrite or not self.rows.is_seen or {entry.digest for entry in entries} != set(block.digests):
             return None
