@@ -1,4 +1,4 @@
-"""The way of prompts through a worker: fetched, handed to the backend, published, and dropped when unwanted."""
+"""Takes jobs for a worker, hands prompts to the backend, publishes results, and drops prompts that no client wants."""
 
 from __future__ import annotations
 
@@ -38,33 +38,33 @@ from lmpool.workers.trie import TrieInputs
 _log = logging.getLogger("lmpool.worker")
 
 MAX_CHECKED = 64
-"""Prompts whose clients are checked in one call: about 0.1 ms of the server's time."""
+"""Max prompts per call of the server that checks whether clients still wait; a call takes the server about 0.1 ms."""
 
-# Seconds between two log lines about prompts that are not computed.
+# Seconds between two log lines about dropped prompts.
 _LOG_DROPPED_INTERVAL_S = 60.0
-_SMALL_BYTES = 64 * 1024  # Max bytes of a step whose results are published together with those of other steps.
-_MAX_JOINED_STEPS = 8  # Max steps that are published together, so that the first result does not wait for long.
-_MIN_BLOCK_MS = 4  # Ms that the first read waits for jobs: short, because another lane may have some.
-_MAX_BLOCK_MS = 500  # Ms that later reads wait; a stopping worker waits as long.
-# Seconds that the fetch loop leaves the interpreter to the backend's thread when that begins to work.
+_SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
+_MAX_JOINED_STEPS = 8  # Max steps whose results are published together; the first result must not wait for long.
+_MIN_BLOCK_MS = 4  # Min ms that a read for jobs blocks: short, because another worker's lane may have jobs to steal.
+_MAX_BLOCK_MS = 500  # Max ms that a read for jobs blocks; a worker that stops waits for its last read.
+# Max seconds that the fetch loop pauses when the backend's thread begins to work, to leave it the interpreter.
 _GIVE_WAY_S = 0.001
-# A step that is shorter than this takes less than a call of the server, so one call takes several batches: else the
-# backend would wait for the next. With longer steps other workers would lack the prompts beyond a batch.
+# Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
+# With longer steps, a worker takes one batch per call, and leaves the other prompts to other workers.
 _SHORT_STEP_S = 0.001
-# Max bytes of prompts in such a call, far below the limit of a connection.
+# Max bytes of the prompts of a call that takes several batches, far below the limit of a connection.
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024
-# Max batches that a worker holds unpublished.
+# Max batches of prompts that a worker holds before their results are published.
 _MAX_UNPUBLISHED_BATCHES = 4
-# Part of a lease for which a worker takes no new prompts, to become empty for a prompt that must run alone. Claims are
-# a third of a lease apart: so a worker that does not become empty serves others half of the time.
+# Max part of a lease for which a worker takes no new prompts, to become empty for a prompt that must run alone. It
+# tries again a third of a lease later, so it takes new prompts for at least half of the time.
 _DRAIN_SHARE = 1 / 3
 
 
 class Lifecycle:
-    """Whether a worker continues; wakes its parts after changes.
+    """State of a worker: running, stopping or broken. Wakes the worker's tasks after a change.
 
     Attributes:
-        stopping: set when the worker must take nothing more and finish the prompts that it holds.
+        stopping: set when the worker must take no more jobs, and finish the prompts that it holds.
         broken: why the backend cannot be used any more, or None.
     """
 
@@ -74,12 +74,12 @@ class Lifecycle:
         self._changed = asyncio.Event()
 
     def stop(self) -> None:
-        """Take nothing more, and finish."""
+        """Have the worker take no more jobs, and finish the prompts that it holds."""
         self.stopping.set()
         self.notify()
 
     def notify(self) -> None:
-        """Wake all parts that wait for a change."""
+        """Wake all tasks that wait for a change."""
         self._changed.set()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -99,10 +99,10 @@ class Lifecycle:
 
 
 class ResultQueue:
-    """Results of steps that are not published yet: large ones one by one, small ones of several steps together.
+    """Queue of step results to publish: large results one by one, small results of several steps together.
 
     Args:
-        lifecycle: is notified of each result: the backend has capacity again.
+        lifecycle: is notified of each result, because the backend then has capacity again.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -112,7 +112,7 @@ class ResultQueue:
 
     def put(self, result: StepResult) -> None:
         """Add the result of a step."""
-        # A step with failures only does not wait for rows of other steps.
+        # A step that has only failures counts as large, so that its failures do not wait for rows of other steps.
         is_small = 0 < result.nbytes <= _SMALL_BYTES
         (self._small if is_small else self._large).put_nowait(result)
         self._lifecycle.notify()
@@ -120,8 +120,8 @@ class ResultQueue:
     async def run(self, publish: Callable[[Sequence[StepResult]], Awaitable[None]], *, small: bool) -> None:
         """Publish results; never returns.
 
-        Two calls of the server and their replies cost as much as dozens of small results, so one task publishes these:
-        the more results are ready, the more are published together.
+        A call of the server costs as much as dozens of small results. So one task publishes small results: each call
+        publishes the small results that are ready, of at most `_MAX_JOINED_STEPS` steps.
         """
         queue, max_steps = (self._small, _MAX_JOINED_STEPS) if small else (self._large, 1)
         while True:
@@ -141,7 +141,7 @@ class ResultQueue:
 
 @dataclass(eq=False)
 class FetchLoop:
-    """Takes jobs while the backend has capacity: new ones, and those of workers whose leases expired."""
+    """Takes jobs while the backend has capacity: new jobs, and jobs of workers whose leases expired."""
 
     server: Server
     counters: WorkerCounters
@@ -155,13 +155,13 @@ class FetchLoop:
 
     def __post_init__(self) -> None:
         self._lease_s = self.info.lease_s
-        # The inputs of a trie job are larger than its prompt, and have no useful limit.
+        # Max bytes of a job. Trie jobs have no useful limit: their inputs are larger than their prompt.
         self._max_job_bytes = math.inf if self.info.is_trie else 4 * self.info.max_prompt_tokens
-        # Held from reading jobs until they are in `_in_flight`: before that they are neither renewed nor counted.
+        # Locked from reading jobs until they are in `in_flight`: earlier, the worker does not renew their leases.
         self._taking = asyncio.Lock()
 
     async def fetch(self) -> None:
-        """Take jobs until the worker stops: a batch when the backend is idle, the next one while it computes."""
+        """Take jobs until the worker stops: a batch when the backend is idle, the next batch while it computes."""
         waits, lifecycle, block_ms = delays(), self.lifecycle, _MAX_BLOCK_MS
         while not lifecycle.stopping.is_set():
             await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
@@ -169,7 +169,7 @@ class FetchLoop:
                 return
             try:
                 async with self._taking:
-                    # Checked again: a prompt may have run alone while this waited for the lock.
+                    # Check again: a prompt that must run alone may have begun while this task waited for the lock.
                     if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                         continue
                     taken = await self.consumer.take(self._count_to_take(capacity), block_ms)
@@ -185,23 +185,23 @@ class FetchLoop:
                 continue
             waits = delays()
             if was_idle and self.in_flight:
-                # The backend's thread starts to work: leave it the interpreter, and send its first results before the
-                # next fetch.
+                # The backend's thread begins to work: leave the interpreter to it, and publish its first results before
+                # the next fetch.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
                 await asyncio.sleep(0)
 
     def _next_block_ms(self, block_ms: int, *, is_empty: bool) -> int:
-        """How long the next read may block: short if there may soon be jobs to steal."""
+        """Ms for which the next read for jobs may block: short if other lanes may soon have jobs to steal."""
         if self.consumer.is_alone:
             return _MAX_BLOCK_MS
         if not is_empty:
             return _MIN_BLOCK_MS
-        if self.in_flight:  # Until about the end of the step.
+        if self.in_flight:  # Block until about the end of the running step.
             return int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self.engine_thread.step_s)))
         return min(4 * block_ms, _MAX_BLOCK_MS)
 
     async def _find_more(self, capacity: int) -> None:
-        """Move jobs to the worker's lane, after it and the shared stream had none."""
+        """Move jobs from the backlog or from other lanes, because the worker's lane and the shared stream are empty."""
         await self.consumer.refill()
         if not self.in_flight:
             await self.consumer.steal(min(capacity, self.engine_thread.batch), self.engine_thread.step_s)
@@ -216,7 +216,7 @@ class FetchLoop:
         async with self._taking:
             alone, claims = False, 0
             while True:
-                # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new ones.
+                # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new jobs.
                 is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
                 if not is_free or lifecycle.stopping.is_set() or lifecycle.broken is not None:
                     break
@@ -232,14 +232,14 @@ class FetchLoop:
                 await self.dispatcher.accept(claimed.taken)
                 alone = claimed.alone
                 if alone and jobs:
-                    # The prompt may have crashed other workers, so it runs alone in this one.
+                    # The prompt may have crashed other workers, so it runs alone in this worker.
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
-                    # Another worker may become empty sooner. If none does, the next claim tries again.
+                    # Give up for now: another worker may become empty sooner. If none does, the next claim tries again.
                     break
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
-        """Wait until a condition holds, at most for a part of a lease; return whether it holds."""
+        """Wait until a condition holds, for at most `_DRAIN_SHARE` of a lease; return whether it holds."""
         try:
             async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
                 await self.lifecycle.wait_for(condition)
@@ -248,33 +248,33 @@ class FetchLoop:
         return True
 
     def _capacity(self) -> int:
-        """How many more prompts may be taken."""
+        """Number of prompts that the worker may take now."""
         if self.lifecycle.broken is not None:
             return 0
         return min(self.engine_thread.capacity, self._unpublished_capacity())
 
     def _count_to_take(self, capacity: int) -> int:
-        """A batch; with very short steps as many whole batches as there is capacity for."""
+        """Max prompts to take in one call: a batch, or with very short steps several batches, up to the capacity."""
         batch = self.engine_thread.batch
         is_short = self.engine_thread.step_s < _SHORT_STEP_S and capacity * self._max_job_bytes <= _MAX_TAKEN_BYTES
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:
-        # No part of a batch: it would be published as a part, and free a part again.
+        # Take only whole batches: a part of a batch would be published alone, and free only a part again.
         return self._capacity() if self._unpublished_capacity() >= self.engine_thread.batch else 0
 
     def _unpublished_capacity(self) -> int:
-        # Prompts that yield may take hundreds of steps, and are published after the last.
+        # Prompts that yield to rows do not count: they may take hundreds of steps until they are published.
         unpublished = len(self.in_flight) - self.engine_thread.yielding
         return _MAX_UNPUBLISHED_BATCHES * self.engine_thread.batch - unpublished
 
 
 @dataclass(eq=False)
 class Dispatcher:
-    """Hands prompts to the backend, and its results to the publisher.
+    """Hands prompts to the backend, and the backend's results to the publisher.
 
     Attributes:
-        failures: entries that ended without a result, not counting those that clients send again.
+        failures: number of entries that ended without a result, except entries that clients send again.
     """
 
     lifecycle: Lifecycle
@@ -295,10 +295,10 @@ class Dispatcher:
         self._dropped, self._logged_at = 0, -_LOG_DROPPED_INTERVAL_S
         self.failures = 0
 
-    # To the backend
+    # From the queue to the backend
 
     async def accept(self, taken: Taken) -> None:
-        """Hold prompts and hand them on; end entries that cannot be served. Each prompt is computed once at a time."""
+        """Send new prompts to the backend, and fail refused entries. An entry for a prompt in flight joins it."""
         fresh, later, joined = list[InFlightPrompt](), list[InFlightPrompt](), list[InFlightPrompt]()
         for prompt in taken.prompts:
             held = self.in_flight.get(prompt.digest)
@@ -308,13 +308,13 @@ class Dispatcher:
                     joined.append(held)
                 continue
             self.in_flight[prompt.digest] = prompt
-            # The prompt may need something else before the backend, or in place of it.
+            # Prepare prompts that need inputs before the backend, or that may be answered without the backend.
             must_prepare = self._is_trie or (
                 prompt.has_query and (not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt))
             )
             (later if must_prepare else fresh).append(prompt)
         if later:
-            # Not here: their inputs may have to be fetched, and the next jobs must not wait for that.
+            # Another task prepares these prompts: fetching inputs takes time, and the next jobs must not wait.
             self._to_prepare.put_nowait(later)
         cached: dict[InFlightPrompt, RowBlock] = {}
         if self.segment.segment is not None:
@@ -338,7 +338,7 @@ class Dispatcher:
         return len(prompt.span) == 1 and not self.info.lossy
 
     def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
-        """The row `digest` if this worker computed it before, still has it, and no client found it damaged."""
+        """The row `digest` if this worker computed it before, still holds it, and no client found it damaged."""
         block = self.segment.find(digest)
         is_damaged = prompt.is_damaged or any(entry.overwrite for entry in prompt.entries.values())
         return None if block is None or is_damaged else block
@@ -347,7 +347,7 @@ class Dispatcher:
         return self.in_flight.get(prompt.digest) is prompt
 
     def _held_entries(self, prompts: Iterable[InFlightPrompt]) -> dict[InFlightPrompt, list[StreamEntry]]:
-        """The prompts that the worker still holds, each with the entries that it has now: others may join later."""
+        """The prompts that the worker still holds, each with its present entries; more entries may join later."""
         return {prompt: list(prompt.entries.values()) for prompt in prompts if self._holds(prompt)}
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
@@ -358,11 +358,11 @@ class Dispatcher:
             self.engine_thread.submit(prompts)
 
     async def prepare(self) -> None:
-        """Fetch the inputs that prompts need before the backend, or answer them without it; never returns."""
+        """Fetch the inputs of prompts for the backend, or answer prompts without the backend; never returns."""
         while True:
             prompts = await self._to_prepare.get()
             await (self._prepare_tries(prompts) if self._is_trie else self._prepare_queries(prompts))
-            self.lifecycle.notify()  # Prompts that were answered leave capacity.
+            self.lifecycle.notify()  # Answered prompts free capacity.
 
     async def _prepare_tries(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Fetch the inputs of trie jobs and submit them; jobs whose inputs are missing fail."""
@@ -378,7 +378,7 @@ class Dispatcher:
 
     async def _prepare_queries(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Answer queries without the backend where that is possible, and submit the other prompts."""
-        # A request for the row itself may have joined: then the row is computed, and answers all queries.
+        # If a request for the row has joined, the backend computes the row, and all queries are answered from the row.
         queried = [prompt for prompt in prompts if self._holds(prompt) and not prompt.wants_row]
         answered = await self.queries.answer_from_cache(queried)
         self.release(answered)
@@ -400,14 +400,14 @@ class Dispatcher:
             await self._publish_answers(vectors, {prompt.digest: prompt for prompt in answers})
         return answers
 
-    # From the backend
+    # From the backend to the clients
 
     async def publish(self, results: Sequence[StepResult]) -> None:
         """Publish the results of some steps together."""
         for result in results:
             self._trace_step(result)
         finished, stale = _joined(results), [prompt for result in results for prompt in result.stale]
-        # A prompt that was aborted and requested again is another object, which has a result of its own.
+        # Skip results of aborted prompts. A prompt that was requested again is another object with its own result.
         prompts = {prompt.digest: prompt for result in results for prompt in result.prompts if self._holds(prompt)}
         failures = {prompt: self.adapters.failure_of(prompt.adapter) for prompt in stale if self._holds(prompt)}
         for block in finished.blocks:
@@ -421,12 +421,12 @@ class Dispatcher:
         if failures:
             await self._fail_prompts(failures)
         for result in results:
-            # Prompts that were submitted again have released the memory of this result already.
+            # Skip prompts that were submitted again: the memory of their answers was released then.
             ended = [prompt for prompt in (*result.prompts, *result.stale) if prompt.status == "ended"]
             self.engine_thread.published(ended)
 
     async def _publish_rows(self, block: RowBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
-        """Store rows; answer queries from them; `prompts` is by digest."""
+        """Store rows, and answer queries from them; `prompts`: digest -> prompt."""
         ended: dict[InFlightPrompt, list[StreamEntry]] = {}
         for_rows: dict[bytes, list[StreamEntry]] = {}
         for_queries: dict[bytes, list[StreamEntry]] = {}
@@ -454,7 +454,7 @@ class Dispatcher:
         self.release(ended)
 
     async def _fail_prompts(self, failures: Mapping[InFlightPrompt, Failure]) -> None:
-        """End all entries of some prompts."""
+        """End all entries of prompts, with a failure for each prompt."""
         if ended := self._held_entries(failures):
             await self._fail([entry.failing(failures[prompt]) for prompt, group in ended.items() for entry in group])
             self.release(ended)
@@ -464,7 +464,7 @@ class Dispatcher:
         await self.publisher.fail(entries)
 
     def release(self, ended: Mapping[InFlightPrompt, Sequence[StreamEntry]]) -> None:
-        """Remove entries that have ended. A prompt that other entries joined meanwhile is computed again."""
+        """Remove entries that have ended. If other entries have joined a prompt, submit the prompt again."""
         if self.traces is not None:
             self._trace_ended(entry for entries in ended.values() for entry in entries)
         again = [
@@ -474,13 +474,13 @@ class Dispatcher:
             self.engine_thread.published(again)
             for prompt in again:
                 prompt.restart()
-            # The inputs of these may never have been fetched: the first try may have failed for that reason.
+            # Prepare these prompts again: their first try may have failed because their inputs could not be fetched.
             if later := [prompt for prompt in again if self._is_trie or allowed_in(prompt)]:
                 self._to_prepare.put_nowait(later)
             self._submit([prompt for prompt in again if prompt not in later])
 
     def _remove(self, prompt: InFlightPrompt, entries: Iterable[StreamEntry]) -> bool:
-        """Remove entries of a prompt, and the prompt if it has no others; return whether it was removed."""
+        """Remove entries of a prompt, and the prompt if no entry is left; return whether the prompt was removed."""
         for entry in entries:
             prompt.entries.pop(entry.id, None)
         if prompt.entries:
@@ -493,9 +493,9 @@ class Dispatcher:
     async def drop_unwanted(self) -> int:
         """Drop prompts that no client waits for any more, so that the backend does not compute them.
 
-        Each call checks the prompts whose last check is the longest ago. A client that leaves has most often left many
-        prompts: when one of these is dropped, all prompts are checked. Prompts that have just arrived are not checked,
-        so a worker that answers within a second checks none.
+        Each call checks the prompts whose last check is the longest ago. A client that leaves often leaves many jobs:
+        after a drop, the call checks all prompts. Prompts that have just arrived are not checked at first, so a worker
+        that answers within a second checks no prompts.
 
         Returns:
             the number of dropped prompts.
@@ -503,7 +503,7 @@ class Dispatcher:
         now = time.monotonic()
         held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
-        # A prompt counts from its arrival until its first check, so new prompts do not go before all others.
+        # Sort by arrival before the first check, so that new prompts are not checked before all other prompts.
         first = nsmallest(
             MAX_CHECKED, due, lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values())
         )
@@ -511,7 +511,7 @@ class Dispatcher:
         if dropped:
             dropped += await self._drop_unwanted_of(set(held).difference(first), now)
             self.lifecycle.notify()
-        # The first drop is logged at once and then one sum a minute: after a stopped run each check drops some.
+        # Log the first drop at once, then one sum a minute: after a client has stopped, each check drops some prompts.
         self._dropped += dropped
         if self._dropped and now - self._logged_at >= _LOG_DROPPED_INTERVAL_S:
             _log.info("dropped %d prompts that no client waits for any more", self._dropped)
@@ -529,7 +529,7 @@ class Dispatcher:
         for prompt, entries in checked.items():
             kept = {entry.id for entry in wanted.get(prompt.digest, ())}
             removed = [entry for entry in entries if entry.id not in kept]
-            # A prompt that was answered during the check is about to be published.
+            # Keep a prompt that was answered during the check: its result is about to be published.
             if removed and prompt.is_owed and self._holds(prompt) and self._remove(prompt, removed):
                 dropped.append(prompt)
         if dropped:
@@ -550,14 +550,14 @@ class Dispatcher:
 
 
 def _joined(results: Sequence[StepResult]) -> Finished:
-    """The results of several steps as one; rows and vectors are copied."""
+    """Join the results of several steps; rows and vectors are copied."""
     if len(results) == 1:
         return results[0].finished
     finished = [result.finished for result in results]
     blocks = [block for step in finished for block in step.blocks]
     digests = [digest for block in blocks for digest in block.digests]
     is_alike = len({(block.encoding, block.numbers.shape[1]) for block in blocks}) == 1
-    # A prompt is there twice if it was aborted and computed again. Then the blocks stay separate.
+    # Keep the blocks separate if a prompt has two rows, because it was aborted and computed again.
     if len(blocks) > 1 and is_alike and len(set(digests)) == len(digests):
         blocks = [RowBlock.joined(blocks)]
     vectors: dict[bytes, NDArray[np.float32]] = {}

@@ -49,7 +49,7 @@ from lmpool.workers.execution.in_flight import EntriesByDigest, InFlightPrompt, 
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie import TrieInputs, answer
 
-# Max tokens of all cached sets together: 32 MiB.
+# Max tokens of all cached sets of tokens together, which take 32 MiB.
 _MAX_CACHED_TOKENS = 1 << 22
 _NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: send the query to a trie worker")
 # Failures of a trie query that mean that the cache has no readable row.
@@ -60,12 +60,12 @@ Answer = NDArray[np.float32] | Failure
 
 @dataclass(eq=False)
 class TokenSets:
-    """The sets of tokens that queries name. The most recently used ones are cached.
+    """Looks up the sets of tokens that queries name, and caches the most recently used sets.
 
     Args:
-        redis: has the named sets.
+        redis: the server that has the named sets.
         keys: the deployment's keys.
-        vocab_size: V.
+        vocab_size: number of tokens of the model's vocabulary.
     """
 
     redis: Redis
@@ -76,7 +76,7 @@ class TokenSets:
         self._named: OrderedDict[bytes, TokenSet] = OrderedDict()
 
     async def read(self, packed: bytes) -> TokenSet | LMPoolError:
-        """A set as a query carries it -> the set, or why it cannot be read."""
+        """Return the set of tokens that a query carries or names, or the error if it cannot be read."""
         name = name_in(packed)
         try:
             if name is None:
@@ -114,7 +114,7 @@ class QueryAnswerer:
         self._has_tries = self.info.answers_tries
 
     async def answer_from_cache(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Sequence[StreamEntry]]:
-        """Answer queries from rows that are in the cache, and note which of these are damaged.
+        """Answer queries from rows in the cache, and mark the prompts whose cached row is damaged.
 
         Returns:
             prompt -> its ended entries. The other prompts must be computed.
@@ -127,13 +127,13 @@ class QueryAnswerer:
         return {prompt: entries for prompt, entries in answered.items() if entries}
 
     async def answer(self, entries: EntriesByDigest, block: RowBlock) -> None:
-        """Answer queries from the rows of a block, and end their entries; `entries` is by digest of the row."""
+        """Answer queries from the rows of a block, and end their entries; `entries`: digest of a row -> entries."""
         await self._answer(entries, await asyncio.to_thread(_decode_rows, block, entries))
 
     async def _answer(
         self, entries: EntriesByDigest, rows: Mapping[bytes, Row] | None
     ) -> tuple[set[StreamEntry], set[bytes]]:
-        """Answer queries from these rows, or from the rows in the cache if None.
+        """Answer queries from `rows`, or from the rows in the cache if `rows` is None.
 
         Returns:
             the ended entries, and the digests of rows in the cache that are damaged.
@@ -160,7 +160,7 @@ class QueryAnswerer:
         return set(ended), damaged
 
     async def set_tokens(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Failure]:
-        """Replace the set of tokens in queries for positions by the tokens; return the prompts that failed."""
+        """Put the tokens of named sets into queries for positions; return the prompts whose set cannot be used."""
         sets = await self._read_sets([allowed_in(prompt) for prompt in prompts])
         failures: dict[InFlightPrompt, Failure] = {}
         for prompt in prompts:
@@ -183,7 +183,7 @@ class QueryAnswerer:
     async def _answer_tries(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None, damaged: set[bytes]
     ) -> dict[bytes, Answer]:
-        """Digest of the answer -> answer; none for a query whose row is not in the cache, or damaged there."""
+        """Answer trie queries, by digest of the answer. Leave out queries whose cached row is missing or damaged."""
         if not self._has_tries:
             return dict.fromkeys(queries, _NO_TRIES)
         fill = partial(self.trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
@@ -200,7 +200,7 @@ class QueryAnswerer:
         return answers | {digest: Failure(WorkerError.__name__, text) for digest, text in failed.items()}
 
     async def _publish(self, ended: Sequence[StreamEntry], answers: Mapping[bytes, Answer]) -> None:
-        """Publish answers and failures; `answers` is by digest of the answer."""
+        """Publish answers and failures; `answers`: digest of an answer -> answer or failure."""
         waiting: dict[bytes, list[StreamEntry]] = defaultdict(list)
         for entry in ended:
             waiting[entry.digest].append(entry)
@@ -215,12 +215,12 @@ class QueryAnswerer:
 
 
 def allowed_in(job: BackendJob) -> bytes:
-    """The packed set of tokens in a query for positions; b"" without one, or if the query has its tokens already."""
+    """The packed set of tokens in a query for positions; b"" without a set, or if the query has its tokens already."""
     return b"" if job.positions is None else job.positions.allowed
 
 
 def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPrompt, NDArray[np.float32]]:
-    """Answer queries for logits and logZ from 16-bit rows. Queries that raise are left out, for the backend."""
+    """Answer queries for logits and logZ from 16-bit rows. A query that raises is left to the backend."""
     answers = {}
     for prompt, block in rows.items():
         try:
@@ -235,7 +235,7 @@ def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPr
 def _pick_all(
     queries: Mapping[bytes, tuple[PickQuery, Row]], sets: Mapping[bytes, TokenSet | LMPoolError]
 ) -> dict[bytes, Answer]:
-    """Digest of the answer -> answer. Run it in a thread: a row of a large vocabulary takes a millisecond."""
+    """Answer queries, by digest of the answer. Call it in a thread: a row of a large vocabulary takes a millisecond."""
     answers: dict[bytes, Answer] = {}
     for digest, (query, row) in queries.items():
         try:
@@ -247,14 +247,14 @@ def _pick_all(
 
 
 def _failure(error: Exception) -> Failure:
-    """The failure that the client of a query receives: lmpool's own errors unchanged, others as `WorkerError`."""
+    """The failure that the client of a query receives: lmpool's own errors unchanged, other errors as `WorkerError`."""
     if isinstance(error, LMPoolError):
         return Failure(type(error).__name__, str(error))
     return Failure(WorkerError.__name__, f"the worker failed on this query: {failure_of(error)}")
 
 
 def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.float32]:
-    """The answer to a query from a row, or from the row's entries of some tokens.
+    """Answer a query from a row, or only from the row's entries of `tokens`.
 
     Raises:
         NoProbability: no token can be drawn.
@@ -270,11 +270,11 @@ def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.flo
 
 
 def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:
-    """A set of at least `count` tokens.
+    """Check that a set of tokens was read and has at least `count` tokens; return the set.
 
     Raises:
         LMPoolError: the set cannot be read.
-        SettingsError: it has fewer tokens.
+        SettingsError: the set has fewer tokens.
     """
     if isinstance(tokens, LMPoolError):
         raise tokens
@@ -284,7 +284,7 @@ def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:
 
 
 def _decode_rows(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
-    """Some rows of a block, as clients read them."""
+    """Decode the rows `digests` of a block, as clients decode them."""
     size = block.numbers.shape[1]
     return {
         digest: decode_row(np.frombuffer(bytearray(block.encode(index)), np.uint8), size)

@@ -9,7 +9,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import LIMITS
 from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
 
-# Max of settings without a useful limit: a number that floats and Redis still represent exactly.
+# Max value of settings that need no limit: a number that floats and Redis still represent exactly.
 _UNLIMITED = 10**9
 
 
@@ -83,5 +83,5 @@ class WorkerSettings:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats: one or two may be lost within a lease."""
+        """Seconds between two heartbeats: a fifth of a lease, because one or two heartbeats may be lost."""
         return self.lease_s / 5

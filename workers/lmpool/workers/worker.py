@@ -1,4 +1,4 @@
-"""A worker: joins a model, runs its parts until it is told to stop, and leaves."""
+"""A worker: registers for a model, runs the tasks that serve the model until it is told to stop, and deregisters."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ from lmpool.workers.trie import TrieInputs, warm_up
 
 _log = logging.getLogger("lmpool.worker")
 
-# Tasks that publish large rows: one waits for the server while the other encodes.
+# Number of tasks that publish large rows: while one task waits for the server, the other encodes.
 _PUBLISHERS = 2
-# Max seconds to deregister, or to finish after the backend broke.
+# Max seconds to deregister, and to publish the last results after the backend broke.
 _LEAVE_S = 10.0
 
 
 class Serving:
-    """The parts of a worker that serve its model. None of them has used the server yet.
+    """The objects with which a worker serves its model. Making them does not use the server.
 
     Raises:
-        SettingsError: the model has the name of the trie workers, or a package for traces is missing.
+        SettingsError: the model has the name of the trie workers, or a package for tracing is missing.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Serving:
         info = self.info = _info_of(opened, settings)
         keys = Keys(settings.prefix)
         model = keys.model(info.name)
-        # Half a lease: a renewal without a reply is sent again before the lease expires.
+        # Wait half a lease for a reply, so that a renewal without a reply is sent again before the lease expires.
         redis = self.redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
         self.connection = CommandConnection(server, model.jobs)
         self.connection.reply_timeout_s = reply_timeout(info.lease_s)
@@ -137,8 +137,8 @@ class Worker:
         settings: see `WorkerSettings`.
 
     Attributes:
-        worker_id: its id in Redis.
-        is_hung: `run` has returned, but the backend's thread has not: only the end of the process ends it.
+        worker_id: id of the worker in Redis.
+        is_hung: `run` has returned, but the backend's thread still runs: only the end of the process ends the thread.
         health: whether the worker is alive and takes jobs.
     """
 
@@ -171,31 +171,31 @@ class Worker:
         return 0 if self._serving is None else len(self._serving.in_flight)
 
     def stop(self) -> None:
-        """Drain: take nothing more, finish and publish the prompts in flight, then return from `run`."""
+        """Drain: take no more jobs, finish and publish the prompts in flight, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
             _log.info("stopping: %d prompts to finish", self._count_in_flight())
         self.health.state = "draining"
         self._lifecycle.stop()
 
     def claim_now(self) -> None:
-        """Claim the jobs of crashed workers now and not with the next interval."""
+        """Claim the jobs of crashed workers now, without waiting for the next interval."""
         self._claim_soon.set()
 
     async def run(
         self,
         on_ready: Callable[[ModelInfo], None] | None = None,
-        guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  it has no state
+        guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  nullcontext has no state
     ) -> None:
         """Serve until `stop`.
 
         Args:
-            on_ready: called once with the info when the worker takes jobs.
-            guard: entered when the backend is open, and left when it is closed; see `ProcessWatchdog`.
+            on_ready: called once with the model's info when the worker takes jobs.
+            guard: context manager, entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
 
         Raises:
             ModelMismatch: other workers serve the model with other weights.
-            SettingsError: an adapter lies in a forbidden place, or the registry of adapters is full.
-            ServerError: the server cannot be used at the start. Later the worker waits for it instead.
+            SettingsError: an adapter lies outside of the allowed folders, or the registry of adapters is full.
+            ServerError: the server cannot be used at the start. Later the worker waits for the server instead.
             WorkerError: the backend broke or hangs: see `is_hung`.
         """
         await check_before_loading(self.server, self._backend, self.settings)
@@ -220,7 +220,7 @@ class Worker:
     async def _run(
         self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
     ) -> None:
-        """Join the model, serve it until `stop`, and leave it."""
+        """Register for the model, serve the model until `stop`, and deregister."""
         _log.info("joining the pool")
         if self.settings.with_trie:
             await asyncio.to_thread(warm_up, opened.device)
@@ -244,7 +244,7 @@ class Worker:
             await self._leave(serving, _reason(self._lifecycle.broken or error))
             raise
         except LMPoolError:
-            raise  # Some are OSErrors too.
+            raise  # Some LMPoolErrors are OSErrors too.
         except (RedisError, OSError) as error:
             raise self.server.explain(error) from error
         finally:
@@ -254,20 +254,20 @@ class Worker:
         """Deregister, and release the prompts in flight with the reason why this worker ends."""
         is_broken = self._lifecycle.broken is not None
         try:
-            # Other workers take everything over after a lease in any case.
+            # Do not wait for long: after a lease, other workers take over all jobs in any case.
             async with asyncio.timeout(min(self.settings.lease_s, _LEAVE_S)):
                 await serving.consumer.close_lane()
                 if released := await serving.leases.release_all(reason, entry_ids(serving.in_flight)):
                     _log.info("released %d prompts for other workers", released)
-                if not is_broken:  # The note of a load that broke the backend stays.
+                if not is_broken:  # Else keep the note of an adapter load that may have broken the backend.
                     await serving.adapters.leave()
                 await serving.heartbeat.leave(for_good=not is_broken)
         except (RedisError, OSError, ProtocolError) as error:
-            # Nothing is lost: the rest expires, or others remove it.
+            # No job is lost: the worker's keys expire, or other workers remove them.
             _log.warning("cannot deregister: %s", self.server.explain(error))
 
     async def _serve(self, serving: Serving) -> None:
-        """Run all parts until the worker is told to stop and holds no prompts."""
+        """Run all tasks until the worker is told to stop and holds no prompts."""
         lease_s, every, dispatcher = self.settings.lease_s, partial(self._every, serving), serving.dispatcher
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         draining = asyncio.create_task(self._drain(serving, fetching), name="drain")
@@ -290,7 +290,7 @@ class Worker:
         ]
         pending = {fetching, draining, *parts}
         try:
-            # All are watched to the end: the drain would wait forever for a part that failed.
+            # Watch all tasks until the end: if a task failed, the drain could wait forever for its work.
             while not draining.done():
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
@@ -304,8 +304,8 @@ class Worker:
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
         """Wait until the worker is told to stop and has finished the prompts in flight.
 
-        The server has a lease and a heartbeat interval to answer; less after the backend broke, because then others
-        wait for the prompts in flight here. The backend has the time that it needs.
+        The backend may take any time. The server must accept the results within a lease and a heartbeat interval, or
+        sooner after the backend broke, because other workers then wait for the prompts in flight.
         """
         in_flight, engine_thread, lifecycle = serving.in_flight, serving.engine_thread, self._lifecycle
         await lifecycle.stopping.wait()
@@ -328,7 +328,7 @@ class Worker:
 
     async def _claim(self, serving: Serving) -> None:
         await serving.fetch_loop.claim()
-        # This worker counts even if its own deadline has just passed.
+        # Count this worker even if its own deadline has just passed.
         self.counters.serving = max(1, await serving.heartbeat.sweep())
 
     async def send_heartbeat(self, serving: Serving) -> None:
@@ -340,7 +340,7 @@ class Worker:
                 await serving.adapters.renew()
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
-            if self.settings.metrics_port:  # Only the metrics need it.
+            if self.settings.metrics_port:  # Only the metrics need the server's memory.
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self.server.explain(error))
@@ -359,10 +359,10 @@ class Worker:
         self._is_refused = False
 
     async def _show_draining(self, serving: Serving) -> None:
-        """Release the lane and show that the worker drains, without waiting for the next heartbeat."""
+        """When the worker is told to stop, report that it drains and close its lane, before the next heartbeat."""
         await self._lifecycle.stopping.wait()
         try:
-            # In this order: a heartbeat in flight that says "ready" has arrived before.
+            # Close the lane last: by then, a heartbeat in flight that reports "ready" has arrived.
             await self.send_heartbeat(serving)
             await serving.consumer.close_lane()
         except (RedisError, OSError, LMPoolError) as error:
@@ -398,7 +398,7 @@ class Worker:
         engine_thread.abandon(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Stop, because the backend cannot be used any more; the first reason counts."""
+        """Stop, because the backend cannot be used any more; keep the first reason."""
         self._lifecycle.broken = self._lifecycle.broken or error
         self.health.broken = str(error) or type(error).__name__
         self.stop()
@@ -436,7 +436,7 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
     Raises:
         ModelMismatch: live workers serve another backend under this name.
         ServerError: the server cannot be used.
-        SettingsError: an adapter lies in a forbidden place.
+        SettingsError: an adapter lies outside of the allowed folders.
     """
     for doubt in await read_doubts(server):
         _log.warning("%s", doubt)
@@ -477,5 +477,5 @@ def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
 
 
 def _reason(error: BaseException) -> str:
-    """The text of an exception; exceptions that are not lmpool's need their class too."""
+    """The text of an exception; for an exception that is not an LMPoolError, also its class."""
     return str(error) if isinstance(error, LMPoolError) else f"{type(error).__name__}: {error}"

@@ -35,13 +35,13 @@ ALIASES = {
     "max_batch": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
 }
-"""Setting -> the name of the option in vLLM."""
+"""Setting -> name of the same option in vLLM, which lmpool accepts too."""
 
 SHORT = {
     "name", "dtype", "device", "max_prompt_tokens", "max_batch", "kv_cache_bytes", "adapters", "metrics_port",
     "trie_mb",
 }  # fmt: skip
-"""The settings that `--help` shows; `--help-all` shows the others too."""
+"""The settings that `--help` shows; `--help-all` shows all settings."""
 
 _SIZED = ("_bytes", "_tokens", "_size")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]|i)?")
@@ -53,7 +53,7 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
     if wanted:
         for parameter in context.command.params:
             parameter.hidden = False  # type: ignore[attr-defined]
-        if text := context.get_help():  # With rich installed, typer has printed it already.
+        if text := context.get_help():  # With rich installed, typer has printed the help already.
             say(text)
         raise typer.Exit
 
@@ -86,7 +86,7 @@ Detach = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this side."""
+    """Add the commands of the serving side."""
     every: dict[str, type] = {"every worker": WorkerSettings}
     app.command("worker")(_with_settings(worker, every | _backends(), {"model"}))
     app.command("up")(_with_settings(up, every | _backends(), {"model"}))
@@ -100,7 +100,7 @@ def worker(
     model: Model, backend: BackendName = "hf", redis: RedisUrl = None, help_all: HelpAll = False, **given: Any
 ) -> None:
     """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
-    from lmpool.workers.cli.serve import serve  # Imports all of the worker: other commands need none of it.
+    from lmpool.workers.cli.serve import serve  # This loads the whole worker, which other commands do not need.
 
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
@@ -125,7 +125,7 @@ def up(
 ) -> None:
     """Start a private server of yours and workers that serve MODEL, until Ctrl-C.
 
-    Your programs on this machine find the server. If it runs already, this serves MODEL from it too; the server stays
+    Your programs on this machine find the server. If the server runs already, the workers use it; the server stays
     until the last `lmpool up` has ended.
     """
     if os.environ.get(URL_VARIABLE):
@@ -157,20 +157,20 @@ def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerS
 
 
 def _split(options: dict[str, Any]) -> tuple[WorkerSettings, dict[str, Any]]:
-    """The settings of every worker, and the other given options."""
+    """Split options into the settings that every worker has, and the other given options."""
     given = _given(options)
     common = {name: given.pop(name) for name in WorkerSettings.__slots__ if name in given}
     return WorkerSettings(**common), given
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    # By identity: a zero is a value.
+    # Compare with `is`: 0 is a given value, but equals False.
     return {name: value for name, value in options.items() if value is not None and value is not False and value != []}
 
 
 @cache
 def _backends() -> dict[str, type]:
-    """The installed backends: name -> settings class (`BackendSettings`); the built-in ones first."""
+    """The installed backends: name -> settings class (`BackendSettings`); built-in backends first."""
     kinds = {}
     for point in entry_points(group="lmpool.backends"):
         try:
@@ -182,7 +182,7 @@ def _backends() -> dict[str, type]:
                 app = typer.Typer()
                 app.command()(_with_settings(lambda **given: None, {point.name: kind}))
                 typer.main.get_command(app)  # Fails if typer cannot use the type of a field.
-        except Exception as error:  # noqa: BLE001  Another package may raise anything; that disables only its backend.
+        except Exception as error:  # noqa: BLE001  Any error of another package disables only the package's backend.
             package = f" ({point.dist.name})" if point.dist is not None else ""
             text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
             say(" ".join(text.split()), err=True)
@@ -204,7 +204,7 @@ def _with_settings(
 
 
 def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
-    """Parameters of a typer command for the fields of settings classes, by the label of the class in the help.
+    """Make typer parameters for the fields of settings classes; `classes`: label of the class in the help -> class.
 
     A field of several classes becomes one option, with the first description among them. The parameters are
     keyword-only; their default None means "not given".
@@ -238,7 +238,7 @@ def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = 
 
 
 def _defaults_text(owners: dict[str, Field[Any]]) -> str:
-    """The defaults that are worth showing, with their owners if these differ."""
+    """The text about defaults in an option's help, with the labels of the classes if their defaults differ."""
     labels_of: dict[Any, list[str]] = {}
     for label, field in owners.items():
         # Not `in (None, "", False)`: 0 equals False, and a zero is worth showing.
@@ -262,7 +262,7 @@ def parse_size(text: str | int) -> int:
     """A number of bytes or tokens: 4096, 128k, 8g; 8K, 8Ki and 8KiB have units of 1,024."""
     text = str(text).strip()
     if re.fullmatch(r"-\d+", text):
-        return int(text)  # The setting checks its range.
+        return int(text)  # The setting itself refuses negative numbers.
     if (match := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"{shown(text)} is no size: write 4096, 128k, 8g, or 8GiB")
     number, unit, suffix = match[1], match[2], match[3] or ""

@@ -29,25 +29,25 @@ from lmpool.rows import segment_memory
 from lmpool.settings import check_name, count_cores
 from lmpool.workers.cli.supervisor import query_gpus
 
-_TIMEOUT_S = 10.0  # For a reply of the server, which may be slow when it is first used.
-_MIN_SHARED_BYTES = 1 << 28  # Rows of V = 128,256 for some seconds; with less, most rows are replaced unread.
-_TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary and size of the segment that is made as a test.
-_TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines exchange tensors there; Docker's default is 64 MiB.
+_TIMEOUT_S = 10.0  # Max seconds for a reply of the server, which may be slow when it is first used.
+_MIN_SHARED_BYTES = 1 << 28  # Min bytes of shared memory: with less, most rows are replaced before clients read them.
+_TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary size and bytes of a test segment.
+_TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines put tensors in /dev/shm; Docker's default is 64 MiB.
 _ENGINES = ("vllm", "sglang")
-_MAX_MODELS = 20  # Models that are listed: one line of a terminal.
+_MAX_MODELS = 20  # Max models in the list, about one line of a terminal.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
-_LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Versions for bug reports.
+_LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Packages listed with version.
 _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
-_IN_CLONE = "in the clone:"  # No package index has lmpool.
+_IN_CLONE = "in the clone:"  # Advice begins so, because no package index has lmpool.
 
 
 class Finding(NamedTuple):
     """The result of one check."""
 
-    check: str  # Its name.
-    state: Literal["ok", "look", "wrong"]  # "wrong" if the pool or the model cannot work; "look" for a surprise.
+    check: str  # Name of the check.
+    state: Literal["ok", "look", "wrong"]  # "wrong": pool or model cannot work; "look": the user should check it.
     found: str
-    advice: str = ""  # What to do.
+    advice: str = ""  # What the user should do.
 
 
 def doctor(
@@ -62,7 +62,7 @@ def doctor(
 ) -> None:
     """Check this machine, the server and a model's folder, and print advice; exits 1 when something is wrong."""
     check_name("prefix", prefix)
-    listed = query_gpus("name", "memory.total", "memory.free")  # In MiB.
+    listed = query_gpus("name", "memory.total", "memory.free")  # Memory in MiB.
     gpus = [(name, int(total) << 20, int(free) << 20) for name, total, free in listed if (total + free).isdecimal()]
     findings = [*_installed(), *asyncio.run(_server(redis, Keys(prefix))), *_machine(), _gpu(gpus)]
     if model is not None:
@@ -76,7 +76,7 @@ def doctor(
         for finding in findings:
             table.add_row(*finding)
         terminal.print(table)
-    else:  # In a file, a table would be as wide as its longest cell.
+    else:  # Without a table: in a file, a table would be as wide as its longest cell.
         for check, state, found, advice in findings:
             say(f"{check}: {state}: {found}{f' — {advice}' if advice else ''}")
     raise typer.Exit(int(is_wrong))
@@ -229,7 +229,7 @@ def _model(model: str, gpus: list[tuple[str, int, int]]) -> Finding:
             return Finding("model", "look", found, "a worker downloads it from the hub")
         advice = "HF_HUB_OFFLINE is set: only copies in its cache are used"
         return Finding("model", "look" if model.count("/") == 1 else "wrong", found, advice)
-    # The weights in the first format found.
+    # Count the weights in the first format that the folder has.
     formats = [[path]] if is_gguf else [[file for file in path.glob(end) if file.is_file()] for end in _WEIGHTS]
     size = sum(file.stat().st_size for file in next(filter(None, formats), []))
     if not size:

@@ -1,4 +1,4 @@
-"""A worker as a process: event loop, signals, allocator and log."""
+"""Runs a worker as a process, with event loop, signal handlers, memory allocator and log."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
 LABEL_VARIABLE = "LMPOOL_LOG_LABEL"
-"""Names the environment variable with the beginning of each line of the log, where several workers share it."""
+"""Name of the environment variable with the prefix of each log line, for workers that share a log."""
 
 _log = logging.getLogger("lmpool.worker")
 
 _PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)  # Errors that need no traceback.
-_FAILED = 2  # Exit code after an error, also when the backend hangs.
-_SWITCH_INTERVAL_S = 0.0005  # A step can take less than the interpreter's default of 5 ms.
-_REPEAT_S = 5.0  # Between two warnings of a kind: often enough to show that a problem persists.
-_MAX_KINDS = 1000  # Kinds of warnings remembered; names in warnings may come from clients.
+_FAILED = 2  # Exit code after an error, and after the backend hangs.
+_SWITCH_INTERVAL_S = 0.0005  # Seconds between thread switches: a step can take less than the default of 5 ms.
+_REPEAT_S = 5.0  # Seconds between two warnings of a kind: often enough to show that a problem persists.
+_MAX_KINDS = 1000  # Max kinds of warnings in the filter's memory, because clients can cause new kinds.
 _DIGITS = re.compile(r"\d+")
 # Parameters of mallopt, from <malloc.h>, and their values: no mmap for rows, no trimming, 64 MiB per growth.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-2, 64 * 1024 * 1024))
@@ -45,15 +45,15 @@ _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-2, 64 * 1024 * 1024))
 def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
     """Run one worker in this process until SIGTERM, Ctrl-C or SIGHUP; a second signal stops it at once.
 
-    SIGUSR1 makes it claim the jobs of crashed workers now. If the backend hangs, the process ends here, with exit code
-    2; if it holds the interpreter lock, with `watchdogs.EXIT_CODE`.
+    SIGUSR1 makes the worker claim the jobs of crashed workers now. If the backend hangs, the process ends with code
+    2, or with `watchdogs.EXIT_CODE` if the backend holds the interpreter lock.
 
     Raises:
-        SystemExit: as `Worker.run` raises, if the log is JSON: the error is in the log, and nowhere else.
-        As `Worker.run`.
+        SystemExit: `Worker.run` failed and the log is JSON: the error is only in the log.
+        LMPoolError: `Worker.run` failed and the log is text.
     """
     log = start_log(settings.log_format, backend.served_as)
-    # Until the event loop runs. A KeyboardInterrupt would wait for a backend that is loading.
+    # Until the event loop runs, end the process at once: a KeyboardInterrupt would wait for a loading backend.
     for number in _signals():
         signal.signal(number, lambda *_: _exit_now())
     # Make glibc keep the freed memory of rows: mapping it again costs a page fault per 4 KB of every row.
@@ -66,7 +66,7 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
     try:
         from uvloop import new_event_loop
     except ImportError:
-        _log.warning("uvloop is not installed: rows are stored more slowly")  # In two to four times as long.
+        _log.warning("uvloop is not installed: rows are stored more slowly")  # Two to four times slower.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:
             runner.run(_serve(server, backend, settings, log))
@@ -100,7 +100,7 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
 
     def on_signal(number: int) -> None:
         nonlocal is_stopping
-        if is_stopping and number == signal.SIGHUP:  # The shell and the kernel each send one when a terminal closes.
+        if is_stopping and number == signal.SIGHUP:  # Shell and kernel each send SIGHUP when a terminal closes.
             return
         if is_stopping or not is_ready:
             _exit_now(is_finished=is_finished)
@@ -166,23 +166,23 @@ def start_log(log_format: str, model: str) -> Any:
 
 
 class RepeatFilter(logging.Filter):
-    """Passes a warning at once, and its repeats at most every `pause_s` seconds, with the number of those left out.
+    """Passes a warning at once, and repeats of it at most every `pause_s` seconds, with the number of omitted repeats.
 
-    Two warnings are of one kind if they have the same format string and the same strings and errors as values. So the
-    parts of a worker that wait for the same server share a kind, and warnings about two adapters do not.
+    Two warnings are of one kind if they have the same format string and the same strings and errors as values. So
+    warnings of several tasks about the same server are of one kind, and warnings about two adapters are not.
     """
 
     def __init__(self, pause_s: float = _REPEAT_S) -> None:
         super().__init__()
         self._pause_s = pause_s
-        self._seen: dict[object, tuple[float, int]] = {}  # Kind -> when the last was shown, and how many since.
+        self._seen: dict[object, tuple[float, int]] = {}  # Kind -> time when last shown, and number of repeats since.
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether to log the record; adds the number of repeats to its text."""
+        """Whether to log the record; adds the number of omitted repeats to its text."""
         if record.levelno != logging.WARNING:
             return True
         values = record.args if isinstance(record.args, tuple) else ()
-        # Numbers in errors change, so they do not count.
+        # Ignore numbers in errors, which change between repeats of a warning.
         errors = (_DIGITS.sub("", str(value)) if isinstance(value, Exception) else value for value in values)
         kind = (record.msg, *(value if isinstance(value, str) else "" for value in errors))
         now = time.monotonic()

@@ -1,8 +1,8 @@
-"""`lmpool up` and `lmpool down`: one process that runs a server and workers as child processes.
+"""`lmpool up` and `down`: starts, watches and restarts a server and workers, and requeues jobs of crashed workers.
 
-The supervisor starts or joins the server of its user (`lmpool.embedded`), starts the workers, and starts again what
-terminates. When a worker crashes, the supervisor requeues its jobs at once, so clients do not wait for its lease to
-expire. All children end with the supervisor, even if it is killed.
+The supervisor starts or joins the server of its user (`lmpool.embedded`), starts the workers, and restarts child
+processes that terminate. When a worker crashes, the supervisor requeues its jobs at once, so clients do not wait for
+its lease to expire. All children end with the supervisor, even if the supervisor is killed.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from lmpool.protocol.model_info import LIMITS
 from lmpool.settings import count_cores, count_threads, shown
 from lmpool.workers.settings import WorkerSettings
 
-_log = logging.getLogger("lmpool.up")  # Without the filter of repeated warnings.
+_log = logging.getLogger("lmpool.up")  # This logger has no filter of repeated warnings.
 
 LOG_VARIABLE = "LMPOOL_DETACHED_LOG"
-"""Names the log of an `lmpool up --detach`, for the process in the background."""
+"""Environment variable with the path of the log of `lmpool up --detach`, for the process in the background."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NVIDIA_SMI_TIMEOUT_S = 10.0  # It takes a second where the driver must be loaded first.
-_POLL_S = 0.05  # Interval of the checks of children and signals.
-_MIN_LIFE_S = 60.0  # A worker or a server that ends sooner would end again and again.
+_NVIDIA_SMI_TIMEOUT_S = 10.0  # Max seconds of nvidia-smi, which takes a second if it must load the driver.
+_POLL_S = 0.05  # Seconds between two checks of child processes and signals.
+_MIN_LIFE_S = 60.0  # Seconds; a worker or a server that ends sooner would probably end soon again.
 _MAX_QUICK_CRASHES = 5  # A worker that crashes so often in a row, each time within `_MIN_LIFE_S`, is given up.
 _REFUSED = 2  # Exit code of a worker whose options are wrong.
 _GAVE_UP = 1  # Exit code of the supervisor when the server or a worker was given up.
-_SECOND_SIGNAL_S = 0.25  # Between the two SIGTERM of `lmpool down --now`; the kernel merges signals that are pending.
-_KILL_S = 5.0  # After which `lmpool down --now` sends SIGKILL.
-_MAX_LOGS = 10  # Logs kept of ended `lmpool up --detach`.
-_IDLE_MS = int(LIMITS["lease_s"][1] * 1000)  # The longest lease: every worker may claim a job that was idle for it.
-_REASONS_TTL_MS = 3_600_000  # An hour, as for the reasons that workers write.
-_MAX_REASONS = 1000  # As for the reasons that workers write.
-_MAX_SWEPT = 200  # Workers that one call removes, as in a worker.
-_MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime of the set of workers: longer than any lease, as in a worker.
+_SECOND_SIGNAL_S = 0.25  # Seconds between the two SIGTERM of `lmpool down --now`; the kernel merges pending signals.
+_KILL_S = 5.0  # Seconds after which `lmpool down --now` sends SIGKILL.
+_MAX_LOGS = 10  # Max logs kept of ended `lmpool up --detach`.
+_IDLE_MS = int(LIMITS["lease_s"][1] * 1000)  # Idle ms of a requeued job: the max lease, so any worker claims it.
+_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons for released jobs, as in `leases.py`.
+_MAX_REASONS = 1000  # Max reasons for released jobs, as in `leases.py`.
+_MAX_SWEPT = 200  # Max ended workers that one call of the server removes, as in `heartbeat.py`.
+_MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the set of workers, longer than any lease, as in `heartbeat.py`.
 
 
 def plan_workers(wanted: str, backend: str, device: str | None) -> list[dict[str, str]]:
     """Environment variables for each worker: its device, or its share of the threads.
 
-    `wanted` is a number, or "all": one worker per GPU, or one on a machine without a GPU.
+    `wanted` is a number, or "all": one worker per GPU, or one worker on a machine without a GPU.
     """
     gpus = [] if backend == "synthetic" or device == "cpu" else visible_gpus()
     if wanted != "all" and not (wanted.isdecimal() and int(wanted)):
@@ -81,13 +81,13 @@ def plan_workers(wanted: str, backend: str, device: str | None) -> list[dict[str
 def visible_gpus() -> list[str]:
     """The value of CUDA_VISIBLE_DEVICES for each GPU that this process may use."""
     if (visible := os.environ.get(_VISIBLE)) is not None:
-        # Numbers, UUIDs of GPUs, or names of MIG instances. CUDA ignores all names behind an invalid one.
+        # The names are numbers, UUIDs of GPUs, or MIG instances. CUDA ignores all names behind an invalid name.
         return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
     return [index for (index,) in query_gpus("index") if index.isdecimal()]
 
 
 def query_gpus(*fields: str) -> list[list[str]]:
-    """Fields of each GPU of this machine, from nvidia-smi; [] without this program."""
+    """Fields of each GPU of this machine, from nvidia-smi; [] if nvidia-smi does not run."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=True)
@@ -113,7 +113,7 @@ def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> 
     process = subprocess.Popen(
         [sys.executable, "-P", *words],
         pass_fds=(ready,),
-        start_new_session=True,  # A Ctrl-C in the terminal reaches this process alone, which signals the others.
+        start_new_session=True,  # Ctrl-C in the terminal reaches only the supervisor, which signals its children.
         env={**os.environ, **environment, READY_VARIABLE: str(ready)},
         **options,
     )
@@ -123,24 +123,24 @@ def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> 
 
 @dataclass(slots=True)
 class SupervisedWorker:
-    """One of the workers: a process at a time. Times are monotonic."""
+    """A worker of `lmpool up`, which runs as one process at a time. Times are monotonic, in seconds."""
 
-    number: int  # From 0.
-    arguments: list[str]  # Of `lmpool`.
-    environment: dict[str, str]  # Variables in addition to this process's.
-    process: subprocess.Popen[bytes] | None = None  # None before the start and between two.
+    number: int  # Number of the worker, from 0.
+    arguments: list[str]  # Arguments of the command `lmpool`.
+    environment: dict[str, str]  # Variables in addition to the supervisor's environment.
+    process: subprocess.Popen[bytes] | None = None  # None before the first start and between two processes.
     worker_id: str = ""  # The worker's name in Redis; "" until it serves.
-    start_at: float = 0.0  # The start of its process, or of the next one.
-    is_gone: bool = False  # No further process is started.
-    has_served: bool = False  # One of its processes has served.
-    serves_since: float = 0.0  # 0 until its process serves.
-    quick_crashes: int = 0  # In a row, each soon after a start.
+    start_at: float = 0.0  # When its process was started, or when the next process will be started.
+    is_gone: bool = False  # Whether no more processes are started for this worker.
+    has_served: bool = False  # Whether one of its processes has served.
+    serves_since: float = 0.0  # Time since when its process serves; 0 before.
+    quick_crashes: int = 0  # Number of crashes in a row, each before or soon after its process served.
     _ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
 
     def start(self) -> None:
         """Start a process."""
         self.worker_id, self.start_at = "", time.monotonic()
-        # The worker ends when its standard input is closed, however this process ends.
+        # The worker ends when its standard input is closed, which happens however the supervisor ends.
         self.process, self._ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
         os.set_blocking(self._ready, False)
 
@@ -154,7 +154,7 @@ class SupervisedWorker:
         return True
 
     def on_end(self) -> None:
-        """Count a crash, and close what belongs to the process that has ended."""
+        """Count a crash, and close the pipes of the process that has ended."""
         is_quick = not self.serves_since or time.monotonic() - self.serves_since < _MIN_LIFE_S
         self.quick_crashes = self.quick_crashes + 1 if is_quick else 0
         os.close(self._ready)
@@ -178,11 +178,11 @@ class Supervisor:
     server: EmbeddedServer
     user: User  # The record of this process in the server's state file.
     workers: list[SupervisedWorker]
-    max_deliveries: int  # A setting of the workers.
+    max_deliveries: int  # Deliveries after which workers give up a job.
     is_stopping: bool = False
     code: int = 0
     has_server: bool = True  # False once the server was given up.
-    server_started_at: float = -_MIN_LIFE_S  # Monotonic time.
+    server_started_at: float = -_MIN_LIFE_S  # Monotonic time of the server's last restart.
 
     def run(self) -> int:
         """Run the workers; returns the exit code.
@@ -200,7 +200,7 @@ class Supervisor:
                 if not self.is_stopping:
                     _log.info("stopping: workers finish the prompts that they hold; a second signal ends them at once")
                     self._stop(0)
-                elif received != signal.SIGHUP:  # The shell and the kernel each send one when a terminal closes.
+                elif received != signal.SIGHUP:  # Shell and kernel each send SIGHUP when a terminal closes.
                     _log.info("stopped at once")
                     self._stop(INTERRUPTED, signal.SIGKILL)
             if self.has_server and not self.server.running:
@@ -216,7 +216,7 @@ class Supervisor:
             worker.signal(number)
 
     def _restart_server(self) -> None:
-        """Start the server again, or stop at once if that is of no use."""
+        """Restart the server; if it cannot start, or ended soon after its last restart, stop all workers at once."""
         reason = " | ".join(f"your server {self.server.why_ended}".splitlines())
         try:
             if time.monotonic() - self.server_started_at < _MIN_LIFE_S:
@@ -270,7 +270,7 @@ class Supervisor:
         self._report_if_ready()
 
     def _report_if_ready(self) -> None:
-        """Report that the workers serve, once all serve that were not given up."""
+        """Report that the workers serve, once every worker that was not given up has served."""
         left = [worker for worker in self.workers if not worker.is_gone]
         if left and all(worker.has_served for worker in left):
             if len(self.workers) > 1:
@@ -279,14 +279,14 @@ class Supervisor:
             report_ready()
 
     async def _requeue(self, worker: SupervisedWorker, reason: str) -> None:
-        """Requeue the jobs of a worker that has crashed, and deregister it.
+        """Requeue the jobs of a worker that has crashed, and deregister the worker.
 
         The jobs keep their delivery counts, so a prompt that kills workers is still given up.
         """
         everything, redis, count = Keys(self.user.prefix), Server(self.server.url).client(), 0
         keys = everything.model(self.user.model)
         try:
-            # It may hold jobs of its own lane, of the shared stream, and of other lanes, from which it claimed them.
+            # The worker may hold jobs of its own lane, of the shared stream, and of other lanes (claimed jobs).
             members = cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))
             for lane in {b"", worker.worker_id.encode(), *members}:
                 streams = [keys.lane(lane) if lane else keys.jobs, keys.reasons]
@@ -310,7 +310,7 @@ class Supervisor:
             _log.info("requeued %d prompts of worker %d", count, worker.number)
         for other in self.workers:
             if other.worker_id:
-                other.signal(signal.SIGUSR1)  # It claims them now instead of within a third of a lease.
+                other.signal(signal.SIGUSR1)  # The other worker claims the jobs now, not a third of a lease later.
 
 
 def supervise(
@@ -318,10 +318,10 @@ def supervise(
 ) -> int:
     """Run `lmpool up`; returns the exit code.
 
-    Each worker gets the arguments of `lmpool`, the server's URL and a metrics port. `plan` has its environment
-    (`plan_workers`), `model` the name under which it serves.
+    Each worker gets the arguments of `lmpool`, the server's URL and a metrics port. `plan` has the environment of each
+    worker (`plan_workers`), and `model` is the name under which the workers serve.
     """
-    from lmpool.workers.cli import serve  # Imports all of the worker: other commands need none of it.
+    from lmpool.workers.cli import serve  # This loads the whole worker, which other commands do not need.
 
     serve.start_log(settings.log_format, model)
     server = EmbeddedServer(None if memory_mb is None else memory_mb * 2**20)
@@ -329,7 +329,7 @@ def supervise(
     is_started = server.join(user)
     code = None
     try:
-        if settings.log_format == "text":  # JSON logs have the address too, and must not contain other lines.
+        if settings.log_format == "text":  # The address is in JSON logs too, which must not contain other lines.
             say(f"your server runs {'' if is_started else 'already '}at {server.url}", err=True)
             if memory_mb is not None and not is_started:
                 say("--memory-mb has no effect on a server that runs already", err=True)
@@ -350,7 +350,7 @@ def start_detached(arguments: list[str], model: str) -> None:
     """Start `lmpool up` with these arguments in the background, print its log, and return when it serves the model.
 
     Raises:
-        Exit: it ended before it served, with its exit code.
+        Exit: `lmpool up` ended before it served; the exception has its exit code.
     """
     folder = runtime_dir()
     with explained(folder):
@@ -380,7 +380,7 @@ def start_detached(arguments: list[str], model: str) -> None:
                 process.terminate()
                 process.wait()
             except KeyboardInterrupt:
-                process.kill()  # Its children end with it.
+                process.kill()  # The children of this process end with it.
             raise
         finally:
             _print_more(printed)
@@ -400,7 +400,7 @@ def down(
     model: Annotated[str | None, typer.Argument(help="Name of the model to stop (default: all of them).")] = None,
     now: Annotated[bool, typer.Option("--now", help="Do not wait for the prompts that are being computed.")] = False,
 ) -> None:
-    """Stop what `lmpool up --detach` has started on this machine, after it has finished the prompts that it holds."""
+    """Stop each `lmpool up --detach` on this machine, after it has finished the prompts that it holds."""
     folder = runtime_dir()
     users: list[User] = []
     if (folder / "state").exists():
@@ -411,7 +411,7 @@ def down(
                 users = [user for user in state.users() if user.model]
                 stopped = [user for user in users if user.log and model in (None, user.model)]
                 for user in stopped:
-                    # A second signal would make it drop the prompts that it computes.
+                    # Without --now, signal only once: a second signal makes `lmpool up` drop its prompts.
                     if now or not user.is_stopping:
                         os.kill(user.pid, signal.SIGTERM)
                     state.write(user.number, asdict(replace(user, is_stopping=True)))

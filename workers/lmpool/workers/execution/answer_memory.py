@@ -1,4 +1,4 @@
-"""Memory of large answers: prompts wait in the worker while the answers of others take it."""
+"""Limits the memory of large answers: prompts wait in the worker while the answers of other prompts fill it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from lmpool.protocol.row import width_of
 from lmpool.workers.execution.in_flight import InFlightPrompt
 
 MAX_ANSWER_BYTES = 256 * 2**20
-"""Bytes of large answers that are being computed or not published yet; one answer may have more."""
+"""Max bytes of large answers that are not published yet, computed or not; a single answer may be larger."""
 
-# Answers up to this many bytes are not counted: a worker holds a few batches of prompts at most.
+# Max bytes of a small answer, which is not counted: a worker holds only a few batches of prompts.
 _SMALL_ANSWER_BYTES = 64 * 2**10
 # Bytes of a number in an answer (float32).
 _NUMBER_BYTES = 4
 
 
 class AnswerMemory:
-    """Bounds the memory of large answers: prompts wait while the answers of others take it. For the event loop.
+    """Bounds the memory of large answers: prompts wait while other answers fill it. Used by the event loop.
 
-    A worker holds a few batches of prompts, and their rows have one size. But values of positions, or of the head, may
-    take 8 MiB each. Small answers never wait.
+    Rows need no bound: a worker holds a few batches of prompts, and all rows have one size. But an answer of values of
+    positions, or of the head, may take 8 MiB. Prompts with small answers never wait.
 
     Args:
         info: the backend's info.
@@ -30,13 +30,13 @@ class AnswerMemory:
 
     def __init__(self, info: ModelInfo) -> None:
         self._info = info
-        # Each in order of arrival.
+        # Prompts that wait for memory, in order of arrival.
         self._waiting: deque[InFlightPrompt] = deque()
         self._waiting_bulk: deque[InFlightPrompt] = deque()
         self._taken_bytes = 0
 
     def admit(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
-        """Return the prompts that the backend may have now; the others wait."""
+        """Return the prompts that the backend may have now; the other prompts wait."""
         ready = []
         for prompt in prompts:
             if self._bytes_of(prompt) <= _SMALL_ANSWER_BYTES:
@@ -62,12 +62,12 @@ class AnswerMemory:
         return self.free(prompts)
 
     def promote(self, prompts: Collection[InFlightPrompt]) -> None:
-        """Move bulk prompts behind the other prompts that wait."""
+        """Move bulk prompts that became interactive to the end of the waiting interactive prompts."""
         self._waiting += [prompt for prompt in self._waiting_bulk if prompt in prompts]
         self._waiting_bulk = deque(prompt for prompt in self._waiting_bulk if prompt not in prompts)
 
     def _next(self) -> list[InFlightPrompt]:
-        """The waiting prompts that fit now, bulk prompts last. One fits in any case."""
+        """Admit waiting prompts whose answers fit now, bulk prompts last. A single answer of any size fits."""
         admitted: list[InFlightPrompt] = []
         while waiting := self._waiting or self._waiting_bulk:
             size = self._bytes_of(waiting[0])
@@ -80,7 +80,7 @@ class AnswerMemory:
         return admitted
 
     def _bytes_of(self, prompt: InFlightPrompt) -> int:
-        """Bytes of the answer; 0 for a row."""
+        """Bytes of a prompt's large answer; 0 for a row."""
         info, numbers = self._info, 0
         if prompt.positions is not None:
             numbers = len(prompt.span) * prompt.positions.width(info.vocab_size)

@@ -36,17 +36,17 @@ class BackendJob(msgspec.Struct, eq=False):
         digest: name of the prompt; unique among the jobs that the backend holds.
         ids: token ids as little-endian uint32 bytes (`lmpool.protocol.job.decode_ids` reads them).
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
-        payload: further input, which only its maker and its backend read; None for a prompt.
+        payload: input of a trie job, for the trie backend; None for a prompt.
         fresh: compute the row without keys and values of earlier prompts, if the backend can.
-        positions: return these values of several positions in `Finished.answers`, not the row. None for the row.
-            Only backends whose info has `positions` get such jobs.
+        positions: return these values of several positions in `Finished.answers`, not the row. None: return the row.
+            Only backends whose info has `positions` get jobs with this field.
         generate: the client requested a continuation. Backends ignore the field and compute the row of `ids`: the
             worker draws the next token from the row, and submits the job again with the longer `ids`.
         head: the client requested a part of the model's head. The worker calls `TellsHead.head` for it; the job itself
             does not reach the backend.
-        bulk: only bulk clients wait for the prompt, so others go first (`lmpool.workers.execution.yielding`). When
-            another client joins, the worker clears the field and submits the job again.
-        state: free for the backend; None at the first submission.
+        bulk: only bulk clients wait for the prompt, so other prompts go first (`lmpool.workers.execution.yielding`).
+            When another client joins, the worker clears the field and submits the job again.
+        state: any object that the backend stores here; None at the first submission.
     """
 
     digest: bytes
@@ -86,7 +86,7 @@ class Finished(NamedTuple):
 
     @property
     def digests(self) -> list[bytes]:
-        """The prompts that have a row, a vector or a failure."""
+        """Digests of the prompts that have a row, a vector or a failure."""
         answered = [digest for block in self.blocks for digest in block.digests]
         return [*answered, *(self.answers.digests if self.answers else ()), *self.failures]
 
@@ -95,10 +95,10 @@ class BackendStats(NamedTuple):
     """Counters since the start, for the log and the heartbeat.
 
     Attributes:
-        steps: forwards that were run.
-        rows: rows that were computed.
-        tokens: tokens of the prompts that were computed.
-        reused: tokens among them that a prefix cache already held.
+        steps: number of forwards that were run.
+        rows: number of computed rows.
+        tokens: number of tokens of the prompts that were computed.
+        reused: number of tokens of these prompts that a prefix cache already held.
     """
 
     steps: int = 0
@@ -110,8 +110,8 @@ class BackendStats(NamedTuple):
 class BackendSettings(Protocol):
     """The settings of a backend. Each entry point of the group `lmpool.backends` names a class of this kind.
 
-    It is a dataclass. Its fields become options of `lmpool worker`; a field's metadata has the help text under "help".
-    The MODEL of the command is the field `model`, or `name` where there is no field `model`.
+    The class is a dataclass. Its fields become options of `lmpool worker`; a field's metadata has the help text under
+    "help". The argument MODEL of the command sets the field `model`, or `name` in a class without `model`.
     """
 
     @property
@@ -125,7 +125,7 @@ class BackendSettings(Protocol):
 
 
 class Backend(Protocol):
-    """Turns prompts into rows. The worker calls all methods in one thread; it reads `info` and `batch` in any."""
+    """Turns prompts into rows. The worker calls all methods in one thread, and reads `info` and `batch` in any."""
 
     @property
     def info(self) -> ModelInfo:
@@ -152,11 +152,11 @@ class Backend(Protocol):
         ...
 
     def capacity(self) -> int:
-        """How many more prompts the backend accepts now, one step ahead included."""
+        """Number of prompts that the backend accepts now, including prompts for one step ahead."""
         ...
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Take jobs. The backend holds each until a step returns a result for it or `abort` drops it."""
+        """Take jobs. The backend holds each job until a step returns a result for it or `abort` drops it."""
         ...
 
     def step(self) -> Finished:
@@ -172,7 +172,7 @@ class Backend(Protocol):
         ...
 
     def load_adapter(self, name: str, source: str) -> str:
-        """Load an adapter; called between steps. Loading it again does nothing.
+        """Load an adapter; called between steps. Loading a loaded adapter again does nothing.
 
         Adapters of the same name with other weights stay loaded until they are dropped.
 
@@ -184,14 +184,14 @@ class Backend(Protocol):
             the revision, a digest of the weights that is the same on every machine.
 
         Raises:
-            SettingsError: it cannot be read, does not fit the model, or this backend cannot load adapters.
+            SettingsError: the adapter cannot be read or does not fit the model, or this backend cannot load adapters.
         """
         ...
 
     def drop_adapter(self, adapter: str) -> None:
         """Drop an adapter ("name@revision"); called between steps, when no held job names it.
 
-        After an exception it stays loaded; a device error (`is_device_error`) ends the worker.
+        After an exception the adapter stays loaded; a device error (`is_device_error`) ends the worker.
         """
         ...
 
@@ -209,7 +209,7 @@ class WritesInPlace(Protocol):
     """An extra method of a backend that can write rows directly into shared memory."""
 
     def write_to(self, new_rows: NewRows) -> None:
-        """Take the memory of rows from `new_rows` where it returns some; called once, between steps."""
+        """Write rows into the memory that `new_rows` returns, unless it returns None; called once, between steps."""
         ...
 
 
@@ -218,7 +218,7 @@ class TellsTokenizer(Protocol):
     """An extra method of a backend whose model has a tokenizer that clients can download."""
 
     def tokenizer(self) -> PackedTokenizer | None:
-        """The model's tokenizer; None if it has none in that form. Called once, after `vocabulary`."""
+        """The model's tokenizer; None if it has no form that clients can use. Called once, after `vocabulary`."""
         ...
 
 
@@ -257,7 +257,7 @@ def failure_of(error: Exception) -> str:
     """Log an exception that a single query caused, and return the reason for the client.
 
     Raises:
-        Exception: `error` itself, if the device is broken: then the worker must end.
+        Exception: `error` itself, if the device is broken, because then the worker must end.
     """
     if is_device_error(error):
         raise error

@@ -43,15 +43,15 @@ from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance,
 
 _log = logging.getLogger("lmpool.worker")
 
-# Factor per full step by which the measured step time falls: engines that compute ahead return some steps at once.
+# Decay per full step of the max step time; a max, because engines that compute ahead return some steps at once.
 _STEP_TIME_DECAY = 0.9
-# Max batches of bulk prompts and continuations that a worker holds. The scripts put at most two batches of bulk prompts
-# and three of both kinds in the streams of a worker next to other clients, held ones included: with a fourth, the
-# worker reaches the rows behind them. A bulk client that was alone may have put more there: see `capacity`.
+# Max batches of bulk prompts and continuations that a worker holds. While other clients are active, the Lua scripts put
+# at most three batches of these prompts in a worker's streams, so a fourth lets the worker reach the rows behind them.
+# A bulk client that was alone may have put more batches there: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
-# Max batches of such prompts that a worker holds when it takes single entries to reach a row behind them.
+# Max batches of bulk prompts and continuations of a worker that takes single entries to reach a row behind them.
 _MAX_BATCHES_BEFORE_ROWS = 8
-# Seconds between two entries that a worker takes beyond the first limit while bulk clients are alone.
+# Seconds between two entries that a worker takes beyond `_MAX_YIELDING_BATCHES` while only bulk clients are active.
 _BEYOND_LIMIT_S = 1.0
 
 
@@ -67,7 +67,7 @@ class Opened(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """The results of one step, or of several that are published together.
+    """The results of one step, or of several steps that are published together.
 
     Attributes:
         finished: the results as the backend returned them.
@@ -89,14 +89,14 @@ class StepResult(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of the backend, for the thread to run and for the watchdog to name. Compare calls by identity."""
+    """One call of the backend: the thread runs it, and the watchdog names it in errors. Compare calls with `is`."""
 
     description: str
     run: Callable[[_Engine], None] = lambda _: None
 
 
 class _Capacity(NamedTuple):
-    """How many more rows of interactive clients the backend accepts, after it had received `taken` of them."""
+    """Number of rows that the backend accepts from interactive clients, counted after it had received `taken` rows."""
 
     rows: int = 0
     taken: int = 0
@@ -113,14 +113,14 @@ class EngineThread:
         tells_steps: set `StepResult.step`.
 
     Attributes:
-        batch: prompts in a full step.
-        step_s: recent max seconds of a step; infinity before the first.
+        batch: number of prompts in a full step.
+        step_s: recent max seconds of a step; infinity before the first step.
         stats: the backend's counters after its last step.
-        call: the call that the backend has not returned from; None for none.
-        is_hung: the thread does not return from the backend; only the end of the process ends it.
+        call: the call that the backend has not returned from; None if no call runs.
+        is_hung: the thread does not return from the backend; only the end of the process ends the thread.
         stepping_since: monotonic start of the running step, or None.
-        owed: prompts that the backend has not answered yet.
-        yielding: prompts among them that give way to rows (`YieldingPrompts`).
+        owed: number of prompts that the backend has not answered yet.
+        yielding: number of owed prompts that give way to rows (`YieldingPrompts`).
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class EngineThread:
         self._is_woken = False
         self._loads: set[Future[str]] = set()
         self._capacity = _Capacity()
-        # Rows that were sent to the thread, to be compared with `_Capacity.taken`.
+        # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
         self._sent = 0
         self._submitted_at = self._interactive_at = -math.inf
         self.owed = self.yielding = 0
@@ -155,11 +155,11 @@ class EngineThread:
         self.call: Call | None = None
         self.is_hung = False
         self.stepping_since: float | None = None
-        # A daemon: a forward that never returns must not keep a process alive that was told to stop now.
+        # A daemon thread: a forward that never returns must not keep a process alive that was told to stop at once.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
     async def start(self) -> Opened:
-        """Make the backend and return its properties. Raises the exception that making it raised."""
+        """Make the backend and return its properties; raises the exception that `make` raises."""
         self._thread.start()
         opened, self._capacity = await asyncio.wrap_future(self._ready)
         self.batch = opened.batch
@@ -168,11 +168,11 @@ class EngineThread:
 
     @property
     def capacity(self) -> int:
-        """How many more prompts the backend accepts now, besides those that were sent to it.
+        """Number of prompts that the backend accepts now, in addition to the prompts that were sent to it.
 
-        Prompts that yield take no capacity of rows: they have a limit of their own. At that limit the worker takes one
-        entry after another while interactive clients are active, and one a second otherwise: the next entry of the
-        stream may be a row, and a bulk prompt may take long.
+        Prompts that yield to rows have their own limit. At this limit, a worker still takes single entries, because
+        the next entry of the stream may be a row, and a bulk prompt may take long: one entry after another while
+        interactive clients are active, else one entry per second.
         """
         free = _MAX_YIELDING_BATCHES * self.batch - self.yielding
         if free <= 0:
@@ -217,7 +217,7 @@ class EngineThread:
         self._send(ready)
 
     def promote(self, prompts: Iterable[InFlightPrompt]) -> None:
-        """Make bulk prompts interactive, because another client has joined them."""
+        """Make bulk prompts interactive, because an interactive client has joined them."""
         bulk = {prompt for prompt in prompts if prompt.bulk}
         pending = {prompt for prompt in bulk if prompt.status == "pending"}
         for prompt in bulk - pending:
@@ -230,7 +230,7 @@ class EngineThread:
         """Load an adapter between two steps; return its revision.
 
         Raises:
-            LMPoolError: it cannot be loaded.
+            LMPoolError: the adapter cannot be loaded.
         """
         loaded = Future[str]()
 
@@ -260,7 +260,7 @@ class EngineThread:
         self._calls.put(Call(f"drop of the adapter {adapter!r}", lambda engine: engine.drop_adapter(adapter)))
 
     def write_to(self, new_rows: NewRows) -> None:
-        """Have the backend write rows into this memory, if it can."""
+        """Have the backend write rows into the memory of `new_rows`, if the backend can."""
         self._calls.put(Call("preparation to write rows", lambda engine: engine.write_to(new_rows)))
 
     def abandon(self, error: WorkerError) -> None:
@@ -276,7 +276,7 @@ class EngineThread:
         return "".join(traceback.format_stack(frame)) if frame else ""
 
     async def close(self, timeout_s: float | None = None) -> None:
-        """End the thread after its running step and close the backend. A thread that takes longer hangs."""
+        """End the thread after its running step and close the backend. A thread that takes over `timeout_s` hangs."""
         self._calls.put(None)
         if self._thread.is_alive() and not self.is_hung:
             try:
@@ -288,13 +288,13 @@ class EngineThread:
 
     def _end(self, prompts: Iterable[InFlightPrompt]) -> None:
         for prompt in prompts:
-            if prompt.status != "ended":  # Else it was aborted before.
+            if prompt.status != "ended":  # An ended prompt was aborted before.
                 prompt.status = "ended"
                 self.owed -= 1
                 self.yielding -= prompt.yields
 
     def _receive(self) -> None:
-        # Cleared first: a result from now on must wake the event loop again.
+        # Clear the flag first: a result that arrives from now on must wake the event loop again.
         self._is_woken = False
         while self._results:
             result, self.stats, self._capacity = self._results.popleft()
@@ -302,10 +302,10 @@ class EngineThread:
             self._end(result.stale)
             self._on_result(result)
 
-    # In the thread
+    # Methods that run in the backend's thread
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # The loop is closed: the process ends, and nothing waits for the result.
+        with suppress(RuntimeError):  # After the loop is closed, no task waits for the result.
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _run(self) -> None:
@@ -323,12 +323,12 @@ class EngineThread:
                 opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
-            except BaseException as error:  # noqa: BLE001  reported before `close`, which may take long
+            except BaseException as error:  # noqa: BLE001  the error is reported before `close`, which may take long
                 self._fail(error)
             finally:
                 self.call = None
                 backend.close()
-        except BaseException as error:  # noqa: BLE001  making or closing it failed
+        except BaseException as error:  # noqa: BLE001  making or closing the backend failed
             self._fail(error)
         finally:
             self._post(self._closed.set)
@@ -341,7 +341,7 @@ class EngineThread:
 
     def _serve(self, engine: _Engine) -> None:
         while True:
-            # Run all calls that have arrived before the next step, so that the step is full.
+            # Before the next step, run all calls that have arrived, so that the step is full.
             while not self._calls.empty() or not (engine.held or engine.has_yielding):
                 if (call := self._calls.get()) is None:
                     return
@@ -383,7 +383,7 @@ class _Engine:
 
     Attributes:
         held: the prompts that the backend holds, by digest.
-        yielding: the prompts that wait for the backend.
+        yielding: the prompts that wait in this thread for the backend.
     """
 
     def __init__(self, backend: Backend, send_result: Callable[[StepResult, BackendStats, _Capacity], None]) -> None:
@@ -392,9 +392,9 @@ class _Engine:
         self.held: dict[bytes, InFlightPrompt] = {}
         self.yielding = YieldingPrompts(backend.batch)
         self._send_result = send_result
-        # Of the prompts that the backend holds.
+        # Prompts that the backend holds and that yield to rows.
         self._held_yielding: set[InFlightPrompt] = set()
-        # Rows that have arrived from the event loop.
+        # Number of rows that have arrived from the event loop.
         self._taken = 0
 
     @property
@@ -403,12 +403,12 @@ class _Engine:
         return bool(self.yielding.continuations or self.yielding.bulk)
 
     def send(self, result: StepResult) -> None:
-        """Send a result to the event loop, with the capacity after it."""
+        """Send a result to the event loop, with the backend's capacity after this result."""
         capacity = self.backend.capacity() + len(self._held_yielding)
         self._send_result(result, self.backend.stats(), _Capacity(capacity, self._taken))
 
     def take(self, prompts: Sequence[InFlightPrompt], rows: int) -> None:
-        """Take prompts, of which `rows` do not yield."""
+        """Take prompts from the event loop; `rows`: number of prompts that do not yield."""
         self._taken += rows
         if rows:
             self.yielding.interactive_at = time.monotonic()
@@ -419,7 +419,7 @@ class _Engine:
         self._submit(self.yielding.keep(prompts) if is_mixed else prompts)
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
-        """Give prompts to the backend; report those whose adapter it does not have."""
+        """Give prompts to the backend; report prompts whose adapter the backend does not have."""
         backend = self.backend
         if any(prompt.adapter for prompt in prompts):
             served = {"", *backend.adapters}
@@ -443,19 +443,19 @@ class _Engine:
             self._submit(due)
 
     def take_results(self, finished: Finished, digests: Iterable[bytes]) -> StepResult:
-        """Turn the results of a step into those for the event loop; keep continuations that have not ended."""
+        """Turn the results of a step into results for the event loop; keep continuations that have not ended."""
         prompts = [self.held.pop(digest) for digest in digests]
         if self._held_yielding:
             self._held_yielding.difference_update(prompts)
             if continuations := {prompt.digest: prompt for prompt in prompts if prompt.generate is not None}:
                 finished, longer = advance(finished, continuations)
-                # The rows that have arrived meanwhile go first.
+                # Rows that have arrived during the step go before the next tokens of continuations.
                 self.yielding.keep_longer(longer)
                 prompts = [prompt for prompt in prompts if prompt not in longer]
         return StepResult(finished, prompts)
 
     def abort(self, prompts: Collection[InFlightPrompt]) -> None:
-        """Drop prompts, wherever they are."""
+        """Drop prompts that wait for the backend or that the backend holds."""
         self.yielding.drop(prompts)
         self._abort_held([prompt for prompt in prompts if self.held.get(prompt.digest) is prompt])
         self.send(StepResult(Finished([], {})))  # The capacity has changed.
@@ -467,7 +467,7 @@ class _Engine:
         self._held_yielding.difference_update(prompts)
 
     def promote(self, prompts: Collection[InFlightPrompt]) -> None:
-        """Make bulk prompts interactive, wherever they are."""
+        """Make bulk prompts interactive, whether they wait for the backend or the backend holds them."""
         held = [prompt for prompt in prompts if self.held.get(prompt.digest) is prompt]
         for prompt in prompts:
             prompt.bulk = False
@@ -477,7 +477,7 @@ class _Engine:
             self._submit(rows)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Drop an adapter and the prompts that name it. One that cannot be dropped stays loaded."""
+        """Drop an adapter and the prompts that name it; an adapter that cannot be dropped stays loaded."""
         stale = [prompt for prompt in self.held.values() if prompt.adapter == adapter]
         self._abort_held(stale)
         try:
@@ -490,7 +490,7 @@ class _Engine:
             self.send(StepResult(Finished([], {}), stale=stale))
 
     def write_to(self, new_rows: NewRows) -> None:
-        """Have the backend write rows into this memory, except rows that are only for continuations."""
+        """Have the backend write rows into the memory of `new_rows`, except rows that are only for continuations."""
 
         def memory(count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any] | None:
             is_unread = bool(self.held) and all(prompt.generate is not None for prompt in self.held.values())

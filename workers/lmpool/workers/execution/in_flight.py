@@ -1,6 +1,6 @@
 """The prompts that a worker holds: one object per prompt, from reading its first stream entry to its result.
 
-The event loop and the backend's thread share the object. Each field belongs to one of them: only the owner writes it.
+The event loop and the backend's thread share the object. Each field belongs to one of the two, which alone writes it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class JobTrace:
         context: OpenTelemetry's context of the client's request.
         queued: when the job was queued.
         taken: when this worker read it.
-        stepped: start and end of the step that computed it; None for none.
+        stepped: start and end of the step that computed the job; None if no step did.
         batch: context of the span of that step.
     """
 
@@ -46,17 +46,17 @@ class StreamEntry(msgspec.Struct, eq=False, gc=False):
     """One entry of a job stream that this worker holds: one request for a row, or for the answer to a query.
 
     Attributes:
-        id: its id in the shared stream; for an entry of a lane, a space and the worker id of the lane follow.
+        id: id of the entry in its stream; for an entry of a lane, a space and the worker id of the lane follow.
         digest: digest of the prompt or of the query about it; 16 zero bytes if the entry does not decode.
         overwrite: the stored row is damaged and must be replaced.
         query: the query that is answered from the row; None for the row itself.
         failure: why the entry ends without a result; None while nothing has failed.
         is_dead: the entry becomes a dead letter when it ends.
-        fields: further fields of the stream entry.
+        fields: the other fields of the stream entry.
         since: monotonic time when the worker read it.
-        checked_at: monotonic time of the last check whether a client waits for it; 0 before the first.
+        checked_at: monotonic time of the last check whether a client waits for it; 0 before the first check.
         host: token of the host whose shared memory its first client reads (`Job.host`).
-        trace: its part of the client's trace; None without one.
+        trace: times of the job for the client's trace; None without a trace.
     """
 
     id: bytes
@@ -82,9 +82,9 @@ class DrawnTokens(msgspec.Struct, eq=False, gc=False):
 
     Attributes:
         ends: tokens that end the continuation, as little-endian uint32.
-        stops: sequences of several tokens that end it, encoded likewise.
+        stops: sequences of several tokens that end the continuation, also as little-endian uint32.
         tokens: the drawn tokens.
-        logprobs: their log-probabilities.
+        logprobs: log-probabilities of the drawn tokens.
     """
 
     ends: frozenset[bytes]
@@ -101,16 +101,16 @@ class InFlightPrompt(BackendJob, eq=False):
     Attributes:
         entries: entry id -> entry.
         has_query: the first entry requests something other than the row.
-        is_damaged: the cached row cannot be read: a new one must replace it.
-        status: "accepted" until the backend's thread gets it, then "pending" until it returns a result. Before
-            "pending" it may be "waiting" for memory of its answer. "ended" with a result, or aborted.
+        is_damaged: the cached row cannot be read: a new row must replace it.
+        status: "accepted" at first, "waiting" while memory lacks for its answer, "pending" from its submission to the
+            backend's thread until its result, "ended" with a result or when aborted.
         answer_bytes: bytes that are reserved for its answer (`AnswerMemory`).
         yields: it was submitted as a bulk prompt or a continuation, which give way to rows.
-        patient_until: * number of the step after which a bulk prompt has waited long enough.
-        drawn: * the tokens of a continuation so far; None for anything else.
+        patient_until: * number of the step from which the backend gets a bulk prompt even next to interactive prompts.
+        drawn: * the tokens of a continuation so far; None for a prompt that is no continuation.
     """
 
-    entries: dict[bytes, StreamEntry] = {}  # noqa: RUF012  msgspec copies it
+    entries: dict[bytes, StreamEntry] = {}  # noqa: RUF012  msgspec copies the default
     has_query: bool = False
     is_damaged: bool = False
     status: Status = "accepted"
@@ -130,7 +130,7 @@ class InFlightPrompt(BackendJob, eq=False):
         return any(entry.query is None for entry in self.entries.values())
 
     def restart(self) -> None:
-        """Prepare for another submission, for the entries that joined after the last one."""
+        """Prepare another submission, for the entries that joined after the last submission."""
         if self.drawn is not None:
             self.ids = self.ids[: len(self.ids) - 4 * len(self.drawn.tokens)]
             self.drawn = None

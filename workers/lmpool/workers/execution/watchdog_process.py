@@ -1,11 +1,11 @@
 """A program that ends a worker whose event loop does not run.
 
 A call that holds the interpreter lock stops all threads and signal handlers of a worker, so only another process can
-detect it. `ProcessWatchdog` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a pipe:
-the worker writes to it while its event loop runs, and the system closes it when the worker ends.
+detect this call. `ProcessWatchdog` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
+pipe: the worker writes to it while its event loop runs, and the system closes it when the worker ends.
 
-A timer in the worker (`faulthandler.dump_traceback_later`) is no substitute: it counts the time in which a worker is
-stopped, and ends the worker before that can report that it runs again.
+A timer in the worker (`faulthandler.dump_traceback_later`) is no substitute: it counts time in which a worker is
+stopped by a signal, and would end a worker that continues before the worker can report that it runs.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MAX_INTERVAL_S = 1.0
 """Max seconds between two heartbeats of the worker."""
 
 MIN_BEATS = 8
-"""Min heartbeats within the time limit."""
+"""Min heartbeats that a running worker sends within the time limit."""
 
-# File descriptor of the pipe.
+# File descriptor of the pipe to which the worker writes: standard input.
 _PIPE = 0
-# Seconds between the signal and SIGKILL, for the worker to print its stacks.
+# Seconds from the signal to SIGKILL, in which the worker prints its stacks.
 _GRACE_S = 5.0
 
 
 def main(pid: int, limit_s: float, number: int) -> None:
-    """Watch the parent until it ends; end it by a signal when it has not written for too long."""
-    # These signals are for the worker, which may need time to end.
+    """Watch the parent until it ends; send it the signal `number` after `limit_s` seconds without a heartbeat."""
+    # The worker handles these signals, and may need time to end; this process must outlive them.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     if not _is_silent_for(pid, limit_s):
@@ -51,16 +51,16 @@ def main(pid: int, limit_s: float, number: int) -> None:
 
 
 def _is_silent_for(pid: int, limit_s: float) -> bool:
-    """Wait until the parent has been silent for `limit_s` while it could run; False when it has ended."""
+    """Wait until the parent has been silent for `limit_s` while it was not stopped; False when the parent has ended."""
     pause_s = min(MAX_INTERVAL_S, limit_s / MIN_BEATS)
     spent_s, before = 0.0, time.monotonic()
     while spent_s < limit_s:
         has_written = bool(select.select([_PIPE], [], [], pause_s)[0])
-        # Children of the worker may keep the pipe open.
+        # Check the parent process too: children of the worker may keep the pipe open after the worker has ended.
         if (has_written and not os.read(_PIPE, 65536)) or os.getppid() != pid:
             return False
         now = time.monotonic()
-        # Time in which this process was stopped too does not count.
+        # Time in which this process itself was stopped does not count.
         spent_s = 0.0 if has_written or _is_stopped(pid) else spent_s + min(now - before, 2 * pause_s)
         before = now
     return True
@@ -69,7 +69,7 @@ def _is_silent_for(pid: int, limit_s: float) -> bool:
 def _is_stopped(pid: int) -> bool:
     """Whether a process is stopped, by a signal or a debugger; False on systems without /proc."""
     try:
-        # The state follows the program's name, which may contain any characters.
+        # In this file, the state follows the program's name, which may contain any characters.
         state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
     except OSError:
         return False

@@ -27,7 +27,7 @@ _log = logging.getLogger("lmpool.worker")
 
 
 class Watchdog:
-    """Watches every call of the backend while the context is open, except making it: a large model may load long.
+    """Watches every call of the backend while the context is open, except loading the model, which may take long.
 
     Args:
         engine_thread: runs the backend.
@@ -100,12 +100,12 @@ class ProcessWatchdog:
         self._pipe.close()
 
     def _send_heartbeat(self) -> None:
-        # First, so that heartbeats go on after any error below.
+        # Schedule the next heartbeat first, so that heartbeats go on after any error below.
         pause_s = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
         self._timer = asyncio.get_running_loop().call_later(pause_s, self._send_heartbeat)
         if is_first := not self._pipe.closed:
             try:
-                self._pipe.write(b"\0")  # Writes nothing if the pipe is full, because that process is stopped.
+                self._pipe.write(b"\0")  # Writes nothing while the watchdog process is stopped and the pipe is full.
                 return
             except BrokenPipeError:
                 _log.warning("the process that watches this worker has ended: starting it again")
@@ -120,7 +120,7 @@ class ProcessWatchdog:
 def _exit_on(number: int) -> None:
     """Have a signal print the stacks of all threads and end the process, without the interpreter lock.
 
-    The handler is in C: the default action would not end a process that is the first of its container.
+    The handler is in C. The signal's default action would not end a process that is the first of its container.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

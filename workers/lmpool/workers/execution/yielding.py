@@ -1,4 +1,4 @@
-"""Prompts that give way to rows: prompts of bulk clients, and continuations between two of their tokens."""
+"""Holds back bulk prompts and continuations, so that the backend computes rows for interactive clients first."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ PATIENCE_STEPS = 16
 """Steps for which a bulk prompt waits before the backend gets it next to interactive prompts."""
 
 QUIET_S = 60.0
-"""Seconds after the last interactive prompt until bulk clients count as alone: a person asks again within a minute."""
+"""Seconds without an interactive prompt after which bulk clients count as alone; a person usually returns sooner."""
 
 MAX_BULK_TOKENS = 2048
-"""Tokens of bulk prompts that the backend must compute at once next to interactive clients; one prompt may have more.
+"""Max tokens of bulk prompts that the backend holds next to interactive clients; a single prompt may have more.
 
 Engines compute prompts in order of submission, so an interactive prompt waits for these tokens: one step of a GPU.
 """
 
-# An eighth of a step, and at least one prompt, goes to bulk prompts that have waited long enough.
+# Bulk prompts that have waited long enough get one part in `_LATE_SHARE` of a step, and at least one prompt.
 _LATE_SHARE = 8
-# Max parts that a block of rows is split into without a copy: each part is published on its own.
+# Max parts that a block of rows is split into without a copy: each part is published separately.
 _MAX_PARTS = 4
 
 
 class YieldingPrompts:
     """Keeps prompts from the backend while it has rows to fill its next step with. Used by the backend's thread.
 
-    Rows for interactive clients never wait here. Continuations of interactive clients are next: each step gets the
-    oldest of them, into the slots that rows leave free and into at least half of the batch. So the backend holds at
-    most one batch of continuations, and a row waits for one of their steps. Bulk prompts are last. While no interactive
-    client is active, the backend gets as many bulk prompts as it accepts, because it can pack its steps better then.
+    Rows for interactive clients never wait here. Continuations of interactive clients are next: each step gets
+    the oldest continuations, into the slots that rows leave free and into at least half of the batch. So the backend
+    holds at most one batch of continuations, and a row waits for one of their steps. Bulk prompts are last. While no
+    interactive client is active, the backend gets as many bulk prompts as it accepts, to pack its steps better.
 
     Args:
-        batch: prompts in a full step.
+        batch: number of prompts in a full step.
 
     Attributes:
-        continuations: the waiting continuations of interactive clients; first those that have begun.
+        continuations: the waiting continuations of interactive clients; first the continuations that have begun.
         bulk: the waiting bulk prompts.
         interactive_at: monotonic time of the last interactive prompt.
     """
@@ -59,7 +59,7 @@ class YieldingPrompts:
         self.interactive_at = float("-inf")
 
     def keep(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
-        """Keep the new prompts that yield; return the others, which the backend must get now."""
+        """Keep the new prompts that yield; return the other prompts, which the backend must get now."""
         rows, bulk_before = [], len(self.bulk)
         for prompt in prompts:
             if prompt.bulk:
@@ -74,7 +74,7 @@ class YieldingPrompts:
         return rows
 
     def keep_longer(self, prompts: Sequence[InFlightPrompt]) -> None:
-        """Keep continuations that have one more token until the next step, before the others of their kind."""
+        """Put continuations that have drawn a token in front of the other waiting prompts of their kind."""
         for prompt in reversed(prompts):
             if prompt.bulk:
                 prompt.patient_until = self._step
@@ -87,10 +87,10 @@ class YieldingPrompts:
         """The prompts that the backend must get before its next step.
 
         Args:
-            held: prompts that the backend holds.
-            continuations: continuations among them.
-            bulk_tokens: tokens that the backend must still compute for the bulk prompts among them.
-            capacity: how many more prompts the backend accepts.
+            held: number of prompts that the backend holds.
+            continuations: number of continuations that the backend holds.
+            bulk_tokens: number of tokens that the backend must still compute for the bulk prompts that it holds.
+            capacity: number of prompts that the backend still accepts.
         """
         self._step += 1
         count = max(0, self._batch - held, max(1, self._batch // 2) - continuations)
@@ -117,7 +117,7 @@ class YieldingPrompts:
         return due
 
     def promote(self, prompts: Collection[InFlightPrompt]) -> list[InFlightPrompt]:
-        """Make bulk prompts interactive; return the rows among them, which the backend must get now."""
+        """Make bulk prompts interactive; return the prompts for rows, which the backend must get now."""
         self.interactive_at = time.monotonic()
         promoted = [prompt for prompt in self.bulk if prompt in prompts]
         self.bulk = deque(prompt for prompt in self.bulk if prompt not in prompts)
@@ -125,7 +125,7 @@ class YieldingPrompts:
         return [prompt for prompt in promoted if prompt.generate is None]
 
     def drop(self, prompts: Collection[InFlightPrompt]) -> None:
-        """Drop prompts; ignore those that do not wait here."""
+        """Drop prompts; ignore prompts that do not wait here."""
         self.continuations = deque(prompt for prompt in self.continuations if prompt not in prompts)
         self.bulk = deque(prompt for prompt in self.bulk if prompt not in prompts)
 
@@ -150,10 +150,10 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
 
     Args:
         finished: the results of the step.
-        continuations: digest -> continuation, of those that have a result in it.
+        continuations: digest -> continuation, for the continuations that have a result in this step.
 
     Returns:
-        the results of the other prompts and of the continuations that have ended; the continuations that have not.
+        the results of other prompts and of ended continuations; the continuations that need another token.
     """
     blocks: list[RowBlock] = []
     answers: dict[bytes, NDArray[np.float32]] = {}
@@ -182,7 +182,7 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
 
 
 def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
-    """Draw a token and append it to the prompt; return the whole continuation, encoded, if that was the last token.
+    """Draw a token and append it to the prompt; return the whole continuation, encoded, if the token is its last.
 
     Raises:
         WorkerError: the backend has returned something other than a row.
@@ -199,7 +199,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     drawn.tokens.append(token)
     drawn.logprobs.append(row[token])
     prompt.ids += encoded
-    # Only drawn tokens count for a stop sequence: the prompt itself may end with a part of one.
+    # A stop sequence must consist of drawn tokens: the prompt itself may end with the start of a stop sequence.
     is_last = len(drawn.tokens) == query.most or encoded in drawn.ends
     if not is_last and not prompt.ids[-4 * len(drawn.tokens) :].endswith(drawn.stops):
         return None
@@ -208,7 +208,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
 
 
 def _select(block: RowBlock, rows: Iterable[int]) -> list[RowBlock]:
-    """Some rows of a block in ascending order: in place if that makes few blocks, else as one copy."""
+    """Select rows of a block, in ascending order: without a copy if they form few ranges, else as one copy."""
     runs: list[range] = []
     for row in rows:
         if runs and runs[-1].stop == row:

@@ -1,4 +1,4 @@
-"""Being one of a model's workers: its heartbeat, and the adapters that all of them serve.
+"""A worker's membership in a model: its heartbeat, and the adapters that all workers of the model serve.
 
-Imports `backend`, `metrics`, `settings` and, to find adapters, `backends`.
+This folder imports `execution`, `settings` and, to find adapters, `backends`.
 """

@@ -1,4 +1,4 @@
-"""The adapters that a worker has loaded: loaded when a job first needs them, evicted when others need their place."""
+"""Loads adapters into a worker's backend when jobs first need them, and evicts the least recently used adapters."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _MB = 1_000_000  # Bytes of a megabyte, the unit of --adapter-mb.
-_QUARANTINE_MS = 600_000  # How long the note of a load stays; long enough for an operator to read the worker's log.
-_REFUSED_S = 5.0  # Seconds before an adapter that could not be loaded is tried again.
+_QUARANTINE_MS = 600_000  # Ms that the note of an adapter load stays, so that an operator can read the worker's log.
+_REFUSED_S = 5.0  # Seconds until a worker tries again to load an adapter that it could not load.
 _RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.
 _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adapter to be evicted have finished.
 
 
 def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> str:
-    """The folder of a source, with all links followed, or the hub name.
+    """The place of an adapter's source: the folder, with all links followed, or the hub name.
 
-    A folder that does not exist is left to the backend to report. `is_own`: the source is one of the operator's own
-    `--adapters`, which may always be hub names.
+    The backend reports a folder that does not exist. `is_own`: the source is one of the operator's own `--adapters`,
+    which may always be hub names.
     """
     if is_on_hub(source):
         if not settings.adapter_hub and not is_own:
@@ -57,7 +57,7 @@ def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> 
         check_size(settings, folder, source)
     except (FileNotFoundError, NotADirectoryError):
         return str(folder)
-    except (OSError, RuntimeError) as error:  # A circle of links; ~user of an unknown user.
+    except (OSError, RuntimeError) as error:  # Links form a circle, or ~user names an unknown user.
         raise SettingsError(f"adapters: {shown(source)} cannot be read: {error}") from error
     return str(folder)
 
@@ -82,7 +82,7 @@ def check_size(settings: WorkerSettings, folder: Path, source: str) -> None:
 
 @dataclass(eq=False)
 class AdapterCache:
-    """Loads adapters into the backend for jobs that name them, and evicts those that were used the longest ago."""
+    """Loads adapters into the backend for jobs that name them, and evicts the least recently used adapters."""
 
     registry: AdapterRegistry
     engine_thread: EngineThread
@@ -94,15 +94,15 @@ class AdapterCache:
 
     def __post_init__(self) -> None:
         self._loaded = dict(self.own)  # The adapter that was used last is at the end.
-        self._waiting: dict[str, list[InFlightPrompt]] = {}  # By adapter: prompts that wait until it is loaded.
+        self._waiting: dict[str, list[InFlightPrompt]] = {}  # Adapter -> prompts that wait until it is loaded.
         self._wanted: asyncio.Queue[str] = asyncio.Queue()
-        # By adapter: why it cannot be loaded, and the event loop's time until which this is not tried again.
+        # Adapter -> why it cannot be loaded, and the event loop's time until which no load of it is tried again.
         self._refused: dict[str, tuple[Failure, float]] = {}
         self._slot = asyncio.Lock()  # One adapter at a time is loaded or evicted.
-        self._note = b""  # The key of the note of the load that runs.
+        self._note = b""  # Redis key of the note (`_write_note`) of the running load; b"" without a load.
 
     async def register_own(self) -> None:
-        """Write the adapters that the backend was started with to the registry, unless their names have entries."""
+        """Write the adapters that the backend was started with to the registry, unless it has their names."""
         for adapter, source in self.own.items():
             name, revision = name_of(adapter), revision_of(adapter)
             await self.registry.put(name, Adapter(source, revision), is_new=True)
@@ -125,7 +125,7 @@ class AdapterCache:
                 group.create_task(self._serve(await self._wanted.get()))
 
     def loaded_among(self, prompts: Sequence[InFlightPrompt]) -> Sequence[InFlightPrompt]:
-        """The prompts that the backend can compute now; the others are submitted when their adapters are loaded."""
+        """The prompts that the backend can compute now; other prompts are submitted when their adapter is loaded."""
         ready = []
         for prompt in prompts:
             if not prompt.adapter or prompt.adapter in self._loaded:
@@ -139,7 +139,7 @@ class AdapterCache:
         return ready
 
     def failure_of(self, adapter: str) -> Failure:
-        """Why a job ends whose adapter the backend does not have."""
+        """The failure of a job whose adapter the backend does not have."""
         stale = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
         return self._refused.get(adapter, (stale, 0.0))[0]
 
@@ -148,13 +148,13 @@ class AdapterCache:
         return {"adapters": json.dumps(list(self._loaded))}
 
     async def leave(self) -> None:
-        """Remove the note of a load that this worker does not finish."""
+        """Remove the note (`_write_note`) of a load that has ended, or that this worker does not finish."""
         if self._note:
             await self.registry.redis.delete(self._note)
             self._note = b""
 
     async def _serve(self, adapter: str) -> None:
-        """Load an adapter, and submit the jobs that wait for it; without it, the backend returns them as stale."""
+        """Load an adapter, and submit its jobs in any case: after a failed load, the backend returns them as stale."""
         loop, loaded = asyncio.get_running_loop(), ""
         self._refused = {name: refusal for name, refusal in self._refused.items() if refusal[1] > loop.time()}
         while not loaded and adapter not in self._refused:
@@ -178,7 +178,7 @@ class AdapterCache:
             self.engine_thread.submit(prompts)
 
     async def _load(self, adapter: str) -> str:
-        """Load an adapter that a job names; returns its name, with its revision where the job named a check."""
+        """Load the adapter of a job; return its name@revision. A job that checks a new adapter names no revision."""
         name, revision = name_of(adapter), revision_of(adapter)
         nonce = revision.removeprefix(CHECK_PREFIX) if revision.startswith(CHECK_PREFIX) else ""
         registry = self.registry
@@ -186,8 +186,8 @@ class AdapterCache:
         if entry is None or not (nonce or entry.revision == revision):
             raise AdapterChanged(f"the adapter {adapter!r} is not in service any more")
         place = await asyncio.to_thread(place_of, self.settings, entry.source)
-        # Fetch names on the hub here, because the backend's thread computes rows. Backends that accept them have
-        # imported the hub's package.
+        # Download adapters with hub names here, because the backend's thread computes rows. Backends that accept hub
+        # names have imported the hub's package.
         if "huggingface_hub" in sys.modules and is_on_hub(entry.source):
             folder = await asyncio.to_thread(adapter_folder, entry.source)
             await asyncio.to_thread(check_size, self.settings, folder, entry.source)
@@ -201,7 +201,7 @@ class AdapterCache:
                 try:
                     content = await asyncio.to_thread(content_digest, Path(place))
                 except SettingsError:
-                    content = place  # The backend says what is wrong.
+                    content = place  # The backend reports the error when it loads the adapter.
             await self._write_note(content)
             try:
                 found = await self._load_from(name, entry.source, place)
@@ -211,7 +211,7 @@ class AdapterCache:
             await self.leave()
             other = qualify(name, found)
             if nonce:
-                # A worker has loaded the adapter: its quarantine ends.
+                # A worker has loaded the adapter, so its quarantine ends.
                 await registry.redis.delete(registry.keys.adapter_load(other))
                 await registry.end_check(nonce, Adapter(entry.source, found))
             elif found != revision:
@@ -224,7 +224,7 @@ class AdapterCache:
         return other
 
     async def _write_note(self, content: str) -> None:
-        """Write a note around a load, so that an adapter that kills a worker kills only one.
+        """Note in Redis that this worker loads an adapter: if the load kills the worker, no other worker tries it.
 
         `content`: see `ModelKeys.adapter_load`.
         """
@@ -240,7 +240,7 @@ class AdapterCache:
         self._note = key
 
     async def _evict(self) -> None:
-        """Free a slot: evict the adapter that was used the longest ago, if possible one that no job needs now."""
+        """Free a slot: evict the least recently used adapter, if possible one that no job needs now."""
 
         def in_use() -> set[str]:
             return {prompt.adapter for prompt in self.in_flight.values() if prompt.is_owed}
@@ -251,7 +251,7 @@ class AdapterCache:
         while len(self._loaded) >= slots:
             needed = in_use()
             evicted = next((adapter for adapter in self._loaded if adapter not in needed), next(iter(self._loaded)))
-            del self._loaded[evicted]  # Jobs that arrive from now on wait until it is loaded again.
+            del self._loaded[evicted]  # Jobs that arrive from now on wait until the adapter is loaded again.
             while evicted in needed:
                 await asyncio.sleep(_IN_USE_CHECK_S)
                 needed = in_use()
@@ -265,7 +265,7 @@ class AdapterCache:
         except SettingsError as error:
             if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
                 raise
-            # The client may have this folder on its own machine. It sends the full path of a folder that it finds.
+            # The client may have this folder on its own machine: clients send full paths of folders that they find.
             where = f"{shown(source)} must be a folder on the worker's machine"
             if not source.startswith(("/", "~")):
                 where += ": the program did not find it either, and the worker looks for it where it was started"

@@ -37,10 +37,10 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-_MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime of the lists of workers: longer than any lease, because leases may differ.
-_QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Lifetime of the queue of a model without workers: longer than any request waits.
-_MAX_SWEPT = 200  # Max ended workers removed in one call of the server.
-_SAY_EVERY_S = 30.0  # Between two log lines while a model loads.
+_MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the lists of workers, longer than the lease of any worker.
+_QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Ms that the queue of a model without workers lives, longer than any request waits.
+_MAX_SWEPT = 200  # Max ended workers that one call of the server removes.
+_SAY_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
 
 
@@ -52,7 +52,7 @@ def new_worker_id() -> str:
 class CheckpointWatch:
     """Detects changes of the files of a loaded model: by size, time of modification and inode.
 
-    Make it before the model is loaded. Added files are not a change.
+    Make this object before the model is loaded. An added file is no change.
     """
 
     def __init__(self, backend: BackendSettings) -> None:
@@ -61,7 +61,7 @@ class CheckpointWatch:
         try:
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
             self._loaded = {path: _state_of(path) for path in files}
-        except (OSError, RuntimeError):  # RuntimeError: a home folder that does not exist. Loading reports it better.
+        except (OSError, RuntimeError):  # RuntimeError: an unknown ~user. The load reports these errors better.
             self._loaded = {}
 
     def start_check(self) -> None:
@@ -113,16 +113,16 @@ class Heartbeat:
         self._model = self.keys.model(self.info.name)
         self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
-        self._others_since = math.inf  # Monotonic time since which workers with other weights have been seen.
+        self._others_since = math.inf  # Monotonic time since when workers with other weights serve; infinity for none.
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
-        """Register the worker and publish the model info. The group of the model's queue must exist.
+        """Register the worker and publish the model info. The consumer group of the model's queue must exist.
 
         Raises:
             ModelMismatch: live workers serve other weights under this name; the message names the fields.
         """
-        # Register first, then compare: of two workers that start together each finds the other. The heartbeat is
-        # written before the consumer exists: consumers without one are removed.
+        # Register before comparing infos, so that of two workers that start together each finds the other. Write the
+        # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
         await self._write(counters)
         await self._keep_texts()
         while (seen := await self._read_info()) != self.info.pack():
@@ -137,12 +137,12 @@ class Heartbeat:
 
         Raises:
             ModelMismatch: other workers have served other weights under this name for a lease, because this worker was
-                silent. An info without live workers is replaced.
+                silent. If these workers have ended, their info is replaced.
         """
         lane = await self._write(counters)
         seen = await self._read_info()
         try:
-            # Another worker with these weights may have another lease: its info stays.
+            # Keep the info of another worker with these weights, which may have another lease.
             if not seen or _compare(self.info, seen)[0]:
                 await self._put_info(seen)
             self._others_since = math.inf
@@ -160,11 +160,11 @@ class Heartbeat:
         seen = (await read_infos(self.redis, self.keys, [self.info.name])).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # Too large for an info.
+        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # A value too large for an info.
         return b""
 
     async def _put_info(self, seen: bytes) -> bool:
-        """Replace the info that was `seen` by ours; False if another worker has replaced it meanwhile."""
+        """Replace the info `seen` in Redis by this worker's info; False if another worker has replaced it before."""
         differences, fingerprint = _compare(self.info, seen)
         if differences and (others := await self._serving(fingerprint)):
             raise ModelMismatch(
@@ -175,7 +175,7 @@ class Heartbeat:
         return bool(await scripts.SWAP(self.redis, [info_key(self.keys, self.info.name)], swap))
 
     async def _serving(self, fingerprint: str) -> list[str]:
-        """Other live workers of this model with a fingerprint; "" for the workers with another one than ours."""
+        """Other live workers of this model with `fingerprint`; for "", workers with another fingerprint than ours."""
         workers, alive = [], await read_alive(self.redis, self._model, names=True)
         for worker_id in [name for name in alive.names if name != self.worker_id]:
             try:
@@ -190,7 +190,7 @@ class Heartbeat:
         return workers
 
     async def sweep(self) -> int:
-        """Remove consumers of ended workers that hold nothing, and infos of models without workers.
+        """Remove ended workers that hold no entries from the consumer group, and infos of models without workers.
 
         One worker of each model, drawn at random, checks the infos and the lengths of all lanes. Trie workers check no
         infos: their Redis user has no rights on the keys of models.
@@ -206,28 +206,29 @@ class Heartbeat:
             model = name.decode("utf-8", "replace")
             keys = self.keys.model(model)
             try:
-                if isinstance(seen, int):  # Too large for an info.
+                if isinstance(seen, int):  # The value is too large for an info.
                     await self.redis.hdel(info_key(self.keys, model), name)
                 elif model == self.info.name or (await read_alive(self.redis, keys)).serving:
                     continue
-                # The info stays while prompts wait: a worker that starts will serve them.
+                # Keep the info while prompts wait: a worker that starts will serve them.
                 elif not (await read_queue(self.redis, keys)).depth:
                     await self._forget(model, seen, name)
             except ResponseError:
-                continue  # No rights on the model, or a key of another type; its own workers check it.
+                continue  # No rights on the model, or a key of another type: the model's own workers check the info.
         return alive.serving
 
     async def leave(self, *, for_good: bool = True) -> None:
-        """Deregister the worker, its consumer if that holds nothing, and the info if no other worker serves the model.
+        """Deregister the worker.
 
-        Not `for_good`, after a failure, the info and the adapters stay for the next worker.
+        Remove its consumer if it holds no entries, and the info if no other worker serves the model. `for_good` is
+        False after a failure: then the info and the adapters stay for the next worker.
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
         if not for_good:
             return
         seen, ours = await self._read_info(), self.info.service_fingerprint
-        # Compare fingerprints: the info may be that of another worker, with another lease.
+        # Compare fingerprints, not infos: the info may be that of another worker, with another lease.
         if _compare(self.info, seen)[1] == ours and not await self._serving(ours):
             await self._forget(self.info.name, seen)
 
@@ -248,15 +249,15 @@ class Heartbeat:
     async def _forget(self, model: str, seen: bytes, field: bytes = b"") -> None:
         """Remove a model that no worker serves; its queue and its dead letters stay for a week.
 
-        `seen` is its info; `field` is the field of the info, if that is not UTF-8.
+        `seen`: the info of the model; `field`: the hash field of the info, if it is not UTF-8.
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
             keys = self.keys.model(model)
-            # Ended workers stay consumers while their lanes have entries.
+            # Include the lanes of ended workers, which stay consumers while their lanes have entries.
             lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
             await self.redis.delete(keys.adapters)
             for key in (*keys.queue, *lanes):
-                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A worker that returns keeps it (`keep_queue.lua`).
+                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A later worker keeps the key (`keep_queue.lua`).
 
     async def _keep_texts(self) -> None:
         """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
@@ -287,7 +288,7 @@ class Heartbeat:
 
 
 def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
-    """The differences of the info in Redis from `info`, and the fingerprint of its workers ("" if unreadable)."""
+    """The differences between `info` and the info `seen` in Redis, and the fingerprint in `seen` ("" if unreadable)."""
     try:
         other = ModelInfo.unpack(seen)
         return info.differences(other), other.service_fingerprint
@@ -330,10 +331,10 @@ async def loading(
         try:
             await redis.hdel(keys.loading(), worker_id)
             await redis.zrem(keys.model(model).loading, worker_id)
-            if not is_loaded:  # Otherwise the worker continues with this heartbeat.
+            if not is_loaded:  # A worker that has loaded its model continues with this heartbeat.
                 await redis.delete(keys.worker(worker_id))
         except (RedisError, OSError) as failure:
-            # Both expire. The next command reports the error better.
+            # Both keys expire. The next command reports the error of the server better.
             _log.warning("cannot say that the model is loaded: %s", server.explain(failure))
         finally:
             await redis.aclose()
@@ -342,7 +343,7 @@ async def loading(
 async def send_loading(
     redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str, model: str, started: float
 ) -> None:
-    """Write the heartbeat of a worker that loads; one such worker, drawn at random, removes some that were killed."""
+    """Write the heartbeat of a loading worker. One such worker, drawn at random, removes entries of killed workers."""
     lease_ms, loading = int(settings.lease_s * 1000), keys.loading()
     fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
     await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])
@@ -350,6 +351,6 @@ async def send_loading(
     await scripts.REGISTER(redis, [keys.model(model).loading], [worker_id, lease_ms, lease_ms])
     if random.random() * await redis.hlen(loading) < 1:
         for other in cast(list[bytes], await redis.hrandfield(loading, _MAX_SWEPT) or []):
-            # A name that is not UTF-8 is not that of a worker.
+            # The name of a worker is always UTF-8.
             if not await redis.exists(keys.worker(other.decode("utf-8", "replace"))):
                 await redis.hdel(loading, other)

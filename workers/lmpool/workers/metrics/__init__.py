@@ -1,4 +1,4 @@
 """Counters of a worker, served over HTTP as metrics and health, and traces of its jobs.
 
-Imports `execution` and `settings`.
+This folder imports `execution` and `settings`.
 """

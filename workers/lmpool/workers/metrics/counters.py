@@ -14,30 +14,28 @@ from lmpool.metrics import PROMPTS, Histogram, pack_counts, quantile
 from lmpool.protocol.job import Failure
 from lmpool.workers.execution.contract import BackendStats
 
-# Failures after which clients send the missing data: no row is lost.
+# Failures after which clients send the missing data and the job again, so that no row is lost.
 SENT_AGAIN = tuple(kind.__name__ for kind in (SourceMissing, UnknownVocabulary, UnknownTokenSet, AdapterChanged))
 OUTCOMES = ("row", "answer", "sent_again", "failed", "dead")
 
 
 @dataclass(slots=True, eq=False)
 class WorkerCounters:
-    """Numbers of one worker. One thread counts each up, any thread reads them."""
+    """Counters of one worker. Each is counted up by one thread, and any thread may read it."""
 
     step_s: Histogram = field(default_factory=Histogram)  # Seconds of each step; counted in the backend's thread.
-    batch: Histogram = field(
-        default_factory=lambda: Histogram(PROMPTS)
-    )  # Prompts that each step finished; as `step_s`.
-    publish_s: Histogram = field(default_factory=Histogram)  # From a block being ready to the end of its jobs.
-    job_s: Histogram = field(default_factory=Histogram)  # From a job's queueing to its end with a row or an answer.
-    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> jobs.
+    batch: Histogram = field(default_factory=lambda: Histogram(PROMPTS))  # Prompts finished per step.
+    publish_s: Histogram = field(default_factory=Histogram)  # Seconds to publish a block of results and end its jobs.
+    job_s: Histogram = field(default_factory=Histogram)  # Seconds from a job's queueing to its end with a result.
+    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> ended jobs.
     claimed: int = 0  # Jobs claimed from workers whose leases expired.
-    homed: int = 0  # Jobs taken whose home this worker is, as their clients know it.
+    homed: int = 0  # Jobs taken for which clients chose this worker, because it computed a prefix of the prompt.
     stolen: int = 0  # Jobs taken from other workers' lanes.
     lane: int = 0  # Jobs in the worker's own lane, waiting and held, at the last heartbeat.
     refused: int = 0  # Rows that the server refused.
     evicted: int = 0  # Rows that were evicted as soon as they were stored.
     shared: int = 0  # Rows written to shared memory.
-    shared_bytes: int = 0  # Size of the shared memory; 0 without one.
+    shared_bytes: int = 0  # Bytes of the worker's shared memory; 0 without shared memory.
     exported: int = 0  # Rows stored whole, for clients that do not read this worker's shared memory.
     published_bytes: int = 0  # Bytes of rows and answers sent to the server.
     fetched_bytes: int = 0  # Bytes of rows and weights fetched to answer queries.
@@ -46,15 +44,13 @@ class WorkerCounters:
     queued_ms: dict[bytes, bytes] = field(default_factory=dict)
     queue: QueueState | None = None  # The model's queue at the last heartbeat; None before the first.
     serving: int = 1  # Live workers of the model at the last sweep, this one included.
-    speed: float = (
-        0.0  # Results per second of the backend while it computes, in the last heartbeat interval with steps.
-    )
+    speed: float = 0.0  # Results per second of computing, in the last heartbeat interval with steps.
     memory: ServerMemory | None = None  # The server's memory at the last heartbeat; None if it was not read.
     clock_ahead_s: float = 0.0  # Server clock minus local clock, in seconds.
 
     def note_queue(self, queue: QueueState, sent_at: float) -> None:
         """Record the state of the queue, which was requested at the local time `sent_at`."""
-        # Entries carry the server's time: a wrong local clock must not look like a slow pool.
+        # Correct the local clock: entries carry the server's time, and a wrong clock must not look like a slow pool.
         self.clock_ahead_s = queue.server_time - (sent_at + time.time()) / 2
         self.queue = queue
 
@@ -62,7 +58,7 @@ class WorkerCounters:
     def drain_s(self) -> float | None:
         """Seconds to drain the queue, if all live workers are as fast as this one; None before the first heartbeat.
 
-        Before anything was computed, the age of the oldest job.
+        Before the first result, it is the age of the oldest job.
         """
         return None if self.queue is None else drain_seconds(self.queue, self.speed * self.serving)
 
@@ -72,9 +68,9 @@ class WorkerCounters:
         self.batch.observe(answers)
 
     def published(self, outcome: str, entry_ids: Collection[bytes], seconds: float) -> None:
-        """Count jobs that ended with a "row" or "answer", after `seconds` of publishing.
+        """Count jobs that ended with a "row" or "answer", which took `seconds` to publish.
 
-        Ids of entries begin with the time of queueing in ms.
+        The id of an entry begins with the time of its queueing, in ms.
         """
         now_ms = (time.time() + self.clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
@@ -82,7 +78,7 @@ class WorkerCounters:
         begun = [entry_id.partition(b"-")[0] for entry_id in entry_ids]
         if since := self.queued_ms:
             begun = [since.pop(entry_id, b"") or ms for entry_id, ms in zip(entry_ids, begun, strict=True)]
-        # Jobs of one step were mostly queued together, so few of these times differ.
+        # Jobs of one step were mostly queued together, so they have few different times.
         for queued_ms, count in Counter(begun).items():
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 
@@ -100,8 +96,8 @@ class CounterDelta:
         self._counters = counters
         self._heartbeat = self._logged = BackendStats(), time.monotonic()
         self._job_counts: list[int] = []
-        self._computed = 0.0, 0.0  # Answers and busy seconds when the speed was last measured.
-        self._moved = 0, 0  # Jobs homed and stolen, at the last log line.
+        self._computed = 0.0, 0.0  # Number of answers and busy seconds when the speed was last measured.
+        self._moved = 0, 0  # Numbers of homed and of stolen jobs at the last log line.
 
     def since_heartbeat(self, now: BackendStats) -> dict[str, str | float]:
         """The rates since the last call as fields of the heartbeat; "" without a value."""
@@ -120,7 +116,7 @@ class CounterDelta:
             "batch": round(rows / steps, 1) if steps else "",
             "p50_s": "" if p50 is None else round(p50, 6),
             "p99_s": "" if p99 is None else round(p99, 6),
-            # Quantiles of several workers cannot be combined, counts can.
+            # Quantiles of several workers cannot be combined, but counts can.
             "job_counts": pack_counts(counts),
         }
 

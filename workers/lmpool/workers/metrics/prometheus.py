@@ -22,10 +22,10 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max open connections to the port. A connection needs no token, and takes a file descriptor that Redis may need.
+# Max open connections to the port: a client needs no token, and each takes a file descriptor of the worker.
 MAX_CONNECTIONS = 64
 REQUEST_S = 10.0  # Max seconds for a request and its response; a scrape takes milliseconds.
-_CHECKS_PER_LEASE = 10  # Checks of the event loop.
+_CHECKS_PER_LEASE = 10  # The event loop runs this many checks per lease.
 _MAX_HEAD_BYTES = 16 * 1024  # Max bytes of a request without its body, far more than clients send.
 _TEXT = "text/plain; charset=utf-8"
 
@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
     counters: WorkerCounters
 
 
-# Name, attribute of `Snapshot`, and help. Counters end in "_total".
+# Metrics: name, attribute of `Snapshot`, and help text. Names of counters end in "_total".
 _METRICS = (
     ("worker_ready", "is_ready", "1 while the worker takes jobs, else 0."),
     ("worker_claimed_jobs_total", "counters.claimed", "Jobs taken over from workers whose leases expired."),
@@ -78,7 +78,7 @@ _METRICS = (
 
 
 class WorkerCollector:
-    """Provides the metrics of one worker to a registry of prometheus_client; `take_snapshot` runs in its thread.
+    """Provides the metrics of one worker to a registry of prometheus_client, in whose thread `take_snapshot` runs.
 
     Raises:
         SettingsError: prometheus_client is not installed.
@@ -89,7 +89,7 @@ class WorkerCollector:
         self._take_snapshot = take_snapshot
 
     def collect(self) -> Iterator[Any]:
-        """The metric families now."""
+        """The metric families with their present values."""
         snapshot, core = self._take_snapshot(), self._library
         labels = ("model", "worker", "version")
         info = core.GaugeMetricFamily("lmpool_worker_info", "Always 1; identifies this worker.", labels=labels)
@@ -107,7 +107,7 @@ class WorkerCollector:
             is_histogram = isinstance(value, Histogram)
             kind = "Histogram" if is_histogram else "Counter" if name.endswith("_total") else "Gauge"
             family = getattr(core, f"{kind}MetricFamily")(f"lmpool_{name}", text, labels=("model",))
-            if value is not None:  # None: not measured yet.
+            if value is not None:  # A value of None is not measured yet.
                 family.add_metric((snapshot.model,), *(value.cumulative() if is_histogram else (value,)))
             yield family
 
@@ -115,24 +115,24 @@ class WorkerCollector:
 class Health:
     """The state of one worker: its event loop writes it, other threads read it.
 
-    `lease_s` limits the silence of the event loop and of the server; `clock` returns monotonic seconds.
+    `lease_s`: max seconds of silence of the event loop and of the server; `clock` returns monotonic seconds.
     """
 
     def __init__(self, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._lease_s = lease_s
         self._clock = clock
         self._ticked_at = self._answered_at = clock()
-        self.state = "loading"  # Or "ready", or "draining".
-        self.broken = ""  # Why the backend cannot be used any more.
-        self.trouble = ""  # Why the last heartbeat failed.
+        self.state = "loading"  # One of "loading", "ready" and "draining".
+        self.broken = ""  # Why the backend cannot be used any more; "" while it works.
+        self.trouble = ""  # Why the last heartbeat failed; "" if it arrived.
 
     def start(self) -> None:
-        """Record from now on that the running event loop runs."""
+        """Record regularly, from now on, that the event loop runs."""
         self._ticked_at = self._clock()
         self._timer = asyncio.get_running_loop().call_later(self._lease_s / _CHECKS_PER_LEASE, self.start)
 
     def end(self) -> None:
-        """Stop recording."""
+        """Stop recording that the event loop runs."""
         self._timer.cancel()
 
     def answered(self) -> None:
@@ -152,7 +152,7 @@ class Health:
         return f"the backend broke: {self.broken}" if self.broken else ""
 
     def why_not_ready(self) -> str:
-        """Why the worker takes no jobs; "" while it does."""
+        """Why the worker takes no jobs; "" while it takes jobs."""
         if why := self.why_dead():
             return why
         if self.state == "loading":
@@ -182,7 +182,7 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
     if not settings.metrics_port:
         yield
         return
-    collector = WorkerCollector(take_snapshot)  # Raises first if the library is missing.
+    collector = WorkerCollector(take_snapshot)  # Fails before the port is opened if prometheus_client is missing.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
 
@@ -212,7 +212,7 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
         advice = "every worker of a machine needs a port of its own"
         raise SettingsError(f"metrics_port: port {port} of {host} cannot be used: {why}; {advice}") from error
     loop, stopped = asyncio.new_event_loop(), asyncio.Event()
-    # A daemon: a client must not keep a worker from ending.
+    # A daemon thread: an open connection must not keep the worker from ending.
     thread = threading.Thread(
         target=lambda: loop.run_until_complete(_serve(pages, listening, stopped)), name="lmpool-monitor", daemon=True
     )
@@ -228,7 +228,7 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
 
 async def _serve(pages: _Pages, listening: socket.socket, stopped: asyncio.Event) -> None:
     """Send pages over HTTP, one per connection."""
-    connections: list[asyncio.Task[Any]] = []  # The oldest first.
+    connections: list[asyncio.Task[Any]] = []  # Open connections, the oldest first.
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()

@@ -17,17 +17,17 @@ from lmpool.workers.execution.in_flight import JobTrace, StreamEntry
 
 _log = logging.getLogger("lmpool.worker")
 
-_MAX_TRACEPARENT = 512  # Max characters of a trace context; one has 55.
+_MAX_TRACEPARENT = 512  # Max characters of a trace context; usual contexts have 55.
 _MAX_LINKS = 128  # Max links of a span, the SDK's default limit.
-_FLUSH_S = 5.0  # To send the last spans at the end: a collector that does not answer must not block a worker.
+_FLUSH_S = 5.0  # Max seconds to send the last spans when the worker ends: the collector may not answer.
 
 
 class JobTraces:
     """Makes the spans of one worker, with the tracer provider of its process.
 
     A job that names a trace has three spans in the span of its client: `lmpool.queue`, `lmpool.step` (the last step if
-    there were several) and `lmpool.publish`. `lmpool.batch` is the step in a trace of its own; it and the spans of all
-    jobs that it has computed are linked to each other.
+    there were several) and `lmpool.publish`. `lmpool.batch` is the span of the step, in its own trace; links connect
+    this span and the spans of all jobs that the step has computed.
     """
 
     def __init__(self, model: str, worker_id: str) -> None:
@@ -45,14 +45,14 @@ class JobTraces:
         }
 
     def taken(self, message: Job, queued_ms: float) -> JobTrace | None:
-        """Begin to trace a job that was queued at `queued_ms` since 1970 by the local clock; None without a trace."""
+        """Begin to trace a job that was queued at `queued_ms`, in ms since 1970 by the local clock; None: untraced."""
         if not isinstance(message, TracedJob) or not 0 < len(message.traceparent) <= _MAX_TRACEPARENT:
             return None
         context = self._propagator.extract({"traceparent": message.traceparent}, context=self._new_context())
         if not self._api.get_current_span(context).get_span_context().is_valid:
             return None
         now = time.time_ns()
-        # Clocks differ, and a hostile client may have written any time.
+        # The queueing time must not lie in the future: clocks differ, and a hostile client may have written any time.
         return JobTrace(context, min(now, max(0, int(queued_ms * 1e6))), now)
 
     def stepped(self, traces: Sequence[JobTrace], step: tuple[float, float], prompts: int) -> None:
@@ -93,7 +93,7 @@ class JobTraces:
 
 
 def traces_of(entries: Iterable[StreamEntry]) -> Iterator[tuple[JobTrace, str]]:
-    """The traces of entries that have one, and the kind of the entry's failure or ""."""
+    """The trace of each traced entry, and the kind of the entry's failure or ""."""
     for entry in entries:
         if entry.trace is not None:
             yield entry.trace, "" if entry.failure is None else entry.failure.kind
@@ -117,7 +117,7 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
         yield
         return
     ours = {SERVICE_NAME: "lmpool-worker", SERVICE_INSTANCE_ID: worker_id, "lmpool.model": model}
-    # The environment overrides these.
+    # Environment variables override these attributes.
     resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

@@ -1,4 +1,4 @@
 """The queue of a model: reads jobs, keeps their leases, and publishes their rows.
 
-Imports `execution`, `metrics` and `settings`.
+This folder imports `execution`, `metrics` and `settings`.
 """

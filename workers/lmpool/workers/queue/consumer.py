@@ -17,23 +17,23 @@ from lmpool.workers.queue.jobs import JobReader, Taken
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max ms by which ids of a stream may be ahead of the server's clock: the clock may be set back by an hour.
+# Max ms by which entry ids may be ahead of the server's clock: an hour, for a clock that was set back.
 _MAX_AHEAD_MS = 3_600_000
-# A prompt waits in the lane of its home for this many steps before a worker without its prefix takes it.
+# Steps that a prompt waits in the lane of its home (the worker that computed a prefix) before another worker steals it.
 _PATIENCE_STEPS = 4
-_MIN_PATIENCE_S = 0.25  # Min seconds of this wait, for short steps.
-_MAX_PATIENCE_S = 60.0  # Max seconds of this wait, for long steps.
+_MIN_PATIENCE_S = 0.25  # Min seconds of a prompt's wait for its home, however short the steps are.
+_MAX_PATIENCE_S = 60.0  # Max seconds of a prompt's wait for its home, however long the steps are.
 
 
 class Consumer:
-    """Reads new jobs of one model. An idle worker also takes jobs from the lanes of others.
+    """Reads new jobs of one model. An idle worker also takes jobs from the lanes of other workers.
 
     Args:
         reader: reads jobs.
-        connection: for blocking reads, used by nothing else.
+        connection: connection for blocking reads only.
 
     Attributes:
-        is_alone: no other worker serves the model, as of the last `steal`: there are no other lanes.
+        is_alone: at the last `steal`, no other worker served the model, so there were no other lanes.
     """
 
     def __init__(self, reader: JobReader, connection: CommandConnection) -> None:
@@ -42,14 +42,14 @@ class Consumer:
         self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
 
     async def ensure_group(self) -> None:
-        """Create the shared stream and its group, which begins with the jobs that were queued before."""
+        """Create the shared stream and its consumer group, which also gets the jobs that were queued before."""
         seconds, micros = await self.connection.call(b"TIME")
         self.reader.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
         await self._create_group(self._keys.jobs)
         await self.keep_queue()
 
     async def open_lane(self) -> None:
-        """Create the worker's lane and its group. The worker must be registered: others remove unknown lanes."""
+        """Create the worker's lane and its group. Register the worker first: other workers remove unknown lanes."""
         await self._create_group(self._lane)
 
     async def _create_group(self, stream: bytes) -> None:
@@ -77,10 +77,10 @@ class Consumer:
         self.reader.counters.note_queue(await read_queue(self._redis, self._keys), sent_at)
 
     async def take(self, count: int, block_ms: int) -> Taken:
-        """Read up to `count` new jobs of each stream that a client waits for; block up to `block_ms` for the first.
+        """Read up to `count` new jobs per stream, except jobs that no client waits for; block up to `block_ms` ms.
 
-        Entries that are too large for the connection end it. When their leases have expired, `Leases.claim` checks
-        sizes first and takes them and the entries that were sent along with them.
+        An entry that is too large for the connection closes it. After a lease, `Leases.claim` (it checks sizes first)
+        takes this entry and the entries that were sent along with it.
         """
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
         taken = Taken([], [])
@@ -104,14 +104,14 @@ class Consumer:
         return taken
 
     async def refill(self) -> None:
-        """Move jobs from the backlog to the streams. The end of a job usually does so; an idle worker has none."""
+        """Move jobs from the backlog to the streams. Ended jobs usually cause this, but an idle worker ends no job."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
     async def steal(self, count: int, step_s: float) -> None:
-        """Move up to `count` jobs from another worker's lane to this worker's, which has nothing to do.
+        """Move up to `count` jobs from another worker's lane to the lane of this worker, which is idle.
 
-        `step_s` is the seconds of a step here, and so probably there; infinity if unknown.
+        `step_s`: seconds of a step of this worker, and so probably of the other worker; infinity if unknown.
         """
         patience_s = _PATIENCE_STEPS * step_s if step_s < math.inf else _MIN_PATIENCE_S
         patience_ms = int(1000 * min(_MAX_PATIENCE_S, max(_MIN_PATIENCE_S, patience_s)))
@@ -120,6 +120,6 @@ class Consumer:
         self.reader.counters.stolen += max(0, stolen)
 
     async def close_lane(self) -> None:
-        """Give the entries in this worker's lane that were not taken to others; none is added from now on."""
+        """Close this worker's lane: move entries that were not taken to the shared stream; clients add no more."""
         while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
             pass

@@ -24,7 +24,7 @@ from lmpool.workers.metrics.counters import WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 
 STALE_S = 1.0
-"""Age of an entry in seconds from which on the worker checks whether a client still waits for it."""
+"""Min age of an entry, in seconds, for the worker to check whether a client still waits for it."""
 
 _UNKNOWN_DIGEST = bytes(16)
 # Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
@@ -46,11 +46,11 @@ class JobReader:
     """Reads and checks the jobs of one model, and removes jobs that no client waits for.
 
     Args:
-        redis: a client for rare commands.
+        redis: client for commands that do not block.
         keys: the model's keys.
         info: the model's info.
         worker_id: id of the worker, and its name in the consumer group.
-        counters: record queueing times and the prompts whose home this worker is, and know the server's clock.
+        counters: record queueing times and homed jobs (`WorkerCounters.homed`), and give the server's clock.
         traces: starts the traces of jobs; None without tracing.
     """
 
@@ -68,7 +68,7 @@ class JobReader:
         self._traces = traces
 
     async def read_wanted(self, entries: Entries, of_lane: bytes = b"") -> Taken:
-        """Read the entries of one stream that a client waits for; `of_lane` is appended to the ids of entries."""
+        """Read entries of one stream, except entries that no client waits for; append `of_lane` to all entry ids."""
         taken, counters = Taken([], []), self.counters
         jobs = [_decode(fields.pop(key_names.JOB_FIELD, b"")) for _, fields in entries]
         are_valid = self._are_valid([job.ids for job in jobs if isinstance(job, Job)])
@@ -81,11 +81,11 @@ class JobReader:
         return await self.still_wanted(taken)
 
     def read(self, taken: Taken, entry_id: bytes, data: bytes, fields: Fields) -> StreamEntry:
-        """Read one entry into `taken`; return it."""
+        """Read one entry, add its job to `taken`, and return the entry."""
         return self._add(taken, entry_id, _decode(data), fields)
 
     def _are_valid(self, prompts: list[bytes]) -> bool:
-        """Whether all prompts are within the limits of the model; one check for all is much faster than one each."""
+        """Whether all prompts are within the model's limits; one check of all is much faster than one per prompt."""
         max_bytes = 4 * self.info.max_prompt_tokens
         if not prompts or not all(0 < len(ids) <= max_bytes and len(ids) % 4 == 0 for ids in prompts):
             return False
@@ -94,7 +94,7 @@ class JobReader:
     def _add(
         self, taken: Taken, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
     ) -> StreamEntry:
-        """Add a job, or why it does not decode, to `taken`; `is_valid`: its prompt is within the model's limits."""
+        """Add a job, or the error of its decoding, to `taken`; `is_valid`: the prompt is within the model's limits."""
         if isinstance(job, ProtocolError):
             taken.refused.append(entry := dead_entry(entry_id, _UNKNOWN_DIGEST, job))
             return entry
@@ -119,7 +119,7 @@ class JobReader:
         prompt = InFlightPrompt(digest, job.ids, job.adapter, bulk=is_bulk, entries={entry_id: entry})
         prompt.has_query = query is not None
         taken.prompts.append(prompt)
-        # The backend answers these queries. A trie worker answers its queries itself; others are answered from the row.
+        # The backend answers the queries named here, and in a trie worker all queries; other queries need only the row.
         match query:
             case queries.PositionsQuery():
                 prompt.positions = query
@@ -137,17 +137,17 @@ class JobReader:
         return entry
 
     async def still_wanted(self, taken: Taken) -> Taken:
-        """Leave out prompts of one stream that no client waits for. New entries are not checked."""
+        """Leave out prompts of one stream that no client waits for. Entries younger than `STALE_S` are not checked."""
         before = (time.time() + self.counters.clock_ahead_s - STALE_S) * 1000
         entries = [entry for prompt in taken.prompts for entry in prompt.entries.values()]
-        # Entries are in the order of their ages.
+        # The first entry is the oldest.
         if not entries or _added_ms(entries[0].id) >= before:
             return taken
         removed = await self.remove_unwanted([entry for entry in entries if _added_ms(entry.id) < before])
         return taken._replace(prompts=[prompt for prompt in taken.prompts if removed.isdisjoint(prompt.entries)])
 
     async def remove_unwanted(self, entries: Sequence[StreamEntry]) -> set[bytes]:
-        """Remove the entries that no client waits for, none while the server cannot be used; return their ids."""
+        """Remove the entries that no client waits for; return their ids. Stop early if the server cannot be used."""
         removed: set[bytes] = set()
         for at in range(0, len(entries), scripts.MAX_AT_ONCE):
             part = entries[at : at + scripts.MAX_AT_ONCE]
@@ -164,7 +164,7 @@ class JobReader:
 
 
 def dead_entry(entry_id: bytes, digest: bytes, error: Exception) -> StreamEntry:
-    """An entry that no worker can serve."""
+    """Make an entry that no worker can serve, and that becomes a dead letter when it ends."""
     return StreamEntry(entry_id, digest, failure=_failure(error), is_dead=True)
 
 
@@ -179,7 +179,7 @@ def _decode(data: bytes) -> Job | ProtocolError:
         return error
 
 
-# Refusals: a client that knows the model's info sends no such job.
+# Refusals of jobs. A client that has read the model's info sends no job that is refused.
 
 
 def refusal(job: Job, query: queries.Query | None, info: ModelInfo) -> Failure | None:
@@ -191,7 +191,7 @@ def refusal(job: Job, query: queries.Query | None, info: ModelInfo) -> Failure |
             )
         if not info.is_trie:
             check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-            # Whether this worker has the adapter is checked when the backend computes the prompt.
+            # Check only the form of the name; the adapter is looked up when the backend gets the prompt.
             if job.adapter and not is_qualified(job.adapter):
                 raise UnknownAdapter(
                     f"{shown(job.adapter)} is not the name of an adapter: a job names it as name@revision"
@@ -247,22 +247,22 @@ def _check_positions(query: queries.PositionsQuery, length: int, info: ModelInfo
 
 
 def _milliseconds(value: bytes) -> int:
-    """A field with a number of milliseconds; infinite if it holds anything else."""
+    """Read a field with a number of milliseconds; infinite if the field holds anything else."""
     return int(value) if value.isdigit() and len(value) <= _MAX_MS_DIGITS else _INFINITE_MS
 
 
 def _added_ms(entry_id: bytes) -> int:
-    """When an entry was added to the stream."""
+    """Time when an entry was added to its stream."""
     return int(entry_id.partition(b"-")[0])
 
 
 def _since_ms(entry: StreamEntry) -> int:
-    """When a job was queued, which may have been in the backlog."""
+    """Time when a job was queued; it may have waited in the backlog before it was added to the stream."""
     since = entry.fields.get(key_names.SINCE_FIELD)
     return _added_ms(entry.id) if since is None else _milliseconds(since)
 
 
 def _until_ms(entry: StreamEntry) -> int:
-    """Until when a client waits for a job; infinite if the entry does not say."""
-    # The digest follows the lifetime in entries that may go back to the backlog.
+    """Time until which a client waits for a job; infinite if the entry has no lifetime."""
+    # In entries that may return to the backlog, the digest follows the lifetime.
     return _since_ms(entry) + _milliseconds(entry.fields.get(key_names.LIFETIME_FIELD, b"").partition(b" ")[0])

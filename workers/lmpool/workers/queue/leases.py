@@ -1,4 +1,4 @@
-"""Leases of stream entries: renewed while a worker holds them, claimed after they expired, released at its end."""
+"""Renews leases of jobs, claims jobs of silent workers, and gives jobs up as dead letters after too many deliveries."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from lmpool.workers.queue.jobs import JobReader, Taken, dead_entry
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max bytes of the jobs in one claim: they are in memory before the worker has checked them.
+# Max bytes of the jobs in one claim, because the worker has them in memory before it checks them.
 _MAX_CLAIMED_BYTES = 512 * 1024
 # Lifetime in ms of the cursor that workers share when they search for expired leases: an hour.
 _CURSOR_TTL_MS = 3_600_000
-# The longest lease of any worker, in ms: workers of one model may have different leases.
+# Max lease of any worker, in ms: workers of one model may have different leases.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
-_REASONS_TTL_MS = 3_600_000  # Lifetime of the reasons why workers released entries, for dead letters of the next hour.
+_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why workers released entries; dead letters contain them.
 _MAX_REASONS = 1000  # Max reasons kept per model.
 _MAX_REASON_TEXT = 500  # Max characters of a reason.
 
@@ -34,9 +34,9 @@ class Claimed(NamedTuple):
 
     Attributes:
         taken: the jobs.
-        alone: `taken` is one job that must run alone in this worker. Without one: a job must run alone, and waits
-            for a worker that holds nothing.
-        further: number of further claims that are this worker's share of the search through all held entries.
+        alone: `taken` is one job that must run alone in this worker. If `taken` is empty: a job must run alone, and
+            waits for a worker that holds no jobs.
+        further: number of claims that the worker should add, as its share of the search through all held entries.
     """
 
     taken: Taken
@@ -45,7 +45,7 @@ class Claimed(NamedTuple):
 
 
 class Leases:
-    """The leases of one worker's entries, and the expired ones of other workers.
+    """Renews and releases the leases of one worker's entries, and claims entries of other workers.
 
     Args:
         reader: reads jobs.
@@ -75,14 +75,12 @@ class Leases:
             if isinstance(data, bytes):
                 named = zip((LIFETIME_FIELD, SINCE_FIELD, PRIORITY_FIELD), values, strict=True)
                 entry = self._reader.read(read, entry_id, data, {name: value for name, value in named if value})
-            else:  # The size of a job that is too large.
+            else:  # `data` is the size of a job that is too large.
                 error = ProtocolError(f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}")
                 read.refused.append(entry := dead_entry(entry_id, bytes(16), error))
             if deliveries >= self._max_deliveries:
                 reason: Any = None
-                with suppress(
-                    RedisError, OSError
-                ):  # The jobs are claimed already: a missing reason must not lose them.
+                with suppress(RedisError, OSError):  # A missing reason must not lose the claimed jobs.
                     reason = await self._redis.hget(self._keys.reasons, entry_id)
                 why = "its workers crashed or hung while they held it"
                 if reason is not None:
@@ -97,8 +95,8 @@ class Leases:
     async def release_all(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Release all entries that this worker still holds, for other workers; return their number.
 
-        Their deliveries stay counted. Clients receive `reason` if a job is given up. Entries `in_flight` here may be of
-        lanes of other workers.
+        Their delivery counts stay. Clients receive `reason` if a job is given up later. `in_flight`: ids of entries
+        that this worker holds, which may be in lanes of other workers.
         """
         own_lane = b" " + self._worker_id.encode()
         head = [GROUP, self._worker_id, _MAX_LEASE_MS, scripts.MAX_AT_ONCE]

@@ -33,9 +33,9 @@ _log = logging.getLogger("lmpool.worker")
 
 # Max dead letters of a model; older ones are dropped.
 _DEAD_CAP = 10_000
-# Lifetime in ms of a mark that a prompt has ended, where scripts cannot see the rows (cluster).
+# Lifetime in ms of the mark of an ended prompt, for clusters, where scripts cannot see whether the row is stored.
 _MARK_MS = 10_000
-# Max tries without progress to store rows that a full server evicts at once.
+# Max tries in a row, each without progress, to store rows that a full server evicts at once.
 _MAX_FRUITLESS_TRIES = 6
 # Factor by which fewer rows are stored at once after an eviction.
 _EVICTION_BACKOFF = 4
@@ -45,9 +45,10 @@ class Carried(NamedTuple):
     """Data that notifications carry next to the digests of rows.
 
     Attributes:
-        parts: digest -> data: places in shared memory; or what is stored too: references, or small encoded rows.
-        host: token of the host of the places or references; b"" for rows and answers.
-        store_ms: lifetime in ms with which `finish.lua` stores the data; 0 for places.
+        parts: digest -> data: the row's place in shared memory; or data that the script also stores: a reference to
+            shared memory, or a small encoded row.
+        host: token of the host with the shared memory; b"" if the data are rows or answers.
+        store_ms: lifetime in ms with which `finish.lua` stores the data; 0 for places, which are not stored.
     """
 
     parts: Mapping[bytes, bytes]
@@ -59,13 +60,13 @@ _NOTHING = Carried({})
 
 
 class Publisher:
-    """Publishes for one model.
+    """Publishes rows, answers and failures of one model.
 
     Args:
         server: explains errors.
         rows: the cache.
         segment: shared memory for clients on this host.
-        reader: reads the jobs of the model, and removes those that no client waits for.
+        reader: reads the jobs of the model, and removes jobs that no client waits for.
     """
 
     def __init__(self, server: Server, rows: RowCache, segment: SegmentWriter, reader: JobReader) -> None:
@@ -73,18 +74,18 @@ class Publisher:
         self.keys, self.counters = reader.keys, reader.counters
 
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
-        """Store a block and end the entries that wait for it; retry until the server accepts it.
+        """Store a block and end the entries that wait for it; retry until the server accepts the block.
 
         Entries fail if the server refuses their rows, or evicts them again and again as soon as they are stored.
 
         Args:
             block: rows, or answers to queries.
-            entries: the entries that wait for each of them.
+            entries: digest of a row or an answer -> the entries that wait for it.
             overwrite: digests whose stored rows must be replaced.
         """
         began = time.monotonic()
         host = self.segment.host
-        # Rows for a client that does not read this worker's shared memory are stored whole.
+        # Store rows whole in Redis for clients that do not read this worker's shared memory.
         whole = set()
         if host and isinstance(block, RowBlock):
             whole = {digest for digest, waiting in entries.items() if any(entry.host != host for entry in waiting)}
@@ -99,14 +100,14 @@ class Publisher:
         began: float,
         whole: Collection[bytes] | None = None,
     ) -> list[bytes]:
-        """Store rows and end their entries; return the digests that were evicted at once, whose entries are left.
+        """Store rows and end their entries; return digests of rows that were evicted at once, whose entries remain.
 
         Args:
             block: the rows.
             entries: see `publish`.
             overwrite: see `publish`.
             began: monotonic time when the rows were ready.
-            whole: digests of rows that must not go to shared memory; None for all.
+            whole: digests of rows that must not go to shared memory; None if no row goes there.
         """
         ending = [entry for digest in block.digests for entry in entries.get(digest, ())]
         shared = NOT_SHARED
@@ -116,7 +117,7 @@ class Publisher:
             self.counters.exported += len(whole)
         storing = self.retry(partial(self._attempt, block, ending, overwrite, shared))
         if shared.replaced and (stale := set(shared.replaced).difference(block.digests)):
-            # Sent before the rest, which does not wait for it.
+            # Send the removal of references first; storing does not wait for its reply.
             _, (refused, left, elsewhere) = await asyncio.gather(self._drop_references(stale), storing)
         else:
             refused, left, elsewhere = await storing
@@ -136,14 +137,14 @@ class Publisher:
         return list(dict.fromkeys(entry.digest for entry in left if entry.digest not in refused))
 
     async def _drop_references(self, stale: Collection[bytes]) -> None:
-        """Remove references to rows that shared memory has replaced. Clients detect the references that stay."""
+        """Remove references to rows that shared memory has replaced. If this fails, clients detect stale references."""
         try:
             await self.rows.drop(self.rows.keys_of(stale))
         except (RedisError, OSError, LMPoolError) as error:
             _log.debug("%d stale references stay: %s", len(stale), self.server.explain(error))
 
     async def _store_whole(self, block: Block, elsewhere: Sequence[StreamEntry], began: float) -> list[StreamEntry]:
-        """Store rows in place of references, for clients on other hosts that joined; return the entries left."""
+        """Store rows in place of references, for clients on other hosts; return entries whose rows were evicted."""
         by_digest: dict[bytes, list[StreamEntry]] = {}
         for entry in elsewhere:
             by_digest.setdefault(entry.digest, []).append(entry)
@@ -156,9 +157,9 @@ class Publisher:
     async def _store_again(
         self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes], gone: list[bytes], began: float
     ) -> None:
-        """Store rows again that were evicted at once, while clients wait for them and some of them stay.
+        """Store evicted rows again, until no client waits for the rest or several tries in a row store no row.
 
-        Store fewer at a time, so that clients can fetch some before the next ones arrive.
+        Each try stores fewer rows at a time, so that clients can fetch these rows before the next rows arrive.
         """
         numbers = {digest: number for number, digest in enumerate(block.digests)}
         missing, at_once, fruitless, waits = gone, len(gone), 0, delays()
@@ -166,7 +167,7 @@ class Publisher:
             self.counters.evicted += len(gone)
             _log.warning("the server evicted %d rows as soon as they were stored: give it more memory", len(gone))
             if fruitless == _MAX_FRUITLESS_TRIES:
-                # Memory for the stored block, and for the one that clients fetch.
+                # The server needs memory for the stored block and for the block that clients fetch.
                 more = max(1, math.ceil(2 * block.nbytes / 1e6))
                 text = (
                     f"the server has evicted the row as soon as it was stored, {fruitless} times: its memory is full. "
@@ -189,7 +190,7 @@ class Publisher:
             fruitless += 1
 
     async def still_wanted(self, entries: EntriesByDigest) -> EntriesByDigest:
-        """The entries that a client waits for; remove the others from the queue."""
+        """Remove entries that no client waits for from the queue; return the other entries."""
         removed = await self.reader.remove_unwanted([entry for waiting in entries.values() for entry in waiting])
         left = {digest: [entry for entry in waiting if entry.id not in removed] for digest, waiting in entries.items()}
         return {digest: waiting for digest, waiting in left.items() if waiting}
@@ -200,7 +201,7 @@ class Publisher:
         """Store the block and end the entries, once.
 
         Returns:
-            digest -> reason of the refused rows; entries without a stored row; entries of clients on other hosts.
+            digest -> reason for each refused row; entries without a stored row; entries of clients on other hosts.
         """
         left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         not_shared = len(block.digests) - len(shared.references)
@@ -210,7 +211,7 @@ class Publisher:
             entries, elsewhere = await self._end(entries, self.rows.queue, carried)
             if not entries:
                 return {}, [], elsewhere
-            # Store these rows without the script: then the server reports why it refuses them.
+            # Store these rows with plain commands: then the server reports why it refuses them.
             numbers = {digest: number for number, digest in enumerate(block.digests)}
             block = block.select([numbers[digest] for digest in dict.fromkeys(entry.digest for entry in entries)])
         places = {digest: place_of(shared.references.get(digest)) for digest in block.digests}
@@ -223,14 +224,14 @@ class Publisher:
             left.extend(without_row)
             elsewhere.extend(without_reader)
 
-        # Both are sent together: the script checks itself whether the rows are stored.
+        # Send the rows and the script together: the script itself checks whether the rows are stored.
         refused = await self.rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
 
     def _to_carry(
         self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
     ) -> Carried | None:
-        """The data that the script stores when it ends the entries, which saves a command; None for nothing."""
+        """The data that the script stores when it ends the entries, to save a command; None for separate storing."""
         # The script stores only rows that have entries.
         if overwrite or not self.rows.is_seen or {entry.digest for entry in entries} != set(block.digests):
             return None
@@ -243,7 +244,7 @@ class Publisher:
         return Carried(dict(zip(block.digests, values, strict=True)), store_ms=self.rows.ttl_ms(block))
 
     async def fail(self, entries: Sequence[StreamEntry]) -> None:
-        """End entries, each with its `failure`; retry until the server has done it."""
+        """End entries, each with its `failure`; retry until the server has ended them."""
         self.counters.failed((entry.failure, entry.is_dead) for entry in entries)
         for entry in entries:
             self.counters.queued_ms.pop(entry.id, None)
@@ -291,7 +292,7 @@ class Publisher:
         return left, elsewhere
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Retry until the server answers. Repetition is harmless: the first stored row stays."""
+        """Retry until the server answers. A repeated command is harmless: the row that was stored first stays."""
         waits = delays()
         while True:
             try:
