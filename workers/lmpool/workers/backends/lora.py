@@ -180,7 +180,7 @@ def check_fit(folder: Path, weights: Mapping[str, Any], model: str) -> None:
 
 
 def _is_copy(saved: Any, own: Any) -> bool:
-    """Whether the matrix `saved` in a file is a copy of the model's weight `own` (None: the model has no such weight)."""
+    """Whether the saved matrix is a copy of the model's weight `own`, which is None if the model has no such weight."""
     import torch
 
     shape = saved.get_shape()

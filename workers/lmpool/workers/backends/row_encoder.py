@@ -381,7 +381,7 @@ class PositionAnswers:
         return None if answer is None else answer.missing.start
 
     def wanted(self, request: str, computed: range, row: int) -> list[Piece]:
-        """The missing positions of a request in the range `computed`, which begins at row `row` of a forward's logits."""
+        """The missing positions of a request among `computed`, which begin at row `row` of the forward's logits."""
         answer = self._open.get(request)
         missing = range(0) if answer is None else answer.missing
         wanted = range(max(missing.start, computed.start), min(missing.stop, computed.stop))
