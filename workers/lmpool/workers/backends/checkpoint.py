@@ -20,7 +20,7 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.settings import shown
 
 HUB_TIMEOUT_S = 4.0
-"""Max seconds to wait for the hub's answer to a first request; the package `huggingface_hub` would wait much longer."""
+"""Max seconds to wait until the hub answers a test request; the package `huggingface_hub` would wait much longer."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weight files, most preferred first: engines load the first format that exists."""
@@ -43,7 +43,7 @@ _VOLATILE = {
 # Files of a hub repository that no engine reads.
 _UNUSED = ("original/*", "onnx/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite")
 
-_MAX_CONFIG_BYTES = 1 << 26  # 64 MiB: no config is that large.
+_MAX_CONFIG_BYTES = 1 << 26  # Max size of a config file, 64 MiB: no real config is that large.
 _MAX_NAMED = 3  # Max folders that an error message suggests.
 _MAX_LISTED = 1000  # Max folder entries that are compared with a misspelt name.
 
@@ -290,7 +290,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def stable(value: Any) -> Any:
-    """A config without the fields that do not change a row."""
+    """A copy of a config without the fields that do not change a row (`_VOLATILE`)."""
     if isinstance(value, dict):
         return {str(key): stable(item) for key, item in value.items() if key not in _VOLATILE}
     return [stable(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -36,11 +36,11 @@ _SUM_TOLERANCE = 1e-2  # Largest |log of the sum of a row's probabilities|.
 _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
 _OTHER_TOLERANCE = 0.25  # Largest difference, in the unit of `_ROW_TOLERANCE`, for dtypes not listed there.
 _MAX_ADAPTERS = 3  # Max adapters whose rows the canary checks.
-_MIN_VOCAB_SIZE = 64  # With fewer tokens, rows of different prompts may be equal by chance.
+_MIN_VOCAB_SIZE = 64  # Min tokens to check that rows of two prompts differ; with fewer they may be equal by chance.
 
 
 class EngineBackend(TellsTexts, ABC):
-    """Base class of the backends of engines.
+    """Base class of the vllm and sglang backends.
 
     Attributes:
         adapters: the loaded adapters: "name@revision" -> folder or hub name.
@@ -158,7 +158,7 @@ def check_canary(backend: Backend) -> None:
     for index, prompt in enumerate(prompts):
         (alone,) = _rows(backend, [prompt], f"alone-{index}")
         for row in (batched[index], alone):
-            with np.errstate(invalid="ignore"):  # NaN fails the check below.
+            with np.errstate(invalid="ignore"):  # A row with NaN fails the check below.
                 total = float(np.logaddexp.reduce(row.astype(np.float64)))
             if not abs(total) < _SUM_TOLERANCE:
                 raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")

@@ -100,7 +100,7 @@ class RowEncoder:
             torch.cuda.current_stream(numbers.device).synchronize()
             rows = copied.numpy().view(encoding.dtype)
         elif rows is None:
-            # Copy only rows that are not contiguous. Rows in shared memory are, although gaps lie between them.
+            # Copy only rows that are not contiguous. In shared memory each row is contiguous, with gaps between rows.
             copied = numbers.cpu()
             rows = (copied if copied.stride(1) == 1 else copied.contiguous()).numpy().view(encoding.dtype)
         return EncodedRows(RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding), failures)
@@ -195,7 +195,7 @@ def log_z_of(logits: Tensor) -> Tensor:
     """The log-sum-exp of each row of a slice of logits, float32 (m,)."""
     if logits.device.type != "cpu":
         return torch.logsumexp(logits, dim=-1)
-    # The fused log_softmax is much faster than logsumexp. Compare at the largest logit: its rounding error is smallest.
+    # The fused log_softmax is much faster than logsumexp. Use the largest logit, where the rounding error is smallest.
     return logits.amax(-1) - torch.log_softmax(logits, -1).amax(-1)
 
 

@@ -65,9 +65,9 @@ _PROCESSORS_HELP = (
 _MAX_BATCH = 65_536
 
 _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
-# A shell word with its quotes.
+# Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
-# The start of an option whose value is a list or a table.
+# Matches the start of an option whose value is a list or a table.
 _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
 _END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
@@ -127,16 +127,16 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
         check_numbers(self)
-        _ = self.adapter_folders  # Raises if an adapter is malformed.
+        _ = self.adapter_folders  # The property raises an error if an adapter is malformed.
 
     @property
     def served_as(self) -> str:
-        """`name`, or the last part of `model`."""
+        """The served name: `name`, or the last part of `model` if `name` is empty."""
         return self.name or Path(self.model).name or self.model
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or hub name."""
+        """Name of each adapter -> its folder or hub name."""
         return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:
@@ -282,7 +282,7 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """Read engine options from texts of `key=value` pairs and paths of TOML files (`….toml`), separated by spaces.
 
     A value is read as TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Quotes work
-    as in a shell, except inside the brackets of a list or table. Later pairs win.
+    as in a shell, except inside the brackets of a list or table. If an option occurs twice, the later value counts.
     """
     options: dict[str, Any] = {}
     for text in given:

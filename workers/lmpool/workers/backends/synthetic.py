@@ -82,16 +82,16 @@ class SyntheticSettings:
         check_name("name", self.name)
         check_numbers(self)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
-        _ = self.adapter_folders  # Raises if an adapter is malformed.
+        _ = self.adapter_folders  # The property raises an error if an adapter is malformed.
 
     @property
     def served_as(self) -> str:
-        """`name`."""
+        """The served name of the model, which is `name`."""
         return self.name
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or file."""
+        """Name of each adapter -> its folder or file."""
         return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:

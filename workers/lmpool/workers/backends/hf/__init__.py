@@ -2,7 +2,7 @@
 
     backend   HfBackend
     batching  choice of the prompts of a batch, and how many tokens of each
-    forward   one padded forward, and the pool of cached keys and values that it matches prompts' prefixes with
+    forward   one padded forward, and the KV pool, which matches prompts' prefixes with cached keys and values
     model     the model: loading, checks of its rows, limits, digest of its weights, output head
     adapters  LoRA adapters, loaded by peft
 

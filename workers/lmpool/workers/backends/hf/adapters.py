@@ -68,7 +68,7 @@ class HfAdapters:
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
-            with torch.inference_mode():  # Needed for adapters from the start: their weights are inference tensors.
+            with torch.inference_mode():  # Needed because adapters loaded at the start have inference tensors.
                 self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")

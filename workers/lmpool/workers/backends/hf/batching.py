@@ -16,7 +16,7 @@ PREFILL = "prefill"
 
 # Bytes of a token id (uint32).
 _ID_BYTES = 4
-# Max padding tokens of a batch that are cheaper than a second forward.
+# Max padding tokens that a batch may always have: this padding costs less time than a second forward.
 _FREE_PADDING = 64
 # Min uncached tokens that prompts must share for one of them to run first, so that these tokens are computed once.
 _MIN_SHARED = 32

@@ -60,8 +60,8 @@ class Forward:
     """Runs a model in evaluation mode on right-aligned batches.
 
     A batch computes the last `new` tokens of each prompt, where `new` is the max number of tokens that a prompt of the
-    batch lacks. A prompt that lacks fewer tokens computes cached tokens again. It cannot be padded after its cached
-    tokens, because sliding windows and position biases rely on adjacent tokens.
+    batch lacks. A prompt that lacks fewer tokens computes cached tokens again. Padding after the cached tokens is no
+    alternative, because sliding windows and position biases rely on adjacent tokens.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -250,7 +250,7 @@ class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
     """
 
     def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True

@@ -179,7 +179,7 @@ class OutputHead:
 
     @contextmanager
     def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
-        """In this context, each forward appends the hidden states (n, kept, d) of the last positions to the result.
+        """In this context, each forward appends the last positions' hidden states (n, kept, d) to the yielded list.
 
         These forwards compute logits of the last position only: logits of all positions would cost the most time.
         """
