@@ -273,7 +273,7 @@ def test_plain_bytes_are_accepted_with_one_warning_at_the_caller(ours: Any, thei
         ([EOS, EndOfSequence()], "Duplicate word in vocabulary: EOS"),
         ([Token(0, b"a"), 7], "item 1 of the vocabulary is 7"),
         ([["a"]], "hashable"),
-        ([], "empty"),
+        ([], "0 tokens"),
     ],
 )
 def test_a_vocabulary_with_duplicates_or_unreadable_items_is_refused(decode: list[Any], message: str) -> None:

@@ -81,18 +81,30 @@ KINDS = {
     ),
     "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.workers.queries.mass_of"),
     "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.yielding.sample"),
-    "scores": Kind(lambda producer: producer.score(PROMPT, [4, 5]), f"{SYNTHETIC}._vector"),
-    "score-logits": Kind(lambda producer: producer.score(PROMPT, [4], mode="logits"), f"{SYNTHETIC}._vector"),
-    "positions-top": Kind(lambda producer: producer.positions(PROMPT, top=3), f"{SYNTHETIC}._vector"),
-    "positions-targets": Kind(lambda producer: producer.positions(PROMPT, targets=[1]), f"{SYNTHETIC}._vector"),
-    "positions-rows": Kind(lambda producer: producer.positions(PROMPT, full=True), f"{SYNTHETIC}._vector"),
+    "scores": Kind(lambda producer: producer.score(PROMPT, [4, 5]), "lmpool.protocol.query.PositionsQuery.of"),
+    "score-logits": Kind(
+        lambda producer: producer.score(PROMPT, [4], mode="logits"), "lmpool.protocol.query.PositionsQuery.of"
+    ),
+    "positions-top": Kind(
+        lambda producer: producer.positions(PROMPT, top=3), "lmpool.protocol.query.PositionsQuery.of"
+    ),
+    "positions-targets": Kind(
+        lambda producer: producer.positions(PROMPT, targets=[1]), "lmpool.protocol.query.PositionsQuery.of"
+    ),
+    "positions-rows": Kind(
+        lambda producer: producer.positions(PROMPT, full=True), "lmpool.protocol.query.PositionsQuery.of"
+    ),
     "positions-of-allowed": Kind(
         lambda producer: producer.topk(PROMPT, 1, allowed=[1, 2], mode="logits"),
         "lmpool.protocol.query.PositionsQuery.among",
     ),
-    "logits": Kind(lambda producer: producer.logprobs(PROMPT, mode="logits"), f"{SYNTHETIC}._vector"),
-    "logz": Kind(lambda producer: producer.logz(PROMPT), f"{SYNTHETIC}._vector"),
-    "hidden": Kind(lambda producer: producer.hidden(PROMPT), f"{SYNTHETIC}._vector", can_answer=False),
+    "logits": Kind(
+        lambda producer: producer.logprobs(PROMPT, mode="logits"), "lmpool.protocol.query.PositionsQuery.of"
+    ),
+    "logz": Kind(lambda producer: producer.logz(PROMPT), "lmpool.protocol.query.PositionsQuery.of"),
+    "hidden": Kind(
+        lambda producer: producer.hidden(PROMPT), "lmpool.protocol.query.PositionsQuery.of", can_answer=False
+    ),
     "head": Kind(lambda producer: producer.head(), can_answer=False),
     "trie": Kind(values_of_nodes, "lmpool.workers.trie._select"),
 }

@@ -134,8 +134,13 @@ class ExploredModel:
         try:
             vocabulary = (await self.trie()).structure.vocabulary
         except errors.UnknownVocabulary:
-            texts = {token: await self.decode([token]) for token in wanted}
-            return {token: shown_text(text or "") for token, text in texts.items()}
+            # The first token shows whether there is a tokenizer: looking for one again for each token takes long.
+            texts = dict.fromkeys(wanted, "")
+            for token in wanted:
+                if (text := await self.decode([token])) is None:
+                    break
+                texts[token] = shown_text(text)
+            return texts
         # A model may have more rows than tokens.
         return {token: shown_bytes(vocabulary[token]) if token < len(vocabulary) else "" for token in wanted}
 

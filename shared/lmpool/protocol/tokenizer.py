@@ -189,6 +189,8 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
         _check_template(component)
     if kind not in {"Split", "Replace"}:
         return 1.0
+    if len(component["pattern"]) != 1:
+        raise InvalidVocabulary(f"the pattern of its {part} is {shown(component['pattern'])}, not one pattern")
     ((form, pattern),) = component["pattern"].items()
     if not isinstance(pattern, str) or not pattern:
         raise InvalidVocabulary(f"the pattern of its {part} is {shown(pattern)}, not text")

@@ -177,7 +177,8 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
             if not self._missing:
                 bulk, self._bulk = self._bulk, None
                 _check_line_end(bulk[-2:].tobytes())
-                self._take(bulk[:-2])
+                # Callers recognise small values, such as references, by their type.
+                self._take(bulk[:-2] if bulk.size > _LARGE_BYTES else bulk[:-2].tobytes())
         except (ValueError, IndexError) as error:
             self._end = 0
             self.close(error if isinstance(error, ProtocolError) else ProtocolError(f"not a RESP reply: {error}"))

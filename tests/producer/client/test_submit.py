@@ -108,9 +108,9 @@ class Answering(Tasks):
     def keys_of(self, digests: Iterable[bytes]) -> list[bytes]:
         return [b"row:" + digest for digest in digests]
 
-    async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
+    async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
         await asyncio.sleep(0)
-        if command != b"EVALSHA" or len(rest) <= keys + 1:
+        if command != "EVALSHA" or len(rest) <= keys + 1:
             return b""
         prefix = self.model.keys.waiting
         digests = [key.removeprefix(prefix) for key in rest[:keys] if key.startswith(prefix)]
@@ -208,7 +208,7 @@ async def test_continuations_are_sent_after_other_prompts_with_their_max_tokens(
     sent: list[tuple[list[bytes], tuple[object, ...]]] = []
 
     class Recording(Answering):
-        async def call(self, command: bytes, sha: str, keys: int, *rest: bytes) -> bytes:
+        async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
             waiting = self.model.keys.waiting
             if digests := [key.removeprefix(waiting) for key in rest[:keys] if key.startswith(waiting)]:
                 sent.append((digests, rest[-2 * len(digests) :]))

@@ -72,6 +72,8 @@ def test_patterns_that_can_take_exponential_time_are_refused(pattern: str) -> No
         ("normalizer", {"type": "Precompiled", "precompiled_charsmap": "?"}, "not base64"),
         ("normalizer", {"type": "Prepend", "prepend": "x" * 1000}, "prepend of its Prepend has 1000 characters"),
         ("normalizer", replace({"String": ""}, "x"), "the pattern of its normalizer is '', not text"),
+        ("normalizer", replace({}, "x"), "not one pattern"),
+        ("normalizer", replace({"String": "a", "Regex": "a"}, "x"), "not one pattern"),
         ("normalizer", {"type": "Script"}, "of the kind 'Script', which lmpool does not accept"),
         ("normalizer", {"type": "Replace"}, "without the fields"),
         ("normalizer", ["NFC"], "without the fields"),

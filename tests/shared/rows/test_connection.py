@@ -43,6 +43,18 @@ def test_an_mget_reply_cut_anywhere_gives_its_values(answer: list[bytes | None],
     in_a_loop(work)
 
 
+def test_a_small_value_is_bytes_although_a_read_cuts_it() -> None:
+    """Callers recognise references by their type."""
+
+    async def work() -> None:
+        connection = Receiver()
+        reply = connection.mget(2)
+        connection.feed(array([b"reference" * 10, bytes(LARGE)]), [50])
+        assert [type(value) for value in await reply] == [bytes, np.ndarray]
+
+    in_a_loop(work)
+
+
 @given(st.data())
 def test_each_pipelined_command_gets_its_own_reply(data: st.DataObject) -> None:
     kinds = data.draw(st.lists(st.sampled_from(["mget", "get"]), min_size=1, max_size=6))

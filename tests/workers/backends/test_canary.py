@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[Callable[[Finished], Finished], str]] = {
     ),
     "rows of strangers": (answer_strangers, f"results for 4 prompts that were not submitted, such as {'00' * 16}"),
     "each row twice": (answer_twice, "two results in one step for 4 prompts"),
-    "no logZ": (without_log_z, "the row's logZ is nan"),
+    "no logZ": (without_log_z, "its logZ is nan"),
     "one row for all prompts": (changing(one_for_all), "two prompts whose last tokens differ have the same row"),
     "a failure": (fail, "it fails on a plain prompt: out of memory"),
     "nothing": (say_nothing, "it has answered 0 of 4 prompts after 20 steps"),

@@ -74,6 +74,7 @@ HEAD = torch.arange(3000 * 4).reshape(3000, 4) / 7000 - 0.5
         pytest.param(HEAD[:, :3].contiguous(), False, id="fewer columns"),
         pytest.param(HEAD.reshape(-1), False, id="another shape"),
         pytest.param(HEAD.long(), False, id="whole numbers"),
+        pytest.param(HEAD.to(torch.float8_e4m3fn), False, id="a dtype that peft never writes"),
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from lmpool.protocol.job import decode_ids
+from lmpool.protocol.query import HeadQuery
 from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, YieldingPrompts
@@ -227,3 +228,12 @@ async def test_a_bulk_continuation_ends_while_others_keep_submitting(steps: Step
         steps.engine_thread.submit(jobs(*(100 + BATCH * step + number for number in range(BATCH))))
         await steps.let(1)
     assert continued.digest in steps.outcome.digests()
+
+
+async def test_a_head_query_of_a_bulk_client_is_no_row(steps: Steps) -> None:
+    (of_head,) = bulk(1)
+    of_head.head = HeadQuery("facts")
+    steps.engine_thread.submit([of_head, *bulk(2)])
+    await steps.outcome.until(lambda: of_head.digest in steps.outcome.digests(), "it ends")
+    await steps.let(1)
+    assert steps.computed == [2], "the backend of this test has no head, so the query fails without a row"

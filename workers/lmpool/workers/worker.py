@@ -335,7 +335,7 @@ class Worker:
         """Write the heartbeat, and read the state of the queue."""
         try:
             async with self._heartbeat_lock:
-                self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+                await self._write_heartbeat(serving)
             if not serving.info.is_trie:
                 await serving.adapters.renew()
             await serving.consumer.keep_queue()
@@ -343,13 +343,20 @@ class Worker:
             if self.settings.metrics_port:  # Only the metrics need it.
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
-            self.health.trouble = text = str(self.server.explain(error))
-            if isinstance(error, ResponseError) and not self._is_refused:
-                self._is_refused = True
+            self.health.trouble = str(self.server.explain(error))
+            raise
+        self.health.answered()
+
+    async def _write_heartbeat(self, serving: Serving) -> None:
+        try:
+            self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+        except ResponseError as error:
+            if not self._is_refused:  # Log it once.
+                text = str(self.server.explain(error))
                 _log.warning("clients will not see this worker any more: its heartbeat is refused: %s", text)
+            self._is_refused = True
             raise
         self._is_refused = False
-        self.health.answered()
 
     async def _show_draining(self, serving: Serving) -> None:
         """Release the lane and show that the worker drains, without waiting for the next heartbeat."""
@@ -387,8 +394,8 @@ class Worker:
 
     def _hang(self, engine_thread: EngineThread, error: WorkerError) -> None:
         _log.error("%s; its thread is at\n%s", error, engine_thread.stack())
-        engine_thread.abandon(error)
         self._give_up(error)
+        engine_thread.abandon(error)
 
     def _give_up(self, error: BaseException) -> None:
         """Stop, because the backend cannot be used any more; the first reason counts."""

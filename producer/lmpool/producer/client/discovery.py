@@ -23,7 +23,7 @@ from lmpool.broker.server import Server
 from lmpool.producer.client.requests import Deadline, Tasks
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
-from lmpool.protocol.row import encoded_size
+from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.protocol.token_set import TokenSet
 from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader, is_shared
@@ -166,7 +166,8 @@ class Connections(Tasks):
     def describe_lost_row(self, times: int, length: int = 0) -> str:
         """Return the error text for a row, or a result of `length` entries, that was lost before it was fetched."""
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
-        size = encoded_size(length or self.model.info.vocab_size, self.model.info.row_encoding)
+        info = self.model.info
+        size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
         return (
             f"{gone}. Either its memory is full, so that it evicts rows of {size / 1e6:.3g} MB (see `lmpool status`): "
             "then raise maxmemory or have fewer rows pending. Or it restarted, or another client deletes rows"

@@ -161,16 +161,16 @@ class Session(Requester):
                         absence = await self._liveness.check(self.loop.time())
                     else:
                         self._liveness.pause()
+                    if absence is not None and not self._waits_when_absent:
+                        self._give_up(list(self._requests), absence)
+                    elif absence is not None and not self._has_logged_absence:
+                        _log.warning("%s; requests wait until their deadlines", absence)
+                    self._has_logged_absence = absence is not None
                     homes = self._submitter.homes
                     homes.has_choice = self._liveness.count > 1
                     # Forget the homes of workers that have left; a few workers at a time.
                     known = random.sample(list(homes.workers), min(len(homes.workers), _MAX_WORKERS_CHECKED))
                     homes.forget(await self._discovery.gone(self.info.name, known))
-                if absence is not None and not self._waits_when_absent:
-                    self._give_up(list(self._requests), absence)
-                elif absence is not None and not self._has_logged_absence:
-                    _log.warning("%s; requests wait until their deadlines", absence)
-                self._has_logged_absence = absence is not None
                 if self._requests:
                     await self._recheck()
                 # Requests that cannot be sent clear the trouble themselves: only their connection may be broken.
@@ -233,9 +233,11 @@ class Session(Requester):
         """Read the info of the changed model and send all requests again."""
 
         async def reload() -> None:
-            with self._connections.noting():
-                await self._reload_info()
-            self._is_following = False
+            try:
+                with self._connections.noting():
+                    await self._reload_info()
+            finally:
+                self._is_following = False
 
         if not self._is_following:
             self._is_following = True

@@ -301,3 +301,9 @@ async def test_an_invalid_virtual_time_starves_no_client(redis: redis_async.Redi
     order = await compute(redis)
     assert sorted(order) == [*range(30), 100, 101]
     assert order.index(100) <= TURNS + IN_STREAM
+
+
+@pytest.mark.usefixtures("nobody_asks_alone")
+async def test_a_negative_virtual_time_does_not_fill_the_queue(redis: redis_async.Redis) -> None:
+    await redis.zadd(MODEL.virtual_time, {b"": -1e300})
+    assert await submit(redis, *range(90)) == "Q" * 90

@@ -46,6 +46,7 @@ BASE_WEIGHT = ".base_layer.weight"
 """Name suffix of a copy of the model's own weight, which peft saves with an adapter of the head or the embedding."""
 
 _COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once: about 20 MB of a large output head.
+_COMPARED_DTYPES = ("F64", "F32", "F16", "BF16")  # Dtypes of safetensors in which peft saves weights.
 
 # Max relative difference between a weight and its copy that was saved in bfloat16, which has 8 significant bits.
 _COPY_TOLERANCE = 2.0**-8
@@ -186,6 +187,8 @@ def _is_copy(saved: Any, own: Any) -> bool:
     shape = saved.get_shape()
     if own is None or len(shape) != 2:
         return False
+    if saved.get_dtype() not in _COMPARED_DTYPES:
+        return False  # Do not read a tensor of another dtype: reading may fail with exceptions of several kinds.
     # Compare one row more than the saved weight has, to notice a model's weight that has more rows.
     for first in range(0, shape[0] + 1, _COMPARED_ROWS):
         left, right = (weight[first : first + _COMPARED_ROWS].float().cpu() for weight in (saved, own))

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -235,15 +235,18 @@ class EngineThread:
         loaded = Future[str]()
 
         def load(engine: _Engine) -> None:
-            if not loaded.set_running_or_notify_cancel():
-                return  # The caller was cancelled.
-            try:
-                loaded.set_result(engine.backend.load_adapter(name, source))
-            except LMPoolError as error:
-                loaded.set_exception(error)
-            except BaseException as error:
-                loaded.set_exception(WorkerError(f"the backend broke while it loaded the adapter {name!r}: {error}"))
-                raise
+            # The caller may have been cancelled, or `abandon` has ended the wait.
+            if loaded.done() or not loaded.set_running_or_notify_cancel():
+                return
+            with suppress(InvalidStateError):
+                try:
+                    loaded.set_result(engine.backend.load_adapter(name, source))
+                except LMPoolError as error:
+                    loaded.set_exception(error)
+                except BaseException as error:
+                    text = f"the backend broke while it loaded the adapter {name!r}: {error}"
+                    loaded.set_exception(WorkerError(text))
+                    raise
 
         self._calls.put(Call(f"load of the adapter {name!r}", load))
         self._loads.add(loaded)
@@ -264,7 +267,7 @@ class EngineThread:
         """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
         self.is_hung = True
         for loaded in self._loads:
-            if not loaded.done():
+            with suppress(InvalidStateError):  # The thread has just ended the wait.
                 loaded.set_exception(error)
 
     def stack(self) -> str:
@@ -409,12 +412,11 @@ class _Engine:
         self._taken += rows
         if rows:
             self.yielding.interactive_at = time.monotonic()
-        if rows < len(prompts):
-            prompts = self.yielding.keep(prompts)
+        is_mixed = rows < len(prompts)
         if of_head := [prompt for prompt in prompts if prompt.head is not None]:
             self.send(self._answer_from_head(of_head))
             prompts = [prompt for prompt in prompts if prompt.head is None]
-        self._submit(prompts)
+        self._submit(self.yielding.keep(prompts) if is_mixed else prompts)
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Give prompts to the backend; report those whose adapter it does not have."""

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 from redis.exceptions import RedisError, ResponseError
@@ -52,18 +51,23 @@ def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> 
     try:
         folder = Path(source).expanduser().resolve()
         roots = [Path(root).resolve() for root in settings.adapter_root]
-        for place, named in chain([(folder, source)], ((file.resolve(), str(file)) for file in folder.iterdir())):
-            if roots and not any(place.is_relative_to(root) for root in roots):
-                raise SettingsError(
-                    f"adapters: {shown(named)} lies outside of {', '.join(map(str, roots))}: put it there with all its "
-                    "files, or start all workers with another --adapter-root"
-                )
+        _check_roots(folder, source, roots)  # Before the folder is read: clients must not learn which paths exist.
+        for file in folder.iterdir():
+            _check_roots(file.resolve(), str(file), roots)
         check_size(settings, folder, source)
     except (FileNotFoundError, NotADirectoryError):
         return str(folder)
     except (OSError, RuntimeError) as error:  # A circle of links; ~user of an unknown user.
         raise SettingsError(f"adapters: {shown(source)} cannot be read: {error}") from error
     return str(folder)
+
+
+def _check_roots(place: Path, named: str, roots: Sequence[Path]) -> None:
+    if roots and not any(place.is_relative_to(root) for root in roots):
+        raise SettingsError(
+            f"adapters: {shown(named)} lies outside of {', '.join(map(str, roots))}: put it there with all its files, "
+            "or start all workers with another --adapter-root"
+        )
 
 
 def check_size(settings: WorkerSettings, folder: Path, source: str) -> None:

@@ -39,7 +39,7 @@ end
 -- The virtual time of a kind: the start time of the prompt that moved up last.
 local function virtual_now(kind)
   count_at('ZCARD', virtual_time)
-  return math.max(FROM[kind or ROWS], start_of(kind or ROWS))
+  return math.max(0, FROM[kind or ROWS], start_of(kind or ROWS))
 end
 
 -- How many prompts of a kind the backlog has.
