@@ -1,4 +1,4 @@
-"""Opens one backend at a time: a subject in one dtype, for all tests that use it."""
+"""Fixtures of the contract tests: each backend under test (a subject) is opened once, and one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _seeds = itertools.count()
 
 @pytest.fixture
 def draw() -> random.Random:
-    """Random prompts, different in each test, so that no test finds cached prefixes of another."""
+    """Random numbers for prompts, different in each test, so that no test finds prefixes cached by another test."""
     return random.Random(next(_seeds))
 
 
@@ -30,20 +30,20 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Adapters by name."""
+    """Name of each adapter -> its folder."""
     folder = tmp_path_factory.mktemp("adapters")
     return {name: write_adapter(folder / name, name) for name in ADAPTERS}
 
 
 @pytest.fixture(scope="session", params=chosen(), ids=lambda subject: subject.name)
 def subject(request: pytest.FixtureRequest) -> Subject:
-    """One of the backends under test in this run."""
+    """Description of one of the backends under test in this run."""
     subject: Subject = request.param
     return subject
 
 
 @pytest.fixture(scope="module")
 def opened(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Opened]:
-    """The subject's backend in float32; one per module, because a process cannot open an engine twice."""
+    """The subject's backend in float32, opened once per module, because a process cannot open an engine twice."""
     with Opened(subject, model_folder, "float32", adapter_folders) as opened:
         yield opened

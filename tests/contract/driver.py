@@ -1,4 +1,4 @@
-"""Drives a backend in a test as the worker's thread does."""
+"""Calls a backend in a test as a worker's engine thread does: submits jobs, runs steps, and collects results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.contract.model import V
 from tests.contract.subjects import Subject
 
 DEADLINE_S = 120.0
-"""Between one answer and the next. How long all of them take is a matter of how many there are, and of the machine."""
+"""Max seconds between two results. The total time has no limit, because it depends on the machine."""
 _numbers = itertools.count()
 
 
@@ -33,14 +33,14 @@ def prompt(draw: random.Random, length: int) -> list[int]:
 
 
 class Slots:
-    """Memory of rows with gaps between them, as in shared memory.
+    """Provides memory for rows, with gaps between the rows, as shared memory does.
 
     Attributes:
-        given: the requested blocks.
+        given: the blocks of memory that the backend has requested.
     """
 
     _BYTES = 16 * 2**20
-    # A GPU may still write to registered memory.
+    # Never free the memory, because a GPU may still write to it.
     _all: ClassVar[list[memoryview]] = []
 
     def __init__(self) -> None:
@@ -58,19 +58,19 @@ class Slots:
         return self.given[-1]
 
     def have(self, block: RowBlock) -> bool:
-        """Whether the rows of a block are in this memory."""
+        """Whether the rows of a block are in memory that this object has provided."""
         return any(np.shares_memory(block.numbers, memory) for memory in self.given)
 
 
 class Opened:
-    """A subject's backend, made when the context is entered.
+    """A subject's backend, created when the context is entered, and all its results.
 
     Attributes:
         subject: describes the backend.
-        rows: digest -> row, of all results.
-        failures: digest -> message.
-        scores: digest -> scores.
-        blocks: of the last step with results.
+        rows: digest of each job with a row -> its row.
+        failures: digest of each failed job -> message.
+        scores: digest of each job with a positions query -> its values.
+        blocks: blocks of rows of the last step that returned rows.
     """
 
     def __init__(self, subject: Subject, model: Path, dtype: str, adapters: dict[str, Path]) -> None:
@@ -91,11 +91,11 @@ class Opened:
         self.backend.close()
 
     def job(self, ids: Sequence[int], adapter: str = "") -> BackendJob:
-        """A job with a digest of its own, so that the backend cannot have its row already.
+        """A job with a unique digest, so that the backend cannot mistake it for an earlier job.
 
         Args:
-            ids: the prompt.
-            adapter: name of an adapter, or "".
+            ids: token ids of the prompt.
+            adapter: name of an adapter; "" for none.
         """
         info = self.backend.info
         data = encode_prompt(list(ids), vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens).ids
@@ -108,13 +108,13 @@ class Opened:
         )
 
     def submit(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[bytes]:
-        """Submit prompts; return their digests."""
+        """Submit prompts; returns the digests of their jobs."""
         jobs = [self.job(ids, adapter) for ids in prompts]
         self.backend.submit(jobs)
         return [job.digest for job in jobs]
 
     def step(self) -> None:
-        """Run one step, and keep its results."""
+        """Run one step, and record its results."""
         finished = self.backend.step()
         self.failures.update(finished.failures)
         if finished.answers is not None:
@@ -128,14 +128,14 @@ class Opened:
                 self.rows[digest] = decode_row(data, self.backend.info.vocab_size)
 
     def finish(self, digests: Sequence[bytes]) -> list[Row]:
-        """Step until all of these have results; return their rows."""
+        """Run steps until all jobs with these digests have results; returns their rows."""
         self._step_until(lambda: all(digest in self.rows or digest in self.failures for digest in digests))
         failed = [self.failures[digest] for digest in digests if digest in self.failures]
         assert not failed, failed
         return [self.rows[digest] for digest in digests]
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """Step until a condition holds; fail when no more results arrive."""
+        """Run steps until a condition holds; fail when no result arrives for `DEADLINE_S`."""
         answered, since = 0, time.monotonic()
         while not is_done():
             assert time.monotonic() < since + DEADLINE_S, f"no answer within {DEADLINE_S} s"
@@ -146,7 +146,7 @@ class Opened:
     def score(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "", *, logits: bool = False
     ) -> list[Row]:
-        """The scores, or their logits, of prompts that run together, from the given positions on."""
+        """The scores (or logits) of the tokens of prompts that run together, for each prompt from its start on."""
         queries = [PositionsQuery.scores_from(start, logits=logits) for start in starts]
         pairs = zip(prompts, queries, strict=True)
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids, query in pairs]
@@ -156,7 +156,7 @@ class Opened:
         return [self.scores[job.digest] for job in jobs]
 
     def expect(self, prompts: Sequence[Sequence[int]], query: PositionsQuery, adapter: str = "") -> list[Row]:
-        """The results of a positions query for prompts that run together, each (n, width)."""
+        """The values of a positions query for prompts that run together: one array (n, width) per prompt."""
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids in prompts]
         self.backend.submit(jobs)
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
@@ -164,7 +164,7 @@ class Opened:
         return [self.scores[job.digest].reshape(len(job.span), -1) for job in jobs]
 
     def check_scores(self, ids: Sequence[int], start: int, scores: Row, adapter: str = "") -> None:
-        """Each score must be the reference row's entry."""
+        """Check that each token's score is its entry in the reference row of the tokens before it."""
         rows = [self.subject.reference(ids[:at], adapter) for at in range(start, len(ids))]
         expected = np.array([row[token] for row, token in zip(rows, ids[start:], strict=True)])
         assert scores.shape == expected.shape
@@ -172,11 +172,11 @@ class Opened:
         assert float(np.abs(scores - expected).max()) <= self.subject.tolerance
 
     def ask(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[Row]:
-        """The rows of prompts that run together."""
+        """Run prompts together, and return their rows."""
         return self.finish(self.submit(prompts, adapter))
 
     def check(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row], adapter: str = "") -> None:
-        """Each row must be the reference's."""
+        """Check that each row equals the reference row of its prompt."""
         assert len(rows) == len(prompts)
         for ids, row in zip(prompts, rows, strict=True):
             expected = self.subject.reference(ids, adapter)

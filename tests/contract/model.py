@@ -16,19 +16,19 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lmpool.protocol.row import Row
 from lmpool.trie import torch_device
 
-# No multiple of 64: engines pad the vocabulary.
+# Vocabulary size, not a multiple of 64, so that engines must pad the vocabulary.
 V = 517
 MAX_TOKENS = 256
 RANK = 8
 ADAPTERS = ("warm", "cold")
-"""Names of adapters that `write_adapter` can make."""
+"""Names of plain adapters that `write_adapter` can write."""
 KINDS: dict[str, dict[str, Any]] = {
     "rslora": {"use_rslora": True},
     "alphas": {"alpha_pattern": {"v_proj": 4 * RANK, "layers.1.self_attn.q_proj": RANK // 2}},
     "ranks": {"rank_pattern": {"q_proj": RANK // 2, "layers.0.self_attn.v_proj": 5 * RANK}},
     "head": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
 }
-"""Names of other adapters that it can make, with what peft writes into their config."""
+"""Names of further adapters that `write_adapter` can write -> fields that peft writes into their config."""
 PIECES = {
     "<s>": b"<s>",
     "a": b"a",
@@ -65,7 +65,7 @@ def write_adapter(folder: Path, name: str) -> Path:
         tensors[f"base_model.model.{module}.lora_A.weight"] = down
         tensors[f"base_model.model.{module}.lora_B.weight"] = up
     if name == "head":
-        # peft saves the model's own head too when an adapter targets it.
+        # Add a copy of the model's own head, as peft does when an adapter targets the head.
         tensors["base_model.model.lm_head.base_layer.weight"] = _model("").lm_head.weight.detach()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": RANK, "bias": "none",
@@ -75,7 +75,7 @@ def write_adapter(folder: Path, name: str) -> Path:
 
 
 def reference_row(ids: Sequence[int], adapter: str = "") -> Row:
-    """transformers' float32 log-softmax at the last position; shape (V,)."""
+    """The correct row of a prompt: transformers' float32 log-softmax at the last position, shape (V,)."""
     return _reference(tuple(ids), adapter)
 
 
@@ -104,7 +104,7 @@ def _model(adapter: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-        # Initial weights are so small that all rows are nearly equal, and a test could not detect wrong ones.
+        # Use larger weights than the initial ones, with which all rows would be nearly equal, right or wrong.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
@@ -117,7 +117,7 @@ def _model(adapter: str) -> Any:
 
 
 def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
-    """Module -> its two factors, (rank, in) and (out, rank), and the scale of their product."""
+    """Name of each module -> its two LoRA factors, (rank, in) and (out, rank), and the scale of their product."""
     generator = torch.Generator().manual_seed(1 + [*ADAPTERS, *KINDS].index(name))
     sizes = {
         f"model.layers.{layer}.self_attn.{part}": size
@@ -136,7 +136,7 @@ def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
 
 
 def _rank_and_scale(name: str, module: str) -> tuple[int, float]:
-    """The effect of peft on the config of `write_adapter`, worked out by hand: lora_alpha is RANK."""
+    """Rank and scale that peft derives from the config of `write_adapter`, worked out by hand; lora_alpha is RANK."""
     if name == "rslora":
         return RANK, RANK**0.5
     if name == "alphas":

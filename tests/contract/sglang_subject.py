@@ -1,4 +1,4 @@
-"""SGLang under contract; on a CPU with the shim."""
+"""The sglang backend as a subject of the contract tests; on a CPU, stubs replace SGLang's GPU packages."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ accept()
 
 
 def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
-    """Settings under which the tests reach all limits of the contract."""
+    """Settings with limits so low that the tests reach them all."""
     return {
         "model": str(folder),
         "device": DEVICE,
         "dtype": dtype,
         "max_batch": MAX_BATCH,
         "max_batch_tokens": MAX_BATCH_TOKENS,
-        # Two layers of two heads of 32 keys and 32 values.
+        # Bytes per token: two layers with two heads of 32 keys and 32 values.
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],

@@ -1,4 +1,4 @@
-"""The backends under contract; each is so small that tests reach its limits."""
+"""The backends that the contract tests run on (subjects), with limits so low that the tests reach them."""
 
 from __future__ import annotations
 
@@ -27,41 +27,41 @@ from lmpool.workers.execution.contract import Backend
 from tests.contract.model import V, reference_row, write_adapter
 from tests.support.pool import lmpool_command
 
-# So small that all cases occur: several steps per prompt, several batches, a full KV cache.
+# Limits so low that all cases occur: several steps per prompt, several batches, and a full KV cache.
 MAX_BATCH = 8
 MAX_BATCH_TOKENS = 64
 KV_TOKENS = 1024
 SYNTHETIC_MAX_TOKENS = 200
 
-# Interpreted kernels take a hundred times as long.
+# Use fewer rounds with Triton's interpreter, in which kernels take a hundred times as long.
 ROUNDS = 10 if os.environ.get("TRITON_INTERPRET") == "1" else 40
-"""Steps in which contexts grow: enough for the next block of the KV cache, and for more than it can hold."""
+"""Number of rounds in which prompts grow: enough to need a new block of the KV cache, and to exceed its capacity."""
 
 DEVICE = os.environ.get("LMPOOL_DEVICE", "cpu")
-"""Where backends that can choose compute."""
+"""The device of the backends that have a setting for the device."""
 
 LogitsSpy = Callable[[Backend], AbstractContextManager[list[torch.Tensor]]]
-"""Collects every tensor of logits (n, V) that the engine's own model computes while the context is open."""
+"""Function that returns a context; in it, all logits (n, V) that the engine's own model computes are collected."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One backend under contract.
+    """One backend that the contract tests run on.
 
     Attributes:
-        name: of the backend.
+        name: name of the backend.
         make: (folder of the model, dtype, folders of adapters by name) -> the backend.
-        options: the same settings as options of `lmpool worker`.
+        options: (folder of the model, folders of adapters by name) -> options of `lmpool worker` with equal settings.
         reference: (ids, adapter) -> the correct float32 row.
-        tolerance: max difference of an entry.
+        tolerance: max difference between an entry of a row and the reference.
         spy: see `LogitsSpy`; None if the rows come from no model.
-        has_adapters: whether it serves the adapters that it is started with.
-        loads_adapters: whether it loads other adapters while it serves.
-        refused: kind of adapter that it cannot serve -> the start of the error after the folder.
-        narrow: whether it can compute in bfloat16.
-        positions: whether it computes every position.
-        command: the command in place of `lmpool` that starts a worker.
-        environment: of that worker.
+        has_adapters: whether the backend serves adapters that are loaded at its start.
+        loads_adapters: whether the backend can load other adapters later.
+        refused: kind of adapter that the backend refuses -> beginning of the error text that follows the folder.
+        narrow: whether the backend can compute in bfloat16.
+        positions: whether the backend answers positions queries.
+        command: command that starts a worker, in place of `lmpool`.
+        environment: environment variables of the worker.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Subject:
 
 
 def chosen() -> list[Subject]:
-    """The subjects that LMPOOL_CONTRACT names; by default those that need no engine."""
+    """The subjects that LMPOOL_CONTRACT names; by default the subjects without vLLM or SGLang."""
     return [_FINDERS[name]() for name in os.environ.get("LMPOOL_CONTRACT", "synthetic,hf,unigram").split(",")]
 
 
@@ -105,7 +105,7 @@ def _synthetic() -> Subject:
 
 @cache
 def _synthetic_revision(adapter: str) -> str:
-    """The revision of one of the contract's adapters, whose files are always the same."""
+    """The revision of one of the tests' adapters; its files are the same in each run."""
     folder = Path(mkdtemp(prefix="lmp"))
     try:
         return SyntheticBackend(SyntheticSettings()).load_adapter(adapter, str(write_adapter(folder, adapter)))
@@ -114,7 +114,7 @@ def _synthetic_revision(adapter: str) -> str:
 
 
 def _unigram() -> Subject:
-    """The example of a user's own backend."""
+    """The example `own_backend`, which shows users how to write a backend."""
 
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
         return UnigramSettings("unigram", V).open()
@@ -134,7 +134,7 @@ def _unigram() -> Subject:
 
 @cache
 def _plugin() -> Path:
-    """The files of an installed package with this backend: its metadata, with the entry point."""
+    """Write the files of an installed package with the example backend; returns the folder of its metadata."""
     folder = Path(mkdtemp(prefix="lmp")) / "unigram-1.0.dist-info"
     atexit.register(rmtree, folder.parent)
     folder.mkdir()
@@ -153,7 +153,7 @@ def _hf() -> Subject:
             "max_batch": MAX_BATCH,
             "max_batch_tokens": MAX_BATCH_TOKENS,
             "chunked_prefill_size": MAX_BATCH_TOKENS,
-            # Two layers of two heads of 32 keys and 32 values.
+            # Bytes per token: two layers with two heads of 32 keys and 32 values.
             "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         }
 
@@ -183,7 +183,7 @@ def _hf_spy(backend: Backend) -> Iterator[list[torch.Tensor]]:
 
 @contextmanager
 def recorded(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Copies of what a module returns while the context is open, each as (n, V)."""
+    """Collect copies of the tensors that a module returns in this context, each as (n, V)."""
     seen: list[torch.Tensor] = []
     handle = module.register_forward_hook(
         lambda _, __, output: seen.append(output.detach().cpu().clone().reshape(-1, V))
@@ -195,15 +195,15 @@ def recorded(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_options(settings: dict[str, Any]) -> list[str]:
-    """Settings as options of `lmpool worker`; the model is its argument, not an option."""
+    """Settings as options of `lmpool worker`, without the model, which is an argument of the command."""
     named = {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items() if name != "model"}
     return [text for pair in named.items() for text in pair]
 
 
 def _engine(name: str, *shims: str) -> Callable[[], Subject]:
-    """An engine's subject has its own file, because its imports need the engine's environment.
+    """A function that imports an engine's subject, whose own file needs the environment of the engine.
 
-    Shims enable parts of the engine that its CPU platform disables.
+    The shims are called first; they enable parts of the engine that are disabled on a CPU.
     """
 
     def find() -> Subject:

@@ -17,7 +17,7 @@ from tests.contract.subjects import Subject
 
 @pytest.fixture(scope="module")
 def kind_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """An adapter of each kind."""
+    """Kind of each adapter -> its folder."""
     folder = tmp_path_factory.mktemp("kinds")
     return {kind: write_adapter(folder / kind, kind) for kind in KINDS}
 
@@ -26,7 +26,7 @@ def kind_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def opened(
     subject: Subject, model_folder: Path, adapter_folders: dict[str, Path], kind_folders: dict[str, Path]
 ) -> Iterator[Opened]:
-    """The subject's backend with adapters of all kinds that it serves."""
+    """The subject's backend with adapters of all kinds that the backend serves."""
     served = {kind: folder for kind, folder in kind_folders.items() if kind not in subject.refused}
     with Opened(subject, model_folder, "float32", adapter_folders | served) as opened:
         yield opened
@@ -43,7 +43,7 @@ def test_loading_and_dropping_adapters_leaves_rows_correct(
     with Opened(subject, model_folder, "float32", {}) as opened:
         backend = opened.backend
         prompts = [prompt(draw, length) for length in (3, 33, 40, 70)]
-        # Under one name first, so that only the weights distinguish them.
+        # Load two adapters under one name first, so that only their revisions differ.
         revisions = {name: backend.load_adapter("a", str(adapter_folders[name])) for name in (first, second)}
         assert set(backend.adapters) == {qualify("a", revision) for revision in revisions.values()}
         for revision in revisions.values():
@@ -93,7 +93,7 @@ def test_every_kind_of_adapter_has_the_rows_of_the_merged_model_or_is_refused(
         assert not opened.backend.adapters
         return
     prompts = [prompt(draw, length) for length in (3, 33, 40)]
-    # In one batch, so that a backend that confuses adapters fails.
+    # Run prompts of several adapters in one batch, so that a backend that confuses adapters fails.
     wanted = {adapter: opened.submit(prompts, adapter) for adapter in (kind, "", ADAPTERS[0])}
     for adapter, digests in wanted.items():
         opened.check(prompts, opened.finish(digests), adapter)

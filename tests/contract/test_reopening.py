@@ -1,4 +1,4 @@
-"""Every backend under contract in bfloat16: closed and opened again, its rows the engine's own logits."""
+"""Every backend in bfloat16: its rows are the engine's own logits, and it can be closed and opened again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.contract.subjects import Subject
 
 @pytest.fixture(scope="module")
 def narrow(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Opened:
-    """No context manager: the test closes and opens it."""
+    """The subject's backend in bfloat16, not yet opened: each test opens and closes it."""
     return Opened(subject, model_folder, "bfloat16", adapter_folders)
 
 
@@ -46,7 +46,7 @@ def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.R
                 narrow.backend.write_to(no_new_rows)
             assert np.array_equal(blocks[0].numbers[0], logits.view(torch.int16).numpy().view(np.uint16))
             assert blocks[0].log_z is not None
-            # The error of one more rounding of a float32 of this size.
+            # Allow the error of one rounding of logZ in float32.
             assert abs(blocks[0].log_z[0] - torch.logsumexp(logits.double(), -1)) < 2e-6
             ids = [*ids, *prompt(draw, new)]
 

@@ -1,4 +1,4 @@
-"""Every backend under contract returns each prompt's correct row, whatever else is in the batch."""
+"""Every backend returns the correct row of each prompt, whatever other prompts are in the batch."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_prompt_submitted_twice_is_answered_once(opened: Opened, draw: random.
     job = opened.job(prompt(draw, 11))
     opened.backend.submit([job, job])
     opened.backend.submit([job])
-    other = opened.submit([prompt(draw, 3)])  # Results that the duplicates left behind would be returned with this one.
+    other = opened.submit([prompt(draw, 3)])  # A second result of the duplicates would be returned with this prompt's.
     opened.finish([job.digest])
     opened.finish(other)
 
@@ -158,7 +158,7 @@ def test_prompts_join_while_others_run(opened: Opened, draw: random.Random) -> N
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_traffic_with_little_memory(opened: Opened, seed: int) -> None:
-    """Contexts that grow, branch and are dropped, with long prompts between them: every row is the reference's."""
+    """Prompts grow, branch and are aborted, with long prompts between them; every row must equal the reference."""
     draw = random.Random(1000 + seed)
     most = opened.backend.info.max_prompt_tokens
     asked: dict[bytes, list[int]] = {}
@@ -219,7 +219,7 @@ def test_dropped_prompts_free_their_slots(opened: Opened, draw: random.Random) -
     opened.step()
     backend.abort(digests)
     assert backend.capacity() == free
-    # An engine may still compute one of them, which ends before later prompts.
+    # Wait for another prompt: an engine may still compute an aborted prompt, which ends before later prompts.
     opened.ask([prompt(draw, 3)])
 
 
@@ -235,7 +235,7 @@ def test_the_counters_count_computed_prompts(opened: Opened, draw: random.Random
 
 def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> None:
     if opened.subject.spy is None:
-        assert opened.backend.stats().reused == 0  # Nothing is computed, so nothing can be reused.
+        assert opened.backend.stats().reused == 0  # A backend without a model reuses no keys and values.
         return
     ids = prompt(draw, 96)
     opened.ask([ids])
@@ -253,7 +253,7 @@ def test_the_reuse_of_growing_contexts_is_counted_exactly(opened: Opened, draw: 
         opened.check(longer, opened.ask(longer))
         after = opened.backend.stats()
         assert after.tokens - before.tokens == sum(map(len, longer))
-        if at > 1:  # By then a backend has detected that they grow.
+        if at > 1:  # From the third round on, a backend has detected that the prompts grow.
             assert after.reused - before.reused == sum(map(len, contexts))
         contexts = longer
 
@@ -297,7 +297,7 @@ def test_a_model_without_a_tokenizer_is_served_without_a_vocabulary(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
     if opened.subject.spy is None:
-        return  # There are no files that could lack one.
+        return  # A backend without a model has no files from which a tokenizer could be missing.
     assert opened.backend.vocabulary() is None
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("lmpool.")]
     assert "producer.trie" in line

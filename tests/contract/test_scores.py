@@ -1,4 +1,4 @@
-"""Scores, values at every position, and continuations."""
+"""Every backend returns correct scores, values at positions, and continuations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.contract.subjects import MAX_BATCH_TOKENS
 
 
 def scored(opened: Opened, prompts: list[list[int]], starts: list[int]) -> None:
-    """Score prompts together, and check the scores."""
+    """Score prompts in one batch, and check the scores."""
     assert opened.backend.info.positions == opened.subject.positions
     if not opened.subject.positions:
         return
@@ -36,7 +36,7 @@ def test_scores_and_rows_of_the_same_prompts_do_not_disturb_each_other(opened: O
     digests = opened.submit(prompts)
     scored(opened, prompts, [1, 5, 19, 20, 10, 2])
     opened.check(prompts, opened.finish(digests))
-    # Again, and as prefixes of other prompts: backends may reuse their keys and values, or not.
+    # Run the prompts again, alone and as prefixes of other prompts: backends may reuse their keys and values.
     opened.check(prompts, opened.ask(prompts))
     scored(opened, [ids + prompt(draw, 3) for ids in prompts], [7] * 6)
 
@@ -60,7 +60,7 @@ def test_a_scored_prompt_is_counted_once_and_does_not_reuse_its_own_chunks(opene
     if opened.subject.positions:
         after = opened.backend.stats()
         assert after.tokens - before.tokens == sum(map(len, prompts))
-        # By chance a few of its first tokens may be those of an earlier prompt.
+        # Allow a few reused tokens: by chance the prompt may begin like an earlier prompt.
         assert after.reused - before.reused < MAX_BATCH_TOKENS
 
 
@@ -70,10 +70,10 @@ def expected(opened: Opened, ids: list[int], start: int, adapter: str = "") -> R
 
 
 def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str = "") -> None:
-    """Run positions queries of all three kinds together, and check the results."""
+    """Run positions queries of all kinds, and check their results."""
     assert opened.backend.info.positions == opened.subject.positions
     if not opened.subject.positions:
-        return  # Other backends never get them.
+        return  # A worker sends no positions queries to a backend whose info lacks `positions`.
     tolerance, vocab_size = opened.subject.tolerance, opened.backend.info.vocab_size
     targets = [vocab_size - 1, 0, 7]
     by_way = [
@@ -96,7 +96,7 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
         assert float(np.abs(rows - reference).max()) <= tolerance
         assert float(np.abs(entries - reference[:, targets]).max()) <= tolerance
         largest = unpack_top(packed, vocab_size)
-        # Two tokens of nearly equal probability may have either order.
+        # Compare sorted values only, because tokens of nearly equal probability may have either order.
         assert float(np.abs(largest.values - -np.sort(-reference)[:, :5]).max()) <= tolerance
         own = np.take_along_axis(reference, largest.ids, axis=1)
         assert float(np.abs(own - largest.values).max()) <= tolerance
@@ -168,7 +168,7 @@ def test_continuations_are_drawn_from_the_rows_of_their_prefixes(
         assert len(made.ids) == query.most
         for place, token in enumerate(made.ids.tolist()):
             row = opened.subject.reference([*ids, *made.ids[:place].tolist()], adapter)
-            # The most likely token, up to rounding.
+            # Each token must be the most likely one, except for rounding.
             assert row[token] >= row.max() - 2 * opened.subject.tolerance
             assert abs(made.logprobs[place] - row[token]) <= opened.subject.tolerance
 

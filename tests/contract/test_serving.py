@@ -1,4 +1,4 @@
-"""Every backend under contract in a real worker process: start, requests through Redis, bad jobs, drain."""
+"""Every backend in a real worker process: start, requests through Redis, malformed jobs, and drain."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Served:
         self.metrics_port = metrics_port
 
     def show(self, *command: str) -> str:
-        """The output of a command of `lmpool` about the pool."""
+        """The output of an `lmpool` command on the pool."""
         return run_lmpool(*command, "--redis", self.pool.url, "--prefix", self.pool.prefix).stdout
 
     def workers(self) -> list[dict[str, Any]]:
@@ -48,7 +48,7 @@ class Served:
         return [worker["state"] for worker in self.workers()]
 
     def counted(self) -> tuple[float, float]:
-        """Tokens of requests, and how many of them were reused, from the worker's metrics."""
+        """Number of tokens of requests, and number of reused tokens, from the worker's metrics."""
         metrics = scrape(self.metrics_port)
         names = ("lmpool_worker_tokens_total", "lmpool_worker_reused_tokens_total")
         tokens, reused = (metrics.value(name, model=NAME) for name in names)
@@ -60,7 +60,7 @@ class Served:
         reply = keys.reply("test")
         with asyncio.Runner() as runner:
             info = runner.run(self._info())
-        # In this order: the worker may be faster than the second command.
+        # Register the reply stream before the job, because the worker may fail the job at once.
         redis.hset(keys.waiting + digest_of(ids, adapter), mapping={b"job": "0-1", reply: ""})
         redis.xadd(keys.jobs, {JOB_FIELD: Job(ids, adapter, info.fingerprint, False).pack()})
         replies: Any = until(lambda: redis.xrange(reply), "the worker answers")
@@ -77,7 +77,7 @@ def served(
     subject: Subject, server_url: str, model_folder: Path, adapter_folders: dict[str, Path],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:  # fmt: skip
-    """A ready worker; `lmpool status` has shown before that it loads."""
+    """A ready worker. The fixture also checks that `lmpool status` shows the worker while it loads."""
     pool = Pool(server_url, f"contract-{subject.name}", tmp_path_factory.mktemp("pool"))
     adapters = adapter_folders if subject.has_adapters else {}
     port = free_port()
@@ -119,7 +119,7 @@ async def test_reuse_is_reported_in_heartbeats_commands_and_metrics(served: Serv
             longer = [[*ids, *prompt(draw, new)] for ids in contexts]
             await _check(served, producer, longer)
             tokens += sum(map(len, longer))
-            # A backend detects growing prompts by the third request.
+            # From the third request on, a backend has detected that the prompts grow.
             reusable += sum(map(len, contexts)) if at > 1 else 0
             contexts = longer
     counted = await asyncio.to_thread(served.counted)

@@ -1,4 +1,4 @@
-"""vLLM under contract."""
+"""The vllm backend as a subject of the contract tests."""
 
 from __future__ import annotations
 

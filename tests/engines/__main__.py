@@ -1,9 +1,9 @@
-"""Runs of one engine, one after the other, each in a process forked from one that has imported it.
+"""Runs tests in several variants of one engine: imports the engine once, and forks a process for each run.
 
     python -m tests.engines VARIANT PATH... [-- VARIANT PATH...]...
 
-Importing an engine takes as long as many of its tests, and an engine leaves so many resources behind that runs cannot
-share a process. Shims that must be installed before the import are those of the first variant.
+Importing an engine takes as long as many of its tests. A run needs its own process, because an engine leaves many
+resources behind. The first variant decides which shims are installed before the engine is imported.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _IMPORTED_FIRST = (
     "vllm.v1.worker.cpu_worker",
     "vllm.v1.worker.gpu_worker",
 )
-"""Modules that every run needs. They must start no thread, because threads do not survive a fork."""
+"""Modules that are imported before the fork. They must start no thread, because threads do not survive a fork."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run all; returns 1 if one of them fails."""
+    """Run all variants; returns 1 if a run fails."""
     runs: list[list[str]] = [[]]
     for word in arguments:
         if word == "--":
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             runs[-1].append(word)
     os.environ["LMPOOL_CONTRACT"] = runs[0][0]
-    chosen()  # Installs the shims.
+    chosen()  # Called for its side effect: it installs the shims.
     for name in _IMPORTED_FIRST:
         import_module(name)
     gc.freeze()
@@ -53,7 +53,7 @@ def _run(variant: str, paths: list[str]) -> int:
             os.environ["LMPOOL_CONTRACT"] = variant
             print(f"{variant}: {' '.join(paths)}", flush=True)
             code = int(pytest.main(paths))
-        except BaseException:  # noqa: BLE001  the other runs must not end with this one
+        except BaseException:  # noqa: BLE001  # The exception must not reach the loop of the parent process.
             traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -62,5 +62,5 @@ def _run(variant: str, paths: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # Skip the end of the interpreter, at which libraries of Triton print long complaints about open resources.
+    # Exit without the interpreter's cleanup, in which libraries of Triton print long messages about open resources.
     os._exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Each file runs in the environment of its engine, which LMPOOL_CONTRACT names; `make test` runs all of them."""
+"""Fixtures of the engines' tests. LMPOOL_CONTRACT names the engine whose files run; `make test` runs all engines."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tests.contract.subjects import chosen
 _ENGINE = os.environ.get("LMPOOL_CONTRACT", "").partition("-")[0]
 
 if _ENGINE:
-    chosen()  # Installs the shim of this run, before a test imports the engine.
+    chosen()  # Called for its side effect: it installs the shims of this run before a test imports the engine.
 
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the contract."""
+    """The tiny Llama model of the contract tests."""
     return write_model(tmp_path_factory.mktemp("engine") / "llama")
 
 
 @pytest.fixture(scope="session")
 def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An adapter for it."""
+    """A LoRA adapter for the model of the contract tests."""
     return write_adapter(tmp_path_factory.mktemp("adapter") / "warm", ADAPTERS[0])

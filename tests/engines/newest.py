@@ -1,6 +1,6 @@
-"""Runs on releases of the engines above the supported range (`make test-engines-newest`).
+"""Lets tests run on engine releases newer than the supported range (`make test-engines-newest`).
 
-`python -m tests.engines.newest` is `lmpool` without the upper limit.
+`python -m tests.engines.newest` runs `lmpool` without the upper limit of the engine's version.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ WANTED = os.environ.get("LMPOOL_TEST_NEWEST") == "1"
 
 
 def accept() -> None:
-    """Remove the upper limit of the engines' versions, in a run for newer ones."""
+    """Remove the upper limit of the engines' versions, if LMPOOL_TEST_NEWEST is 1."""
     if WANTED:
         settings.VLLM_VERSIONS = settings.VLLM_VERSIONS.partition(",")[0]
         settings.SGLANG_VERSIONS = settings.SGLANG_VERSIONS.partition(",")[0]

@@ -44,19 +44,19 @@ ADAPTERS: dict[str, Path] = {}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of the contract."""
+    """The tiny Llama model of the contract tests."""
     return write_model(tmp_path_factory.mktemp("sglang") / "llama")
 
 
 @pytest.fixture
 def draw() -> random.Random:
-    """Random prompts."""
+    """Random numbers for prompts."""
     return random.Random(5)
 
 
 @contextmanager
 def opened(folder: Path, **changes: Any) -> Iterator[Opened]:
-    """The contract's backend with changed settings."""
+    """The sglang backend of the contract tests, with changed settings."""
 
     def make(model: Path, dtype: str, adapters: dict[str, Path]) -> Any:
         return SglangSettings(**{**settings_of(model, dtype, adapters), **changes}).open()
@@ -72,12 +72,12 @@ def scheduler_of(backend: Any) -> Any:
 
 
 def job(ids: list[int], number: int = 1) -> BackendJob:
-    """A job that was not checked against the info."""
+    """A job that was not checked against the limits in the model's info."""
     return BackendJob(number.to_bytes(16, "little"), np.asarray(ids, "<u4").tobytes())
 
 
 def spoil(backend: Any, monkeypatch: pytest.MonkeyPatch, change: Callable[[Any, Any], None]) -> None:
-    """Change each batch and its result before they are processed."""
+    """Call `change` with each batch and its result before SGLang processes the result."""
     scheduler = scheduler_of(backend)
     run = scheduler.run_batch
 
@@ -121,12 +121,12 @@ def test_dropping_a_prompt_drops_no_other(folder: Path, draw: random.Random) -> 
     with opened(folder) as driver:
         prompts = [prompt(draw, 5) for _ in range(200)]
         digests = driver.submit(prompts)
-        # SGLang aborts all requests whose names start with the given one.
+        # Other prompts must go on, although SGLang aborts all requests whose names start with an aborted name.
         driver.backend.abort(digests[:8])
         driver.check(prompts[8:], driver.finish(digests[8:]))
         assert len(driver.rows) == len(prompts) - 8
         assert not driver.failures
-        assert driver.backend.step().blocks == []  # Nothing is held, so there is nothing to wait for.
+        assert driver.backend.step().blocks == []  # The backend holds no prompt, so the step does not wait.
 
 
 # Results that must not become rows
@@ -163,7 +163,7 @@ def test_the_row_of_a_prompt_that_sglang_has_shortened_is_an_error(
     with opened(folder) as driver:
         module: Any = import_module("sglang.srt.managers.scheduler")
         shorten = module.validate_input_length
-        # As with the option to truncate long prompts.
+        # Let SGLang truncate long prompts, as it would with the option `allow_auto_truncate`.
         monkeypatch.setattr(module, "validate_input_length", lambda request, most, _: shorten(request, most, True))
         length = driver.backend.info.max_prompt_tokens + 3
         driver.backend.submit([job(prompt(draw, length))])
@@ -245,7 +245,7 @@ def test_contexts_that_grow_together_compute_only_the_new_tokens(
 def test_every_token_is_either_reused_or_computed(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With branches, shorter prompts, prompts in parts, and evicted prefixes."""
+    """The prompts include branches, prefixes of earlier prompts, prompts in parts, and evicted prefixes."""
     computed = []
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
@@ -271,7 +271,7 @@ def test_a_prompt_that_takes_several_forwards_has_one_row(
         before = driver.backend.stats()
         driver.check([ids], driver.ask([ids]))
         after = driver.backend.stats()
-        assert len(sizes) == 4  # Forwards that leave a prompt unfinished return logits too.
+        assert len(sizes) == 4  # The forward of an incomplete prompt returns logits too, which are not a row.
         assert (after.rows - before.rows, after.steps - before.steps) == (1, 4)
 
 
@@ -288,7 +288,7 @@ def test_a_row_does_not_change_when_the_engine_overwrites_its_logits(
 
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, reuse)
-        # So short that a forward completes all of its prompts.
+        # Use prompts so short that a forward completes all prompts of its batch.
         prompts = [prompt(draw, 4) for _ in range(5 * MAX_BATCH)]
         digests = driver.submit(prompts)
         results = driver.backend._engine._results  # type: ignore[attr-defined]
@@ -326,7 +326,7 @@ def test_kv_cache_bytes_limit_the_cached_tokens(folder: Path) -> None:
 
 
 def known() -> dict[str, bool]:
-    """SGLang's options."""
+    """SGLang's options: name -> whether the option takes a text."""
     names: dict[str, bool] = import_module("lmpool.workers.backends.sglang.engine").known_options()
     return names
 
@@ -364,7 +364,7 @@ def test_other_options_are_passed_on() -> None:
 
 
 def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
-    # Some arrived with later releases than the first supported one.
+    # An option may be missing in the oldest supported release, if a later release has added it.
     assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 
@@ -396,7 +396,7 @@ def test_memory_for_keys_and_values_is_counted_in_tokens() -> None:
         tokens(1400)
 
 
-# Errors at the start
+# Errors when the engine starts
 
 
 @pytest.mark.skipif(WANTED, reason="newer versions are accepted in this run")
@@ -482,7 +482,7 @@ def test_a_failed_start_does_not_affect_the_next_one(folder: Path, tmp_path: Pat
         driver.check(prompts, driver.ask(prompts))
 
 
-# The process
+# Effects of SGLang on the process
 
 _PROGRAM = """
 import ctypes, faulthandler, json, logging, os, signal, sys, tempfile, threading, warnings

@@ -1,4 +1,4 @@
-"""Positions queries of SGLang: in parts, with its radix cache, and in rare cases."""
+"""Positions queries of the sglang backend: computed in parts, with SGLang's prefix cache, and in rare cases."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ TARGETS = PositionsQuery(0, targets=np.arange(4, dtype="<u4").tobytes())
 
 @pytest.fixture(scope="module")
 def driver(model_folder: Path) -> Iterator[Opened]:
-    """One backend for all tests that do not break it."""
+    """One backend for all tests that leave it usable."""
     with Opened(SUBJECT, model_folder, "float32", {}) as opened:
         yield opened
 
 
 @pytest.fixture
 def draw(request: pytest.FixtureRequest) -> random.Random:
-    """Random prompts, different in each test."""
+    """Random numbers for prompts, different in each test."""
     return random.Random(request.node.name)
 
 
@@ -42,17 +42,17 @@ def positions_job(driver: Opened, ids: list[int], query: PositionsQuery) -> Back
 
 
 def expected(ids: list[int], start: int = 0) -> Row:
-    """The reference rows from a position on, (n, V)."""
+    """The reference rows of a prompt's positions from `start` on, (n, V)."""
     return np.stack([reference_row(ids[: at + 1]) for at in range(start, len(ids))])
 
 
 def processor_of(driver: Opened) -> Any:
-    """The module that computes logprobs of prompts."""
+    """SGLang's module that computes logprobs of prompts."""
     return scheduler_of(driver).tp_worker.model_runner.model.logits_processor.input_logprob_processor
 
 
 def scheduler_of(driver: Opened) -> Any:
-    """SGLang's scheduler."""
+    """The scheduler of SGLang inside the backend."""
     backend: Any = driver.backend
     return backend._engine.scheduler
 
@@ -64,7 +64,7 @@ def no_answer_is_open(driver: Opened) -> bool:
 
 
 def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Neither prompts nor chunks of the prefill are multiples of it.
+    # Use a chunk size that divides neither the lengths of the prompts nor the chunks of the prefill.
     monkeypatch.setattr(processor_of(driver), "logprobs_chunk_size", 7)
     prompts = [prompt(draw, length) for length in (3, 12, LONG, 8, 19)]
     rows_of_prompts = driver.submit(prompts)

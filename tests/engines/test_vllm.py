@@ -1,4 +1,4 @@
-"""The vllm backend: its runners, sessions, options, and its checks of vLLM's results."""
+"""The vllm backend: model runners, sessions, options, and checks of the results that vLLM returns."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.engines.vllm_small import BLOCK, SESSIONS, answer, draw, job, refused
 
 @pytest.fixture(scope="module")
 def backend(model_folder: Path) -> Iterator[VllmBackend]:
-    """One small backend for all tests that do not break it."""
+    """One small backend for all tests that leave it usable."""
     made = settings(model_folder).open()
     assert isinstance(made, VllmBackend)
     yield made
     made.close()
 
 
-# The variant of this run
+# The variant of vLLM in this run
 
 
 def test_the_engine_runs_in_the_wanted_variant(backend: VllmBackend) -> None:
@@ -75,7 +75,7 @@ def test_a_session_is_opened_when_a_prompt_begins_to_grow(backend: VllmBackend) 
 
 @contextmanager
 def computed(backend: VllmBackend) -> Iterator[list[int]]:
-    """The computed tokens of each step within the context."""
+    """The number of tokens that each step computes in this context."""
     scheduler: Any = backend._scheduler
     schedule, tokens = scheduler.schedule, []
 
@@ -136,7 +136,7 @@ def test_tokens_of_a_preempted_session_are_not_counted_as_reused(backend: VllmBa
     before = backend.stats()
     longer = job([*ids, 1, 2, 3])
     backend.submit([longer])
-    # As the scheduler does when it preempts a running request.
+    # Count a preemption, as the scheduler does when it preempts a running request.
     backend._scheduler.requests[backend._held[longer.digest]].num_preemptions += 1
     while not backend.step().blocks:
         pass
@@ -200,13 +200,13 @@ def test_a_fresh_row_uses_no_cached_keys_and_values(backend: VllmBackend) -> Non
 
 @pytest.fixture
 def in_flight(backend: VllmBackend) -> Iterator[BackendJob]:
-    """A prompt in flight, which is dropped after the test."""
+    """A prompt in flight, which the fixture aborts after the test."""
     held = job(draw(60, 10))
     backend.submit([held])
     name = backend._held[held.digest]
     yield held
     backend.abort([held.digest])
-    # The engine may still run a request that the backend has discarded.
+    # Abort the request in the engine too, if a test has made the backend discard it.
     backend._core.abort_requests([name])
 
 
@@ -350,7 +350,7 @@ def test_a_missing_vllm_is_refused_with_the_command_that_installs_it(
 
 @pytest.fixture
 def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package whose logits processor changes every row."""
+    """Install a package whose logits processor changes every row."""
     (tmp_path / "tinkered.py").write_text(
         "from lmpool.workers.backends.vllm.capture import CaptureProcessor\n"
         "class Shift(CaptureProcessor):\n"

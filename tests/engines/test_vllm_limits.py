@@ -1,4 +1,4 @@
-"""Engines of vLLM with very little memory, one per test."""
+"""The vllm backend with very little memory for keys and values; each test starts its own engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engines.vllm_small import BYTES_A_TOKEN, answer, draw, refused, setti
 
 
 def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_folder: Path) -> None:
-    """The scheduler cannot preempt a session, not even for the next token of another one."""
+    """vLLM's scheduler cannot preempt a session, not even to compute the next token of another session."""
     small = settings(model_folder, max_batch=12, sessions=12, kv_cache_bytes=320 * BYTES_A_TOKEN).open()
     assert isinstance(small, VllmBackend)
     try:
@@ -29,7 +29,7 @@ def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_fold
 
 
 def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that is preempted while its result is in flight would wait forever, in no queue of the scheduler."""
+    """A session that is preempted before its result arrives is in no queue of the scheduler; it would wait for ever."""
     made = settings(
         model_folder, max_batch=12, sessions=12, kv_cache_bytes=640 * BYTES_A_TOKEN,
         engine_args=["long_prefill_token_threshold=16"],

@@ -1,4 +1,4 @@
-"""Positions queries of vLLM: with adapters of the head, in parts, together with rows, and in rare cases."""
+"""Positions queries of the vllm backend: with adapters of the output head, in parts, next to rows, in rare cases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HIDDEN = 128
 def backend(
     model_folder: Path, adapter_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[VllmBackend]:
-    """A small backend with an adapter of the attention and one of the head."""
+    """A small backend with an adapter of the attention and an adapter of the output head."""
     head = tmp_path_factory.mktemp("adapter") / "head"
     head.mkdir()
     draws = torch.Generator().manual_seed(7)
@@ -57,7 +57,7 @@ def positions(ids: list[int], query: PositionsQuery, adapter: str = "") -> Backe
 
 
 def finish(backend: VllmBackend, jobs: list[BackendJob]) -> tuple[dict[bytes, NDArray[np.float32]], dict[bytes, str]]:
-    """Run jobs; return digest -> row or values, and failures."""
+    """Run jobs; returns digest -> row or values, and digest -> message of failures."""
     backend.submit(jobs)
     answers: dict[bytes, NDArray[np.float32]] = {}
     failures: dict[bytes, str] = {}
@@ -79,7 +79,7 @@ def no_answer_is_open(backend: VllmBackend) -> bool:
 
 
 def expected(ids: list[int], start: int = 0) -> Row:
-    """The reference rows from a position on, (n, V)."""
+    """The reference rows of a prompt's positions from `start` on, (n, V)."""
     return np.stack([reference_row(ids[: at + 1]) for at in range(start, len(ids))])
 
 
@@ -109,7 +109,7 @@ def test_cached_tokens_are_used_up_to_the_first_wanted_position(backend: VllmBac
 def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBackend) -> None:
     lengths, starts = (15, 30, 45, 60, 75, 150), (1, 20, 44, 7, 70, 1)
     prompts = [draw(50 + length, length) for length in lengths]
-    for _ in range(2):  # The second time, the prefix cache has the prompts, and must not be used.
+    for _ in range(2):  # In the second round the prefix cache holds the prompts, but scored positions must be computed.
         rows = [job(ids) for ids in prompts]
         jobs = [positions(ids, PositionsQuery.scores_from(at)) for ids, at in zip(prompts, starts, strict=True)]
         answers, failures = finish(backend, [queued for pair in zip(jobs, rows, strict=True) for queued in pair])

@@ -1,6 +1,6 @@
-"""For tests: features of vLLM that are disabled on a CPU. Slow, and for correctness only.
+"""Enables features of vLLM that are disabled on a CPU, so that tests can check their results; they run slowly.
 
-`use_v2_runner` must be installed before vllm is imported, the other one before an engine is made.
+Call `use_v2_runner` before vllm is imported, and `use_async_scheduling` before an engine is created.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Any
 
 
 def use_v2_runner() -> None:
-    """The new model runner, which CUDA uses by default; its Triton kernels run in Triton's interpreter.
+    """Use the model runner V2, which is the default on CUDA; its Triton kernels run in Triton's interpreter.
 
-    TRITON_INTERPRET=1 must be in the environment from the beginning: Triton reads it when it is imported.
+    Set TRITON_INTERPRET=1 in the environment before Python starts, because Triton reads it when it is imported.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("set TRITON_INTERPRET=1 before Python starts: Triton reads it when it is imported")
@@ -29,7 +29,7 @@ def use_v2_runner() -> None:
 
 
 def use_async_scheduling() -> None:
-    """Scheduling a step while the one before it runs, which CUDA uses by default."""
+    """Let vLLM schedule a step while the previous step runs, which is the default on CUDA."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm.platforms.cpu import CpuPlatform
 

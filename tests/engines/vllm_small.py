@@ -1,4 +1,4 @@
-"""A small engine of vLLM for tests."""
+"""Helpers for tests of the vllm backend with a small engine."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.contract.model import V, reference_row
 SESSIONS = 4
 KV_TOKENS = 512
 BLOCK = 32
-"""Tokens of a block of memory on a CPU."""
+"""Tokens per block of keys and values on a CPU."""
 BYTES_A_TOKEN = 2 * 2 * 2 * 32 * 4
 
 
 def settings(folder: Path, **more: Any) -> VllmSettings:
-    """Settings with limits that tests reach."""
+    """Settings with limits so low that tests reach them."""
     given: dict[str, Any] = {
         "max_batch": 8,
         "max_batch_tokens": 64,
@@ -41,7 +41,7 @@ def job(ids: list[int], name: str = "") -> BackendJob:
 
 
 def answer(backend: VllmBackend, *prompts: list[int]) -> None:
-    """Run prompts, and check their rows."""
+    """Run prompts, and check their rows against the reference rows."""
     jobs = {queued.digest: ids for queued, ids in ((job(ids), ids) for ids in prompts)}
     backend.submit(job(ids) for ids in prompts)
     while jobs:
@@ -59,7 +59,7 @@ def draw(seed: int, length: int) -> list[int]:
 
 
 def refused(folder: Path, **more: Any) -> str:
-    """The one line of the error at the start."""
+    """The error message with which the backend refuses to start; it must be one line."""
     with pytest.raises(SettingsError) as caught:
         settings(folder, **more).open()
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Changes of a model's files under a running worker are reported, and have no other effect."""
+"""If a model's files change while a worker runs, the worker logs this, and serves on without other effects."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def replaced(path: Path) -> None:
-    """As editors and save_pretrained write: another inode, here with the same size and time."""
+    """Replace a file by a new one (another inode) as editors and save_pretrained do, here with equal size and time."""
     state = path.stat()
     other = path.with_name("other")
     other.write_text("something")

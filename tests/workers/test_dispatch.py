@@ -1,4 +1,4 @@
-"""Prompts in flight: joining requests, checks for waiting clients, joined steps, and capacity."""
+"""Prompts in flight in a worker: joined requests, checks that a client waits, joined steps, and capacity."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def taken(*prompts: InFlightPrompt) -> Taken:
 def reading(
     entry_id: bytes, digest: bytes = PROMPT, *, query: TrieQuery | None = None, **changed: Any
 ) -> InFlightPrompt:
-    """A prompt as read from one entry."""
+    """A prompt in flight, as read from one stream entry."""
     entry = StreamEntry(entry_id, digest if query is None else ANSWER, query=query)
     return InFlightPrompt(digest, bytes(4), entries={entry_id: entry}, has_query=query is not None, **changed)
 
 
 class Recorder:
-    """Records calls in place of a backend and a server on which no client waits.
+    """Stands in for a backend and a server, and records calls. By default no client waits for any job.
 
     Attributes:
-        is_waited_for: whether a client waits for each of the jobs.
+        is_waited_for: one bool per job: whether a client waits for the job.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Recorder:
         self.aborted += [prompt.digest for prompt in prompts]
 
     def published_answers(self, prompts: Sequence[InFlightPrompt]) -> None:
-        """Memory is not counted here."""
+        """Ignore the call: this stand-in does not count the memory of results."""
 
     async def publish(self, block: RowBlock, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
         self.published += block.digests
@@ -96,7 +96,7 @@ class Recorder:
 
 
 def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlight]:
-    """A dispatcher, and the prompts that it holds."""
+    """A dispatcher, and its prompts in flight."""
     ends, none = cast(Any, recorder), cast(Any, None)
     engine = cast(
         Any,
@@ -296,7 +296,7 @@ def join(*steps: Finished) -> Finished:
 
 @pytest.mark.parametrize("encoding", list(Encoding))
 def test_joined_steps_equal_one_step(encoding: Encoding) -> None:
-    # "x" was aborted and requested again in between.
+    # Both steps have a result for "x", which was aborted and requested again between them.
     second = VectorBlock([b"y", b"x"], [np.ones(1, np.float32), np.zeros(2, np.float32)])
     answers = VectorBlock([b"x"], [np.zeros(2, np.float32)]), second
     steps = [
@@ -323,11 +323,11 @@ def test_blocks_with_a_prompt_twice_or_of_different_encodings_are_not_joined() -
     assert join(Finished([], {}), Finished([], {})) == Finished([], {})
 
 
-# Size of a read
+# Number of jobs to read at once
 
 
 def fetch_loop(engine_thread: SimpleNamespace, info: ModelInfo) -> FetchLoop:
-    """A fetch loop for such a backend, without other parts."""
+    """A fetch loop for an engine thread, without the other parts of a worker."""
     none = cast(Any, None)
     return FetchLoop(none, none, Lifecycle(), none, cast(Any, engine_thread), info, none, none, none)
 
@@ -347,18 +347,18 @@ async def test_one_read_takes_one_batch_if_prompts_may_be_long() -> None:
 
 @pytest.mark.parametrize(("yielding", "takes"), [(0, 0), (8, 2)])
 async def test_yielding_prompts_do_not_count_as_unpublished(yielding: int, takes: int) -> None:
-    """With four batches of two in flight."""
+    """The worker has four batches of two prompts in flight."""
     loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=yielding), INFO)
     loop.in_flight = cast(Any, range(8))
     assert loop._capacity_for_new() == takes
 
 
 class Suspect:
-    """A queue with a prompt that must run alone, until another worker has claimed it.
+    """A queue with a prompt that must run alone; the prompt stays until another worker claims it.
 
     Attributes:
         is_there: whether the prompt is still in the queue.
-        asked: the held entries of each claim.
+        asked: for each claim call, the entries that the worker held.
     """
 
     def __init__(self) -> None:

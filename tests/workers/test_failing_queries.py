@@ -1,4 +1,4 @@
-"""A query that makes a worker's code raise fails alone: the worker and its other prompts continue."""
+"""If a query makes a worker's code raise, only this query fails: the worker and its other prompts continue."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SYNTHETIC = "lmpool.workers.backends.synthetic.SyntheticBackend"
 
 
 class WithHead(SyntheticBackend):
-    """Has hidden states and a head in its info, and raises in `head`."""
+    """A backend that announces hidden states and an output head in its info, and raises in `head`."""
 
     def __init__(self) -> None:
         super().__init__(SyntheticSettings("syn", vocab_size=V))
@@ -55,9 +55,9 @@ class Kind(NamedTuple):
     """A kind of query.
 
     Attributes:
-        request: sends it.
-        broken: the function that raises instead of computing it; None if the backend always raises.
-        can_answer: the backend of these tests computes it if nothing raises.
+        request: function that sends a query of this kind.
+        broken: path of the function that the test replaces by one that raises; None if the backend always raises.
+        can_answer: whether the backend of these tests can answer the query when nothing raises.
     """
 
     request: Callable[[Producer], Awaitable[Any]]
@@ -112,7 +112,7 @@ KINDS = {
 
 @asynccontextmanager
 async def serving(pool: Pool) -> AsyncIterator[asyncio.Task[None]]:
-    """A worker in this process, while it runs."""
+    """The task of a worker that runs in this process."""
     worker = Worker(
         Server(pool.url), Prepared(WithHead()), WorkerSettings(prefix=pool.prefix, shm_bytes=0, with_trie=True)
     )
@@ -125,7 +125,7 @@ async def serving(pool: Pool) -> AsyncIterator[asyncio.Task[None]]:
 
 
 def test_the_parameters_cover_every_kind_of_query() -> None:
-    """The kinds that `unpack_query` reads; a fresh row is computed like any row."""
+    """`KINDS` covers all kinds that `unpack_query` reads, except fresh rows, which are computed like other rows."""
     tags = {"trie", "top", "sample", "mass", "positions", "generate", "head", "fresh"}
     names = {name.removesuffix("Query").lower() for name in unpack_query.__globals__ if name.endswith("Query")}
     assert names - {"pick", ""} == tags
@@ -148,7 +148,7 @@ async def test_a_query_that_raises_fails_alone(pool: Pool, kind: str, monkeypatc
 
 
 async def test_an_exception_of_the_device_ends_the_worker() -> None:
-    """No later query could be answered."""
+    """After an error of the device, no later query could be answered."""
 
     class Broken(WithHead):
         def head(self, query: HeadQuery) -> NDArray[np.float32]:

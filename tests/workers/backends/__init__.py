@@ -1,1 +1,1 @@
-"""Tests of backends, except the engines: see `tests/contract` and `tests/engines`."""
+"""Tests of backends; tests that run vLLM or SGLang are in `tests/contract` and `tests/engines`."""

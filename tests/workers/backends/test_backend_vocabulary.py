@@ -45,7 +45,7 @@ def read(folder: Path, **changed: Any) -> Vocabulary | None:
 
 
 def warning(caplog: pytest.LogCaptureFixture) -> str:
-    """The one warning of lmpool."""
+    """The only warning that lmpool has logged."""
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert line.startswith("the vocabulary of tiny is not published: ")
     assert line.endswith("passes its byte strings to producer.trie")
@@ -67,7 +67,7 @@ def test_the_vocabulary_of_smollm2_equals_that_of_its_tokenizer(smollm2_folder: 
 def test_a_folder_without_a_tokenizer_has_no_vocabulary(
     tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """For some of these kinds transformers creates a tokenizer with a few special tokens."""
+    """For some architectures without tokenizer files, transformers creates a tokenizer with a few special tokens."""
     write_model(tmp_path, kind)
     caplog.clear()
     assert read(tmp_path) is None
@@ -106,7 +106,7 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
-    # Files that a folder lacks are not looked up on the hub, nor any file on a hub that does not respond.
+    # Use local files only, if the model is a folder or the hub does not respond.
     cached = {**hub, "local_files_only": True}
     local = {"gguf_file": "m.gguf", "revision": None, "trust_remote_code": False, "local_files_only": True}
     assert asked == [("org/model", hub), ("org/model", cached), (str(tmp_path), local)]

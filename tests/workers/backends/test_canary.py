@@ -1,4 +1,4 @@
-"""The canary: a worker joins the pool only with correct rows, and the refusal names the error."""
+"""The canary (first rows of a backend): a worker joins the pool only if they are correct; errors name the fault."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Faulty(Rowed):
 
 
 def changing(change: Callable[[Rows], Rows]) -> Callable[[Finished], Finished]:
-    """A spoiler that changes the rows of each block, float32 of shape (n, V)."""
+    """A function for `spoil` that applies `change` to the rows of each block, float32 of shape (n, V)."""
 
     def spoil(finished: Finished) -> Finished:
         blocks = [
@@ -62,7 +62,7 @@ def normalised(rows: Rows) -> Rows:
 
 
 def noisy(share: float) -> Callable[[Rows], Rows]:
-    """Add noise with the given share of the spread of the entries, different each time."""
+    """A change that adds new noise at each call: its standard deviation is the share `share` of the entries'."""
     generator = np.random.default_rng(0)
     return lambda rows: normalised(rows + generator.normal(0, share * rows.std(), rows.shape).astype(np.float32))
 
@@ -109,7 +109,7 @@ def test_the_model_accepts_the_prompts(vocab_size: int) -> None:
 
 
 def take_turns(finished: Finished) -> Finished:
-    """Each row in a block of its own, last first."""
+    """Return each row in its own block, in reverse order."""
     return Finished(
         [
             RowBlock([digest], block.numbers[at : at + 1], None, block.encoding)
@@ -148,7 +148,7 @@ def test_rounding_may_depend_on_the_batch() -> None:
 
 
 def test_rows_may_be_nearly_flat() -> None:
-    # As in an untrained model: rounding is as large as the differences between entries.
+    # Make rows like those of an untrained model, whose rounding errors are as large as the differences of entries.
     generator = np.random.default_rng(0)
 
     def flatten(rows: Rows) -> Rows:
@@ -161,7 +161,7 @@ def test_rows_may_be_nearly_flat() -> None:
 
 
 def swapped(rows: Rows) -> Rows:
-    """Each prompt has the row of the one before it."""
+    """Give each prompt the row of the previous prompt in the batch."""
     return np.roll(rows, 1, axis=0)
 
 
@@ -264,7 +264,7 @@ def test_the_tolerance_depends_on_the_dtype(dtype: str, passes: bool) -> None:
 
 
 class Adapted(Rowed):
-    """Serves two adapters with different rows; with `mixes`, a step uses one adapter for all."""
+    """A backend with two adapters that change rows; with `mixes`, a step uses one adapter for all prompts."""
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
@@ -288,7 +288,7 @@ class Adapted(Rowed):
 
 def test_a_growing_prompt_is_checked() -> None:
     class Forgetful(Rowed):
-        """Has wrong rows for a prompt that extends the one before it."""
+        """A backend with wrong rows for a prompt that extends the previous prompt."""
 
         last = b"?"
 

@@ -1,4 +1,4 @@
-"""Checkpoints: folders and hub names are found or refused in one line, and a digest changes with any byte."""
+"""Checkpoints: a folder or hub name is found or refused in one line, and the digest changes with any byte."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ Write = Callable[..., Path]
 
 CONFIG: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "hidden_size": 8, "rope_scaling": {"factor": 2.0}}
 WEIGHTS = bytes(range(256)) * 50
-"""1600 words of 64 bits, all of which are sampled."""
+"""Content of a weight file: 1600 words of 64 bits."""
 
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a checkpoint; return its folder."""
+    """A function that writes a checkpoint and returns its folder."""
 
     def written(
         name: str = "model",
@@ -159,7 +159,7 @@ def test_a_misspelt_name_gets_a_suggestion(write: Write, tmp_path: Path, monkeyp
     for name in ("./smolm2", str(tmp_path / "smolm2"), "smolm2"):
         with pytest.raises(SettingsError, match=r"; did you mean .*smollm2\?$"):
             checkpoint_folder("model", name)
-        # A client that adds an adapter must not see the folders of the worker's machine.
+        # An error about an adapter must not name folders of the worker's machine, because clients see the error.
         with pytest.raises(SettingsError) as caught:
             checkpoint_folder("adapters", name)
         assert "smollm2" not in str(caught.value)
@@ -177,7 +177,7 @@ def test_a_missing_path_is_refused_before_anything_is_loaded(
         place = tmp_path / Path(name).name
         told = f"there is no such {what} ({place}); did you mean {meant}?"
         assert str(caught.value) == f"model: {name} cannot be loaded: {told}"
-    # These names may be on the hub.
+    # These names are accepted: the first is a folder, and the others may be on the hub.
     for name in ("./smollm2-float32", "smollm2", "org/smollm2"):
         check_model_path(name)
 
@@ -240,7 +240,7 @@ def test_the_copy_in_the_cache_is_found_without_the_hub(hub_cache: Path) -> None
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A hub that cannot be reached, and the requests of its package."""
+    """Simulate a hub that cannot be reached; returns the list of requests that `huggingface_hub` tried."""
     from huggingface_hub import constants
     from huggingface_hub.utils import _http
 
@@ -396,7 +396,7 @@ def test_a_copy_elsewhere_has_the_same_digest(write: Write, tmp_path: Path) -> N
 def test_the_digest_changes_with_any_bit_of_a_file_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    # Less than a row, several rows, more than a table; not all sizes are multiples of 8.
+    # Draw a file of less than one row of words, of several rows, or of more than one table, with any rest.
     size = data.draw(st.one_of(st.integers(1, 40), st.integers(80_000, 80_016), st.integers(2_100_000, 2_200_000)))
     folder = tmp_path_factory.mktemp("model")
     weights = bytearray(range(251)) * 9000

@@ -1,4 +1,4 @@
-"""Options of an engine: all spellings of key=value, TOML files, and the refusals."""
+"""Options that a user passes to an engine: all spellings of key=value, TOML files, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Write = Callable[[str], str]
 
 @pytest.fixture
 def write(tmp_path: Path) -> Write:
-    """Write a TOML file; return its path."""
+    """A function that writes a TOML file and returns its path."""
 
     def written(text: str) -> str:
         path = tmp_path / "engine.toml"
@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> Write:
     return written
 
 
-# Pairs
+# Options as key=value
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_the_later_of_two_values_wins(given: list[str]) -> None:
     assert {name: value for name, value in parse_engine_args(given).items() if name in "ab"} == {"a": 2, "b": 0}
 
 
-# Files
+# Options in TOML files
 
 
 def test_a_file_sets_options_of_every_type(write: Write) -> None:
@@ -205,7 +205,7 @@ def test_the_error_for_a_broken_file_has_the_position(tmp_path: Path, content: b
     assert "\n" not in str(caught.value)
 
 
-# Refusals
+# Options that are refused
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Adapters on disk: one that fits a model is accepted, another is refused with the reason."""
+"""Checks of adapters on disk: an adapter that fits the model is accepted, any other is refused with the reason."""
 
 from __future__ import annotations
 

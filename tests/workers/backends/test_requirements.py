@@ -14,13 +14,13 @@ VERSIONS = ">=0.32,<0.34"
 
 
 class Installed:
-    """Packages in a folder that comes first on the import path."""
+    """Fake packages in a folder that is first on the import path."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def module(self, name: str, text: str) -> None:
-        """A module."""
+        """Write a module with the given source text."""
         (self._folder / f"{name}.py").write_text(text)
 
     def distribution(self, name: str, version: str) -> None:
@@ -32,12 +32,12 @@ class Installed:
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
-    """An empty folder of packages."""
+    """An empty folder for fake packages, first on the import path."""
     monkeypatch.syspath_prepend(tmp_path)
     return Installed(tmp_path)
 
 
-# Packages
+# Missing packages
 
 
 def test_an_installed_package_passes_without_an_import(installed: Installed) -> None:
@@ -60,7 +60,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(packages: 
     assert str(caught.value) == f'backend: needs {missing}; install with: pip install "lmpool[engine]"'
 
 
-# Versions
+# Supported versions
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Encoded rows are the same in shared memory and elsewhere; top-k of equal entries is defined."""
+"""Rows are encoded to the same bytes in shared memory and elsewhere, and the order of equal top-k entries is fixed."""
 
 from __future__ import annotations
 
@@ -69,18 +69,18 @@ def test_logits_that_16_bits_cannot_hold_use_shared_memory_for_float32() -> None
     assert torch.equal(torch.from_numpy(block.numbers), torch.log_softmax(logits, -1))
 
 
-# A GPU, simulated on the CPU. On a machine with a GPU, tests/contract uses it.
+# A GPU, simulated on the CPU. The tests in tests/contract use a real GPU if there is one.
 
 
 class Stream:
-    """Runs operations in their order."""
+    """A CUDA stream that has nothing to wait for: all operations run in order."""
 
     def synchronize(self) -> None:
         pass
 
 
 class Gpu:
-    """A GPU that can write to shared memory or not.
+    """A simulated GPU, which can write to shared memory if `can_write`.
 
     Attributes:
         registered: address and size of each registered memory.
@@ -144,7 +144,7 @@ def test_the_whole_segment_is_registered(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [1, 3, 11, 12])
 def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int) -> None:
-    """torch does not define the order."""
+    """torch.topk does not define the order of equal entries."""
     logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
     log_z = np.zeros(len(rows), np.float32)

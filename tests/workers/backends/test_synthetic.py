@@ -1,4 +1,4 @@
-"""Synthetic rows and their backend: log-softmaxed, reproducible from (seed, prompt, V), the same in every encoding."""
+"""Synthetic rows and their backend: rows are normalised, depend only on (seed, prompt, V), and equal in encodings."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def job(ids: list[int], vocab_size: int) -> BackendJob:
 
 
 def prompt_job(length: int, *last: int, **changed: Any) -> BackendJob:
-    """A job for this many tokens, all the same, and these."""
+    """A job whose prompt has `length` equal tokens and then the tokens `last`."""
     return job([1] * length + list(last), 50)._replace(**changed)
 
 
@@ -88,7 +88,7 @@ def test_with_one_token_it_is_certain() -> None:
 
 
 def test_rows_are_pinned_across_releases() -> None:
-    # The tests of users compare with these values.
+    # Never change these values: users compare with them in their own tests.
     row = synthetic_row([1, 2, 3], vocab_size=6, seed=7)
     expected = [-0.95146823, -1.0452182, -1.3577182, -5.9983435, -7.9358435, -6.1545935]
     np.testing.assert_array_equal(row, np.array(expected, np.float32))
@@ -105,7 +105,7 @@ def test_a_row_is_the_same_in_another_process() -> None:
 
 def test_rows_do_not_depend_on_what_was_drawn_before() -> None:
     before = synthetic_row([1], vocab_size=100, seed=1)
-    for seed in range(20):  # more than the cache of base rows holds
+    for seed in range(20):  # Use more seeds than the cache of base rows holds.
         synthetic_row([2], vocab_size=100, seed=seed)
     np.testing.assert_array_equal(synthetic_row([1], vocab_size=100, seed=1), before)
 
@@ -325,7 +325,7 @@ def test_the_fingerprint_is_that_of_the_rows() -> None:
 
 
 def pretended_ms(served: SyntheticBackend, monkeypatch: pytest.MonkeyPatch, jobs: list[BackendJob]) -> float:
-    """The simulated time of a step over these jobs, without the sleep."""
+    """The simulated milliseconds of a step over these jobs; the step does not sleep."""
     slept: list[float] = []
     with monkeypatch.context() as patched:
         patched.setattr("time.sleep", slept.append)
@@ -387,7 +387,7 @@ def test_prompts_that_fail_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> 
 
 @st.composite
 def families(draw: st.DrawFn) -> list[tuple[str, list[int]]]:
-    """Prompts with adapters, most of which extend the beginning of an earlier one."""
+    """Prompts with their adapters; most prompts extend the beginning of an earlier prompt."""
     prompts: list[list[int]] = [[]]
     noted = []
     for _ in range(draw(st.integers(1, 12))):

@@ -1,4 +1,4 @@
-"""Sessions: which prompts continue or open one, and the exact limits."""
+"""Sessions of the vllm backend: which prompts extend or open a session, and the exact limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ids(*tokens: int) -> bytes:
 
 
 def taken(sessions: KvSessions, adapter: str, prompt: bytes) -> str | None:
-    """The request of the session that a prompt continues."""
+    """The request of the session that a prompt extends; None if it extends no session."""
     session = sessions.take(adapter, prompt)
     if session is None:
         return None
@@ -33,12 +33,12 @@ def taken(sessions: KvSessions, adapter: str, prompt: bytes) -> str | None:
 
 
 def may_grow_from(prompt: bytes, earlier: bytes, block: int) -> bool:
-    """Whether a prompt extends an earlier one by few enough tokens to continue its session."""
+    """Whether a prompt extends an earlier prompt by few enough tokens to use its session."""
     new, old = (len(prompt) - len(earlier)) // 4, len(earlier) // 4
     return prompt.startswith(earlier) and 1 <= new <= min(block, old)
 
 
-# Continuing
+# Prompts that extend a session
 
 
 def test_a_prompt_that_is_one_token_longer_continues_a_session_once() -> None:
@@ -126,7 +126,7 @@ def test_of_two_sessions_of_one_prompt_the_later_stays() -> None:
     assert taken(sessions, "", ids(1, 2)) == "second"
 
 
-# Caps
+# Limits on the number of sessions and their tokens
 
 
 def test_beyond_the_max_number_the_oldest_session_is_closed() -> None:
@@ -194,7 +194,7 @@ def test_all_tokens_are_counted() -> None:
     assert sessions.keep("", ids(3), "does not") == ["again"]
 
 
-# Growing
+# Detection of growing prompts
 
 
 def test_a_prompt_grows_that_is_one_token_longer_than_one_seen_before() -> None:
@@ -235,7 +235,7 @@ def test_only_so_many_prompts_are_remembered(monkeypatch: pytest.MonkeyPatch) ->
     assert len(sessions._recent) == 10
 
 
-# Any sequence of calls
+# Random sequences of calls
 
 _tokens = st.integers(0, 2)
 _prompts = st.lists(_tokens, min_size=1, max_size=6).map(lambda tokens: ids(*tokens))
@@ -243,7 +243,7 @@ _adapters = st.sampled_from(["", "one"])
 
 
 class AgainstALedger(RuleBasedStateMachine):
-    """KvSessions compared with a list that is summed each time: a wrong counter would close another request."""
+    """Compares KvSessions with a plain list of sessions, whose tokens are counted anew after each call."""
 
     @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16), block=st.integers(1, 3))
     def open(self, most: int, most_tokens: int, block: int) -> None:

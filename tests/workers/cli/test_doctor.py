@@ -22,7 +22,7 @@ from tests.support.pool import Pool, lmpool_command, run_lmpool, until
 
 
 def examine(code: int, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
-    """The findings, by the name of the check."""
+    """Run `lmpool doctor`, expecting an exit code; returns name of each check -> finding."""
     ended = run_lmpool("doctor", "--json", *arguments, **environment)
     assert (ended.returncode, ended.stderr) == (code, "")
     report = json.loads(ended.stdout)
@@ -49,7 +49,7 @@ def test_a_working_pool_has_no_wrong_finding(pool: Pool, tmp_path: Path) -> None
     table = run_lmpool("doctor", "--redis", pool.url, "--prefix", pool.prefix)
     assert table.returncode == 0
     assert all(check in table.stdout for check in found if check != "model")
-    # A file gets no table.
+    # Output that is not a terminal has one line per finding, and no table.
     lines = table.stdout.splitlines()
     assert "models: ok: syn (1 worker)" in lines
     assert all(re.match(r"[^:]+: (ok|look|wrong): \S", line) for line in lines), lines
@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -
 
 
 def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
-    """Rows are in memory without a name; the folder holds only a socket."""
+    """Rows are in anonymous shared memory, and the folder holds only a socket, so the folder's size does not matter."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 26))
     with socket.socket(socket.AF_UNIX) as listener:
@@ -135,7 +135,7 @@ def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyP
 def test_a_system_that_does_not_report_free_memory_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """macOS has neither /proc nor sealed memory."""
+    """On macOS, which has neither /proc nor sealed memory."""
 
     def refuse() -> int:
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")

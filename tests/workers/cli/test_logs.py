@@ -21,7 +21,7 @@ from tests.support.pool import Pool, WorkerProcess, lmpool_command, until_async
 
 
 def entries(worker: WorkerProcess) -> list[dict[str, Any]]:
-    """The log, each line of which must be an object."""
+    """The entries of a worker's log; each line must be a JSON object."""
     return [json.loads(line) for line in worker.text.splitlines()]
 
 
@@ -97,7 +97,7 @@ async def test_a_worker_logs_that_others_serve_the_model_already(pool: Pool, cap
     assert await load() == ["loading 'syn'", "1 worker serves 'syn' already: this one is added"]
 
 
-# `lmpool`, which sends itself another signal after it has finished.
+# A script that runs `lmpool`, and sends itself a second signal after the command has finished.
 AGAIN_WHEN_FINISHED = """
 import logging, os, signal
 from lmpool.cli import main
@@ -145,7 +145,7 @@ def test_a_warning_is_shown_at_once_and_its_repeats_are_counted(log: tuple[loggi
         logger.warning("will try again: %s", OSError(i))
         logger.info("not a warning")
     assert shown.lines == ["will try again: 0", *["not a warning"] * 5]
-    repeats._pause_s = 0.0  # The pause is over.
+    repeats._pause_s = 0.0  # Make the pause between repeated warnings end now.
     logger.warning("will try again: %s", OSError(6))
     logger.warning("will try again: %s", OSError(7))
     assert shown.lines[-2:] == ["will try again: 6 (4 more like this were not shown)", "will try again: 7"]

@@ -1,4 +1,4 @@
-"""Settings, options and addresses: malformed ones are refused by name, and no text has a password."""
+"""Settings, options and addresses: malformed values are refused with their names, and no message shows a password."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def no_server_of_the_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> 
 
 @dataclass(frozen=True)
 class Kettle:
-    """Settings of which some have no help."""
+    """A settings class in which some fields have no help text."""
 
     litres: float = field(default=1.5, metadata={"help": "Capacity in litres."})
     name: str = field(default="", metadata={"help": "Name of the kettle."})
@@ -173,7 +173,7 @@ def test_a_malformed_worker_setting_is_refused_with_its_name_and_value(field: st
     [("row_ttl_s", INF), ("row_ttl_s", 1e300), ("queue_limit", 2**64)],
 )
 def test_a_worker_setting_beyond_the_range_of_redis_is_refused(field: str, value: object) -> None:
-    # Redis takes milliseconds as int64, the info numbers up to uint64.
+    # Values beyond these limits cannot be stored: Redis takes milliseconds as int64, the model info takes uint64.
     with pytest.raises(SettingsError, match=field):
         WorkerSettings(**{field: value})  # type: ignore[arg-type]
 
@@ -208,7 +208,7 @@ def test_a_malformed_argument_is_refused_with_its_name(make: Any, field: str, va
 
 
 def test_a_name_that_is_not_utf8_is_refused() -> None:
-    # The shell's form of bytes that are not UTF-8; no Redis key can contain it.
+    # "\udc80" stands for a byte of a command line that is not UTF-8; a Redis key cannot contain it.
     for name in ("model", "prefix"):
         with pytest.raises(SettingsError, match=f"^{name}: "):
             Producer(**{name: "a\udc80"})  # type: ignore[arg-type]
@@ -285,7 +285,7 @@ def test_the_address_comes_from_the_environment_when_none_is_given(monkeypatch: 
 
 
 def test_an_empty_address_is_not_the_same_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The result of `--redis "$UNSET"`: it must not lead to another server than the intended one.
+    # An empty URL, such as from `--redis "$UNSET"`, must be refused: another server could be used by mistake.
     monkeypatch.setenv(URL_VARIABLE, "redis://elsewhere:7000")
     for make in (Server, lambda url: SyncProducer(redis=url)):
         with pytest.raises(SettingsError, match="^redis: ''"):
@@ -383,7 +383,7 @@ LEAKS = [
 
 @pytest.mark.parametrize("url", LEAKS)
 def test_no_error_contains_the_password(url: str) -> None:
-    # Any exception: another test checks which one.
+    # Accept any exception: another test checks its type.
     with pytest.raises(Exception) as caught:  # noqa: PT011
         Server(url)
     assert SECRET not in str(caught.value)
@@ -418,7 +418,7 @@ def test_a_masked_url_keeps_its_other_parts() -> None:
     assert mask("redis://h:7/3") == "redis://h:7/3"
 
 
-# Errors of the server as exceptions of the tree
+# Errors of the Redis server become exceptions of lmpool
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`lmpool up` and `lmpool down`: real processes, real signals."""
+"""`lmpool up` and `lmpool down`, with real processes and real signals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def two_workers(up: Up, *options: str) -> WorkerProcess:
 
 
 def serving(process: WorkerProcess) -> dict[str, list[int]]:
-    """Number of a worker -> the process ids that it has had, from the log; "" for a single worker."""
+    """Number of each worker ("" for a single worker) -> its process ids so far, as read from the log."""
     pids: dict[str, list[int]] = {}
     pattern = r"^(?:\[(\d)\] )?\d.*serving 'syn'.* as worker \S+-(\d+)-[0-9a-f]{16}$"
     for number, pid in re.findall(pattern, process.text, re.M):
@@ -127,7 +127,7 @@ def test_a_second_up_of_the_same_name_is_refused(up: Up) -> None:
         assert "with --workers N" in refused.stderr
         assert "give another --name" in refused.stderr
     assert process.is_running
-    # Another prefix is another pool.
+    # A second `lmpool up` with another prefix serves a separate pool on the same server.
     other = up("--prefix", "other")
     other.signal(signal.SIGINT)
     assert other.wait() == 0
@@ -210,7 +210,7 @@ def test_the_fork_of_a_killed_process_does_not_keep_the_server(folder: Path) -> 
         assert process.stdout.readline() == "joined\n"
         assert embedded.find() is not None
         process.kill()
-        # The fork lives until its standard input ends.
+        # Only the forked process is left, which lives until its standard input is closed.
         until(lambda: is_stopped(folder), "the server ends with the program")
 
 
@@ -238,7 +238,7 @@ def test_the_reason_of_a_refusal_is_the_last_line_while_the_server_stays(up: Up,
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> None:
-    """Requests would miss their deadline if these jobs waited for the end of their lease, ten minutes."""
+    """The lease is ten minutes: if jobs waited for its end, their requests would miss the deadline."""
     options = ("--lease-s", "600", "--step-ms", "200", "--max-batch", "4")
     process = up(*options) if count == 1 else two_workers(up, *options)
     (killed, *_), *_ = serving(process).values()
@@ -287,7 +287,7 @@ def test_workers_share_a_log_dead_ones_are_replaced_and_one_signal_drains_all(up
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_second_signal_ends_all_at_once(up: Up, count: int) -> None:
-    # A drain would wait for this step.
+    # Let a step take ten minutes: a worker that drains would wait for the end of this step.
     options = ("--step-ms", "600000", "--step-timeout-s", "3600")
     process = up(*options) if count == 1 else two_workers(up, *options)
     with SyncProducer("syn", timeout=0.5) as producer, pytest.raises(TimeoutError):
@@ -315,7 +315,7 @@ def test_options_that_no_worker_accepts_are_not_tried_again(up: Up) -> None:
     assert "metrics_port" in process.text or "--metrics-port" in process.text
 
 
-# The argument of a stand-in for a worker lists its actions: serve, wait, end with a code.
+# A script that stands in for a worker. Its argument lists the actions: serve, wait, end with an exit code.
 STAND_INS = """
 import logging, os, signal, sys, time, types
 from lmpool.workers.cli import supervisor
@@ -350,7 +350,7 @@ sys.exit(supervisor.Supervisor(server, None, workers, 3).run())
 
 
 def run_stand_ins(tmp_path: Path, *hows: str, stop: Sequence[signal.Signals] = (signal.SIGTERM,)) -> tuple[int, str]:
-    """Exit code and log of stand-ins for workers; signals stop them when the supervisor reports that they serve."""
+    """Run stand-ins for workers, and stop them by signals once they serve; returns the exit code and the log."""
     environment = {"STOP": " ".join(str(int(number)) for number in stop)}
     process = WorkerProcess([sys.executable, "-c", STAND_INS, *hows], tmp_path / "log", environment)
     try:
@@ -421,7 +421,7 @@ def test_a_crash_after_a_minute_of_service_resets_the_count() -> None:
 def test_a_signal_of_the_terminal_while_workers_start_prints_no_traceback(
     tmp_path: Path, number: signal.Signals
 ) -> None:
-    """The terminal sends it to all processes of the group."""
+    """The terminal sends its signals to all processes of the foreground group."""
     log = tmp_path / "log"
     command = [*lmpool_command(), "up", "syn", *SYNTHETIC, "--workers", "2"]
     with log.open("wb") as output:
@@ -438,7 +438,7 @@ def test_a_signal_of_the_terminal_while_workers_start_prints_no_traceback(
 
 
 def start_detached(*options: str) -> tuple[int, Path, list[int]]:
-    """Process id and log of an `lmpool up --detach`, and the process ids of its workers."""
+    """Run `lmpool up --detach`; returns its process id, its log, and the process ids of its workers."""
     started = run_lmpool("up", "syn", *SYNTHETIC, "--detach", *options)
     assert started.returncode == 0, started.stderr
     pid, log = re.search(r"served by process (\d+); its log: (\S+)", started.stderr).groups()  # type: ignore[union-attr]
@@ -487,7 +487,7 @@ def test_now_ends_all_processes_even_frozen_ones(frozen: str) -> None:
 
 
 def test_an_interrupted_down_reports_what_still_runs_and_the_next_one_waits_for_it(tmp_path: Path) -> None:
-    """A second signal would make the worker drop the prompts that it holds."""
+    """The next `lmpool down` must not send a second signal: the worker would drop the prompts that it holds."""
     pid, log, (worker,) = start_detached()
     os.kill(worker, signal.SIGSTOP)
     first = WorkerProcess([*lmpool_command(), "down"], tmp_path / "first.log", installed=True)
@@ -518,7 +518,7 @@ def test_the_reason_of_a_failed_detached_start_is_reported(folder: Path) -> None
 
 @pytest.mark.parametrize("text", ['{"pid": %d, "model": "syn", "log": "x"}', "", "[]", "{", "\0\1"])
 def test_a_stale_state_file_ends_no_process(folder: Path, text: str) -> None:
-    """Another process may have the process id in it by now."""
+    """The process id in an old state file may belong to another process by now."""
     folder.mkdir(mode=0o700)
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as another:
         record = text.replace("%d", str(another.pid)).ljust(4095) + "\n"

@@ -1,4 +1,4 @@
-"""Unpublished results take a bounded amount of a worker's memory, however many are requested."""
+"""Unpublished results take a bounded amount of a worker's memory, for any number of requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_large_answers_wait_until_others_are_published() -> None:
     held, jobs = memory(), [job(number) for number in range(8)]
     assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
     assert first_tokens(held.admit(jobs[5:])) == []
-    # One is published, and no prompt waits for another.
+    # A waiting prompt is dropped, and a result is published: its memory admits the next waiting prompt.
     assert first_tokens([*held.drop([jobs[4]]), *held.free([jobs[1]])]) == [3]
     assert first_tokens(held.free([jobs[0], jobs[2]])) == [5, 6]
     assert first_tokens(held.free([jobs[at] for at in (3, 5, 6)])) == [7]
@@ -110,7 +110,7 @@ def test_large_answers_of_bulk_clients_wait_behind_the_others() -> None:
 def test_a_prompt_that_is_submitted_again_during_publication_waits_and_counts_again() -> None:
     held, jobs = memory(), [job(number) for number in range(5)]
     assert first_tokens(held.admit(jobs[:4])) == [0, 1, 2]
-    # Its entries that joined later: the prompt is submitted again when the first result is published.
+    # Later entries of a prompt may need another result: the prompt is submitted again once the first is published.
     assert first_tokens(held.free(jobs[:1])) == [3]
     assert first_tokens(held.admit(jobs[:1])) == [], "there is no room for its second answer yet"
     assert first_tokens(held.free(jobs[1:2])) == [0]
@@ -155,7 +155,7 @@ async def test_the_backend_gets_only_prompts_whose_answers_fit_into_memory() -> 
         assert engine_thread.owed == len(jobs)
 
         async def after(count: int) -> None:
-            """Wait until this many are computed, and then until a row that was requested after them is."""
+            """Wait until `count` results are computed, then request a row, and wait until it is computed too."""
             await outcome.until(lambda: engine_thread.owed == 8 - count, "those are answered")
             engine_thread.submit([job(50 + count, None)])
             await outcome.until(lambda: engine_thread.owed == 8 - count, "and a row")

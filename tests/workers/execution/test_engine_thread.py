@@ -1,4 +1,4 @@
-"""Results that a backend must not return: its worker ends before it publishes them, and other workers take over."""
+"""The engine thread: a worker whose backend returns wrong results ends before it publishes them; others take over."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ Spoil = Callable[[Finished], Finished]
 
 
 class Faulty(SyntheticBackend):
-    """A backend that changes its results after some good steps.
+    """A backend that returns changed results after some correct steps.
 
     Args:
-        spoil: changes a step's result.
-        good: steps before that.
-        max_batch: prompts in a step.
+        spoil: function that changes the result of a step.
+        good: number of correct steps at the beginning.
+        max_batch: max prompts in a step.
     """
 
     def __init__(self, spoil: Spoil, good: int = 0, max_batch: int = 32) -> None:
@@ -129,14 +129,14 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 
 
 class Outcome:
-    """The callbacks of an engine thread."""
+    """Records what an engine thread reports by its callbacks."""
 
     def __init__(self) -> None:
         self.finished: list[StepResult] = []
         self.broken: list[BaseException] = []
 
     def digests(self) -> list[bytes]:
-        """The prompts whose rows or failures were reported."""
+        """Digests of the prompts whose rows or failures were reported."""
         return [digest for result in self.finished for digest in result.finished.digests]
 
     async def until(self, condition: Callable[[], bool], expected: str) -> None:
@@ -294,7 +294,7 @@ async def test_clients_of_a_worker_with_a_broken_backend_are_served_by_another_w
 
 
 class Adapted(SyntheticBackend):
-    """A backend that steps only with permission, and whose adapters may break it."""
+    """A backend that runs a step only when the test allows it, and whose adapters may raise errors."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a={folder}"]))
@@ -343,7 +343,7 @@ async def test_jobs_of_a_dropped_adapter_are_returned_and_not_computed(adapter_f
     (adapter,) = backend.adapters
     async with held_back(backend) as (engine_thread, finished, _):
         engine_thread.submit([job(0)])
-        # All others arrive during this step, so that they wait in the backend when the adapter is dropped.
+        # Submit the other jobs during this step, so that they wait in the backend when the adapter is dropped.
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         engine_thread.submit([job(1, adapter), job(2), job(3, adapter)])
         engine_thread.drop_adapter(adapter)
@@ -369,7 +369,7 @@ async def test_aborted_prompts_are_not_computed_and_can_be_submitted_again(adapt
         capacity = engine_thread.capacity
         prompts = [job(1), job(2), job(3)]
         engine_thread.submit(prompts)
-        # The first one is being computed and gets its result. The last one was never submitted.
+        # Of the aborted prompts, the first is being computed and gets a result; the last was never submitted.
         engine_thread.abort([first, *prompts[:2], job(9)])
         engine_thread.submit([again := job(2)])
         assert [prompt.status for prompt in (first, *prompts, again)] == [
@@ -434,7 +434,7 @@ async def test_the_step_time_is_that_of_the_longest_recent_step() -> None:
     engine_thread = EngineThread(lambda: cast(Backend, None), lambda _: None, lambda _: None)
     engine_thread.batch = 4
     told = []
-    # One more than a batch; all ready prompts; part of a batch; a longer step; two short ones.
+    # Six steps: (seconds, number of results), one of them longer than all before.
     for seconds, answers in ((0.02, 4), (0.0, 0), (0.001, 1), (0.03, 2), (0.001, 4), (0.001, 4)):
         engine_thread._note_step_time(seconds, answers)
         told.append(engine_thread.step_s)
@@ -445,13 +445,13 @@ async def test_the_step_time_is_that_of_the_longest_recent_step() -> None:
 
 
 def continuing(*tokens: int, most: int = 5, **changed: Any) -> InFlightPrompt:
-    """A continuation of a prompt of these tokens."""
+    """A prompt of these tokens whose continuation is requested."""
     ids = np.array(tokens, "<u4").tobytes()
     return InFlightPrompt(digest_of(ids, "continued"), ids, generate=GenerateQuery(most, 1.0, 1.0, 7), **changed)
 
 
 def advancing(prompts: Iterable[InFlightPrompt], finished: Finished) -> tuple[Finished, list[InFlightPrompt]]:
-    """Begin continuations, and draw their first tokens from the rows of a step."""
+    """Begin continuations of prompts, and draw their first tokens from the rows of a step."""
     by_digest = {prompt.digest: prompt for prompt in prompts}
     for prompt in prompts:
         assert prompt.generate is not None
@@ -512,7 +512,7 @@ def test_rows_between_continuations_are_not_copied_if_that_makes_few_blocks(coun
     made = [continuing(token) for token in range(count)]
     others = [(bytes([at]) * 16, bytes([at, 99]) * 8) for at in range(count)]
     digests = [digest for job, pair in zip(made, others, strict=True) for digest in (job.digest, *pair)]
-    # Equal logits in each row.
+    # Give all tokens of a row the same logit.
     numbers = np.repeat(np.arange(len(digests), dtype=np.float16)[:, None], V, axis=1)
     log_z = numbers[:, 0] + np.float32(np.log(V))
     finished, longer = advancing(made, Finished([RowBlock(digests, numbers, log_z, Encoding.F16)], {}))

@@ -1,4 +1,4 @@
-"""A backend that hangs in any call: its worker detects and reports it, and ends."""
+"""A backend hangs in one of its calls: the worker detects and reports this, and ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LIMIT_S = 0.3
 
 
 class Hanging(SyntheticBackend):
-    """Hangs in the given call until the test releases it."""
+    """A backend that hangs in the given call until the test releases the call."""
 
     def __init__(self, at: str, *, batch: int = 32) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V, max_batch=batch))
@@ -67,17 +67,17 @@ class Running:
         self.task = asyncio.create_task(self.worker.run(lambda _: self._ready.set()))
 
     async def ready(self) -> None:
-        """Wait until it serves."""
+        """Wait until the worker serves."""
         await asyncio.wait_for(self._ready.wait(), DEADLINE_S)
 
     async def end(self) -> None:
-        """Wait for its end."""
+        """Wait until the worker has ended."""
         await asyncio.wait_for(self.task, DEADLINE_S)
 
 
 @pytest.fixture
 def hanging() -> Iterator[dict[str, Hanging]]:
-    """Backends by the call that hangs; none of their threads outlives the test."""
+    """Name of the call that hangs -> backend. The fixture ends the threads of all backends after the test."""
     backends = {at: Hanging(at) for at in ("submission", "step", "load", "close")}
     yield backends
     for backend in backends.values():
@@ -140,7 +140,7 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
     running = Running(pool, backend, limit_s=1.5)
     await running.ready()
     async with pool.producer("syn") as producer:
-        # Each step is within the limit; their sum is far beyond it.
+        # Each step takes less time than the limit; all steps together take much more.
         rows = await asyncio.gather(*(producer.logprobs([token]) for token in range(8)))
         for token, row in enumerate(rows):
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
@@ -173,7 +173,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
             return bool(errors)
 
         await until_async(is_told, "it hangs")
-    # One poll a second: the first one sees the call, the frozen time counts as two seconds.
+    # The watchdog polls every second. The first poll notices the call, and the frozen time counts as two seconds.
     assert checks == 8
 
 

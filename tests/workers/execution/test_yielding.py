@@ -1,4 +1,4 @@
-"""Bulk prompts in a worker: interactive prompts go first, and no bulk prompt waits for ever."""
+"""Bulk prompts in a worker: interactive prompts are computed first, and no bulk prompt waits for ever."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def bulk(*tokens: int) -> list[InFlightPrompt]:
 
 
 class Steps:
-    """A backend whose steps pass one by one, in an engine thread.
+    """An engine thread whose backend runs one step each time the test allows it.
 
     Attributes:
-        engine_thread: the thread.
-        outcome: its callbacks.
-        backend: its backend.
+        engine_thread: the engine thread.
+        outcome: record of the engine thread's callbacks.
+        backend: backend of the engine thread.
     """
 
     def __init__(self, backend: GatedBackend, engine_thread: EngineThread, outcome: Outcome) -> None:
@@ -37,11 +37,11 @@ class Steps:
 
     @property
     def computed(self) -> list[int]:
-        """The computed prompts, in order."""
+        """First token of each computed prompt, in the order of computation."""
         return [int(decode_ids(ids)[0]) for ids in self.backend.computed]
 
     async def let(self, steps: int) -> None:
-        """Let this many steps pass, and wait until the next step begins, or their results were reported."""
+        """Allow this many steps; after each, wait until the next step begins or no prompt is left."""
         for _ in range(steps):
             self.backend.is_stepping.clear()
             told = len(self.outcome.finished)
@@ -51,7 +51,7 @@ class Steps:
             await self.outcome.until(lambda idle=idle: idle or self.backend.is_stepping.is_set(), "the next has come")  # type: ignore[misc]
 
     async def begin(self, asked: list[InFlightPrompt]) -> None:
-        """Submit the first prompts, and wait for their step."""
+        """Submit the first prompts, and wait until their step has begun."""
         self.engine_thread.submit(asked)
         await self.outcome.until(self.backend.is_stepping.is_set, "a step has come to the gate")
 
@@ -145,7 +145,7 @@ async def test_yielding_prompts_take_no_capacity_of_rows(steps: Steps, kind: str
 async def test_a_worker_that_holds_many_bulk_prompts_still_takes_the_next_job(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A bulk client that was alone has filled the stream, and the next entry may be a row."""
+    """A worker whose jobs are all bulk prompts must still read on: the next entry may be an interactive prompt."""
     engine_thread, seconds = steps.engine_thread, "lmpool.workers.execution.engine_thread._BEYOND_LIMIT_S"
     monkeypatch.setattr(seconds, 1e9)
     await steps.begin(bulk(*range(1, 4 * BATCH + 1)))

@@ -126,7 +126,7 @@ async def test_the_drain_time_depends_on_the_number_of_live_workers(pool: Pool, 
             seen, speed = scrape(port), float(pool.redis.hget(first, "speed") or 0)
             if seen.find("lmpool_queue_jobs", model="syn") != 40:
                 return False
-            # The speed in the heartbeat is rounded.
+            # Compare approximately, because the speed in the heartbeat is rounded.
             told = seen.value("lmpool_queue_drain_seconds", model="syn")
             return told == pytest.approx(40 / speed / workers, rel=1e-3)
 
@@ -219,7 +219,7 @@ def test_a_worker_without_its_server_lives_and_is_not_ready(own_server: Embedded
         def tried() -> float:
             return scrape(port).value("lmpool_worker_server_errors_total", model="syn")
 
-        # Each part of the worker retries; the log has few lines about it.
+        # Each part of the worker retries many times, but the log may have only few lines about this.
         until(lambda: tried() > 15, "the worker has tried to use the server many times")
         assert 1 <= worker.text.count("no Redis server answers") <= 8
         own_server.start()
@@ -276,7 +276,7 @@ def test_an_aborted_request_leaves_no_log_line(pool: Pool) -> None:
     worker = pool.start("--metrics-port", port, "--log-format", "json")
     for path in ("/metrics", "/healthz") * 5:
         with socket.create_connection(("127.0.0.1", port), timeout=DEADLINE_S) as connection:
-            # Close with a reset, as a probe does after its timeout.
+            # Close the connection with a reset (RST), as a health probe does after its timeout.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
     assert urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=DEADLINE_S).status == 200
@@ -286,7 +286,7 @@ def test_an_aborted_request_leaves_no_log_line(pool: Pool) -> None:
 
 @contextlib.contextmanager
 def monitored(port: int) -> Iterator[None]:
-    """Serve the port of a ready worker in this process."""
+    """Serve the HTTP port of a ready worker in this process."""
     health = Health(DEADLINE_S)
     health.state = "ready"
     snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
@@ -303,7 +303,7 @@ def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors
         assert is_like(port, "/healthz", 200, "ok")
         assert is_like(port, "/readyz", 200, "ok")
         assert "lmpool_worker_info" in scrape(port).kinds
-        # The listening socket, and the two ends of the event loop's pipe.
+        # Add three for the listening socket and the two ends of the event loop's wake-up socket pair.
         assert open_sockets() - before - count <= prometheus.MAX_CONNECTIONS + 3
 
 

@@ -1,4 +1,4 @@
-"""Send trie requests in all ways, and read the counters of the workers."""
+"""Helpers that send trie requests of all kinds, and read the counters of workers."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ LEASE = ("--lease-s", 2)
 
 
 async def ask(trie: PooledTrie, op: Op, ws: Values | None = None, **options: Any) -> Values:
-    """One request."""
+    """Send one trie request, and return the values."""
     call = {"sum": trie.weight_sum, "max": trie.weight_max, "logsumexp": trie.logsumexp}[op]
     return await call(ws, **options)
 
 
 async def ask_batch(trie: PooledTrie, op: Op, ws: Values | None = None, **options: Any) -> Values:
-    """One request for a batch."""
+    """Send one trie request for a batch of weights, and return the values."""
     calls = {"sum": trie.batch_weight_sum, "max": trie.batch_weight_max, "logsumexp": trie.batch_logsumexp}
     return await calls[op](ws, **options)
 
 
 def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
-    """Ways to name nodes, and the index of those nodes."""
+    """Options that select nodes of a trie, each with the index of the selected nodes in an array of all values."""
     told = answers_of(trie.structure)
     some = [len(told.node) - 1, 0, 5, 5, 17]
     fan = max(told.node, key=lambda prefix: len(told.children[told.node[prefix]]) * (len(prefix) > 0))
@@ -53,7 +53,7 @@ def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
 
 
 async def counters(pool: Pool, model: str) -> dict[str, int]:
-    """Steps and rows of the one live worker of a model, by its last heartbeat."""
+    """Counters of steps, rows and failures of a model's only live worker, from its last heartbeat."""
     client = Server(pool.url).client()
     try:
         (worker,) = await Discovery(client, pool.keys).workers(model)
@@ -63,7 +63,7 @@ async def counters(pool: Pool, model: str) -> dict[str, int]:
 
 
 async def current(pool: Pool, model: str) -> dict[str, int]:
-    """The counters of the next heartbeat."""
+    """The counters of the worker's next heartbeat, which include all work so far."""
     client = Server(pool.url).client()
     try:
         (worker,) = await Discovery(client, pool.keys).workers(model)
@@ -82,7 +82,7 @@ async def current(pool: Pool, model: str) -> dict[str, int]:
 
 
 async def keep(producer: Producer, prompt: list[int]) -> None:
-    """Let a producer keep a row: from its second use on, if it is in shared memory."""
+    """Have a producer cache a row: it caches a row from shared memory at its second use."""
     for _ in range(2):
         await producer.logprobs(prompt)
 

@@ -42,7 +42,7 @@ async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
         trie = await producer.trie()
         await producer.logprobs([1010])
         before = await current(fused, "syn")
-        for _ in range(3):  # Its row is cached.
+        for _ in range(3):  # The row of this prompt is cached, so no step computes it again.
             await trie.weight_sum(prompt=[1010], nodes=[1])
             await trie.weight_sum(prompt=[1010], nodes=[2])
         await asyncio.gather(trie.weight_sum(prompt=[1011]), trie.weight_max(prompt=[1011]), producer.logprobs([1011]))
@@ -106,7 +106,7 @@ async def test_a_worker_without_tries_is_made_up_for_by_trie_workers_or_named(po
 
 
 def set_info(pool: Pool, *, answers_tries: bool) -> None:
-    """Change `answers_tries` in the model's info."""
+    """Set `answers_tries` in the info of the model in Redis."""
     data: Any = pool.redis.hget(pool.keys.models(), "syn")
     info = replace(ModelInfo.unpack(data), answers_tries=answers_tries)
     pool.redis.hset(pool.keys.models(), "syn", info.pack())

@@ -1,4 +1,4 @@
-"""Wrong queries are refused with the numbers, and hostile jobs harm only the client that sent them."""
+"""Trie queries with wrong inputs are refused with the reason; hostile jobs harm only the client that sent them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORDS = words(30, V)
 
 @pytest.fixture(scope="module")
 def shared(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A model worker with tries, a model of another size, and a trie worker."""
+    """A model worker that answers trie queries, a model with another vocabulary size, and a trie worker."""
     pool = Pool(server_url, "input", tmp_path_factory.mktemp("input"))
     started = [
         pool.start("--lease-s", 3, "--with-trie", wait=False),
@@ -191,7 +191,7 @@ async def test_unknown_models_are_named(shared: Pool) -> None:
 
 async def test_a_model_without_a_vocabulary_fails_with_advice(pool: Pool) -> None:
     class Silent(SyntheticBackend):
-        """A model without a tokenizer."""
+        """A backend of a model without a tokenizer."""
 
         def vocabulary(self) -> Any:
             return None
@@ -221,7 +221,7 @@ async def test_a_vocabulary_of_a_gigabyte_is_refused_without_its_memory(producer
 
 
 async def good(trie: PooledTrie, seeds: range) -> None:
-    """Requests that must succeed whatever else is in the batch."""
+    """Send requests that must succeed, whichever other jobs are in the batch."""
     told = answers(tuple(trie.structure.vocabulary.tokens))
     weights = [draw_weights(seed, V) for seed in seeds]
     replies = await asyncio.gather(*(trie.weight_sum(ws) for ws in weights))
@@ -230,7 +230,7 @@ async def good(trie: PooledTrie, seeds: range) -> None:
 
 
 def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
-    """Store weights, or any bytes, under the key that trie workers read; return their name."""
+    """Store weights, or any other bytes, under the key that trie workers read; returns the name of the weights."""
     name = weights_name(secret)
     block = VectorBlock([name], [] if isinstance(weights, bytes) else [np.asarray(weights, np.float32)])
     encoded = weights if isinstance(weights, bytes) else b"".join(*block.encoded())
@@ -239,7 +239,7 @@ def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
 
 
 def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
-    """Jobs that no producer sends, and the failure of each; None for a result."""
+    """Pairs of a job that no producer sends and the expected failure; None if the job gets a result."""
     info = TrieSettings().open().info
     known = trie.digest
     nodes = np.array([0, trie.n_nodes], "<i4").tobytes()
@@ -329,9 +329,9 @@ async def test_each_hostile_job_fails_with_its_reason(shared: Pool, producer: Pr
         job = unpack_job(packed)
         digest = query_digest(digest_of(b""), job.query) if job.query else digest_of(b"")
         if job.fingerprint == "0" * 32:
-            continue  # It has the digest of another one.
+            continue  # Skip this job: another job has the same digest.
         reasons[digest] = reason
-        # Before the job: it may end at once.
+        # Register the reply stream before the job is queued, because the job may end at once.
         shared.redis.hset(keys.waiting + digest, reply, "")
         shared.redis.xadd(keys.jobs, {"m": packed})
     told: dict[bytes, str | None] = {}

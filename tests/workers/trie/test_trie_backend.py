@@ -1,4 +1,4 @@
-"""Jobs of a trie worker whose inputs are complete, and the caches of the worker."""
+"""The backend of a trie worker: jobs whose inputs are complete, and the backend's caches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def job(
 
 
 def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
-    """The results by name, as decoded from the wire."""
+    """Digest of each job -> its values, as decoded from the wire."""
     assert block is not None
     values = {}
     for index, digest in enumerate(block.digests):
@@ -130,7 +130,7 @@ def test_a_trie_that_cannot_be_opened_fails_its_own_jobs_alone() -> None:
 
 
 class Small:
-    """Kernels of a device whose memory holds `room` rows."""
+    """Kernels on a device with memory for at most `room` rows; for more rows they raise `error`."""
 
     def __init__(self, kernels: Kernels, room: int, error: type[RuntimeError]) -> None:
         self.kernels, self.room, self.error = kernels, room, error
@@ -194,7 +194,7 @@ def test_another_error_fails_the_jobs_that_cause_it_alone(monkeypatch: pytest.Mo
 
 def test_an_error_of_the_device_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     class AcceleratorError(RuntimeError):
-        """Like torch's exception."""
+        """An exception with the name of torch's exception."""
 
     trie, small = on_small_device(monkeypatch, 0, AcceleratorError)
     with pytest.raises(AcceleratorError, match="no room"):
@@ -216,7 +216,7 @@ def test_a_row_is_swept_once_and_its_values_are_kept(monkeypatch: pytest.MonkeyP
     swept: list[int] = []
 
     class Counting:
-        """Kernels that count rows."""
+        """Kernels that count the rows that they compute."""
 
         def inner(self, op: Op, weights: Values) -> Values:
             swept.append(len(weights))
@@ -264,7 +264,7 @@ def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
 
 
 class Sized:
-    """An object that takes memory."""
+    """An object that reports a number of bytes of memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -1,4 +1,4 @@
-"""Trie workers crash, hang and restart, servers lose data: requests of tries still return the right values."""
+"""Trie requests return correct values although trie workers crash, hang or restart, and servers lose data."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def referred(trie: PooledTrie, prompts: list[list[int]]) -> None:
 
 
 async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-    """Freeze a trie worker that holds jobs: a pending read delivers jobs to a frozen worker."""
+    """Freeze a trie worker while it waits for jobs, so that Redis delivers jobs to the frozen worker."""
     name = worker.text.rpartition("as worker ")[2].split()[0].encode()
 
     def is_held() -> bool:
@@ -63,7 +63,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
         return len([c for c in clients if c["cmd"] == "xreadgroup" and "b" in c["flags"]]) >= live
 
     for _ in range(_TRIES):
-        # After a step a worker polls more often than it waits.
+        # Wait until all workers block in XREADGROUP: just after a step, a worker polls without blocking.
         await until_async(are_reading, "all workers wait for jobs")
         worker.signal(signal.SIGSTOP)
         asked = asyncio.ensure_future(ask())
@@ -72,7 +72,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
             return asked.done() or pool.jobs("trie") > 0
 
         await until_async(are_sent, "jobs are queued, or computed by others")
-        # A waiting read gets jobs as soon as they exist.
+        # Redis gives new jobs to a blocked read at once, so the frozen worker now holds jobs, or never will.
         if is_held():
             return asked
         worker.signal(signal.SIGCONT)
@@ -81,7 +81,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
 
 
 async def test_killed_frozen_and_stopped_workers_lose_no_request(pool: Pool) -> None:
-    # A stopped worker may take this long to leave.
+    # Use a short lease, because a stopped worker may take as long as its lease to end.
     workers = [pool.start_trie_worker("--lease-s", 5, wait=False) for _ in range(3)]
     for worker in workers:
         worker.until_says("serving ")
@@ -133,7 +133,7 @@ async def test_without_a_live_worker_a_request_ends_before_its_deadline(pool: Po
 
 @pytest.fixture
 def private(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A model worker and a trie worker on a server that may be stopped."""
+    """A model worker and a trie worker on their own server, which a test may stop."""
     pool = Pool(own_server.url, "own", tmp_path)
     try:
         started = [pool.start(*LEASE, "--vocab-size", V, wait=False), pool.start_trie_worker(*LEASE, wait=False)]
@@ -190,7 +190,7 @@ async def test_weights_and_vocabularies_and_rows_that_were_evicted_are_sent_agai
     fresh = count()
     async with private.producer() as producer:
         trie = await producer.trie(words(24, V))
-        await sums(trie, range(1))  # A client that learns that the vocabulary is missing sends the weights again too.
+        await sums(trie, range(1))  # Send the vocabulary now: a client that must send it again also sends the weights.
 
         async def ask() -> None:
             turn = next(fresh)
@@ -245,7 +245,7 @@ async def test_vocabularies_over_the_limit_of_a_worker_are_served_one_at_a_time(
 
 
 async def test_a_model_with_other_weights_serves_their_rows(pool: Pool) -> None:
-    # Long leases, so that the model does not expire while its next worker starts.
+    # Use long leases, so that the model's info does not expire while its next worker starts.
     lease = ("--lease-s", 20)
     old = pool.start(*lease, "--vocab-size", V, wait=False)
     pool.start_trie_worker(*lease)
@@ -299,11 +299,11 @@ async def ask_some(trie: PooledTrie, prompt: list[int], nodes: list[int]) -> Non
     assert_right(await trie.weight_sum(prompt=prompt, nodes=nodes), exact)
 
 
-# DeadlineTimers
+# Timers of deadlines (`DeadlineTimers`)
 
 
 async def never(*_: Any, **__: Any) -> None:
-    """Replaces a server that does not reply."""
+    """Wait for ever, like a call of a server that does not reply."""
     await asyncio.Event().wait()
 
 
@@ -363,7 +363,7 @@ async def test_callers_that_share_a_connection_keep_their_own_deadlines() -> Non
     assert accepted.locked(), "both wait for one connection"
     patient.cancel()
     await asyncio.gather(patient, return_exceptions=True)
-    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Ends with the connection.
+    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Returns when the connection is closed.
     again = asyncio.ensure_future(producer.logprobs([1], timeout=60))
     await asyncio.wait_for(accepted.acquire(), DEADLINE_S)
     again.cancel()

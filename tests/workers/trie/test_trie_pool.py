@@ -1,4 +1,4 @@
-"""Trie workers: every value is right, and no byte is sent or stored without need."""
+"""Trie workers in a pool: every value is correct, and no byte is sent or stored without need."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_a_result_has_the_same_bits_alone_and_in_company(shared: Pool) -> 
 
 @contextmanager
 def frozen(pool: Pool) -> Iterator[None]:
-    """While the shared trie worker is frozen; a pending read may still deliver jobs to it."""
+    """Freeze the shared trie worker in this context. Redis may still deliver jobs to its blocked read."""
     worker = pool.workers[1]
     worker.signal(signal.SIGSTOP)
     try:
@@ -220,7 +220,7 @@ async def trie_worker(pool: Pool) -> AsyncIterator[None]:
 
 @pytest.fixture
 def received(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes that this process has received and sent on the connections for rows and scripts."""
+    """Counters of the bytes that this process receives and sends on the connections for rows and scripts."""
     counted: list[int] = []
     got, answered = RawRowReceiver.buffer_updated, RawCommandConnection.data_received
 
@@ -294,7 +294,7 @@ def _as_before(pool: Pool, before: list[str]) -> Any:
 
 async def test_a_much_used_trie_leaves_only_rows_and_results_of_rows(shared: Pool) -> None:
     def count() -> int:
-        # Workers write the keys of their heartbeats and claims at their intervals.
+        # Do not count keys that workers write at intervals, for heartbeats and claims, nor rows.
         passing = ("row:", "worker:", "claim_cursor")
         return sum(not any(part in name for part in passing) for name in shared.names("*"))
 
@@ -340,7 +340,7 @@ async def test_cancelled_requests_leave_no_weights(shared: Pool) -> None:
             return not shared.names("weights:*") and not shared.jobs("trie")
 
         await until_async(gone, "the weights are gone")
-        # A result that a worker published after its client had left lives shortly.
+        # The only new keys allowed are results published after their client had left; these expire soon.
         for name in set(leftovers(shared)) - set(before):
             assert name.startswith("tries:row:")
 
@@ -353,7 +353,7 @@ async def test_requests_that_time_out_leave_no_weights(shared: Pool) -> None:
             late = asyncio.ensure_future(trie.weight_sum(draw_weights(1, 400), timeout=6))
             await until_async(
                 lambda: _persist(shared, "weights:*"), "weights are stored"
-            )  # It must not expire in between.
+            )  # `_persist` removes the expiry, so that the weights do not expire during the test.
             with pytest.raises(DeadlineExceeded, match=r"within 6 s: .* 'trie'"):
                 await late
             await until_async(_none_of(shared, "weights:*"), "the weights are gone")

@@ -26,11 +26,11 @@ Logprobs = NDArray[np.float32]
 
 
 class Reference:
-    """transformers' own rows: each prompt alone, all of it, without a cache.
+    """transformers' own rows: each prompt is computed alone, as a whole and without a cache.
 
     Args:
-        folder: of the model.
-        attention: the attention function of transformers; the other one, "sdpa", ignores options of some models.
+        folder: folder of the model.
+        attention: the attention function of transformers; "sdpa" would ignore options of some models.
     """
 
     def __init__(self, folder: Path, attention: str = "eager") -> None:
@@ -53,7 +53,7 @@ class Reference:
 
 
 class Tiny:
-    """Folders and references of the tiny models, each made once."""
+    """Folders and references of the tiny models, each created once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -82,7 +82,7 @@ def decode(blocks: Iterable[RowBlock]) -> dict[bytes, Logprobs]:
 
 
 def drain(backend: HfBackend) -> list[Finished]:
-    """Step until the backend holds no prompt."""
+    """Run steps until the backend holds no prompt; returns the results of each step."""
     finished = []
     while backend.capacity() < 2 * backend.batch:
         finished.append(backend.step())
@@ -90,7 +90,7 @@ def drain(backend: HfBackend) -> list[Finished]:
 
 
 def serve(backend: HfBackend, prompts: Iterable[Sequence[int]]) -> dict[Ids, Logprobs]:
-    """The rows of prompts, all submitted at once."""
+    """Submit prompts together, and return prompt -> row."""
     names = {job(prompt).digest: tuple(prompt) for prompt in prompts}
     backend.submit([job(prompt) for prompt in names.values()])
     finished = drain(backend)

@@ -1,4 +1,4 @@
-"""The prompts that run together in one forward."""
+"""The choice of the prompts that run together in one forward of the hf backend."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_smaller_batch_grows_back() -> None:
 
 
 def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
-    """Chunks of prompts that share nothing, one per number of missing tokens."""
+    """Chunks of prompts that share no prefix: one chunk for each number of uncached tokens."""
     waiting = {}
     for row, new in enumerate(news):
         ids = np.full(held + new, row, "<u4").tobytes()
@@ -47,14 +47,14 @@ def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock of the limits, in seconds."""
+    """A clock in seconds that the test sets, and that `BulkLimit` reads."""
     now = [1000.0]
     monkeypatch.setattr(batching, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
 def run_bulk(limit: BulkLimit, seconds: Callable[[int], float], steps: int = 60) -> int:
-    """Record bulk steps whose seconds depend on their tokens; returns the limit that was found."""
+    """Record bulk steps whose seconds depend on their tokens; returns the limit after the last step."""
     for _ in range(steps):
         limit.bulk_step(limit.tokens, seconds(limit.tokens))
     return limit.tokens
@@ -91,7 +91,7 @@ def test_a_step_of_bulk_prompts_always_computes_some_tokens() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_step_of_bulk_prompts_stays_large_where_a_small_one_takes_as_long() -> None:
-    """On an accelerator, next to prompts with cached keys and values."""
+    """On an accelerator, bulk steps run next to interactive prompts whose keys and values are mostly cached."""
     limit = BulkLimit(chunk=2048, least=256, most=8192)
     for _ in range(40):
         limit.interactive_step(0.02)

@@ -1,4 +1,4 @@
-"""LoRA adapters of the hf backend: rows equal peft's, and rows of other prompts stay bit-identical to the model's."""
+"""LoRA adapters of the hf backend: rows equal those of peft, and rows of prompts without an adapter do not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _numbers = count()
 
 def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> Path:
     """An adapter for a tiny model, made and written by peft."""
-    # Imported here: in each process that collects tests it takes seconds.
+    # Import peft here: the import takes seconds, also in processes that only collect tests.
     from peft import LoraConfig, get_peft_model
 
     targets = config.pop("target_modules", ["q_proj", "v_proj", "up_proj"])
@@ -65,7 +65,7 @@ def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> R
 
 
 def ask(backend: HfBackend, asked: Sequence[QueryAnswerer]) -> list[Row]:
-    """The rows of prompts that wait together: (ids, "name@revision" or "")."""
+    """The rows of prompts (ids, "name@revision" or "") that are submitted together."""
     jobs = []
     for ids, adapter in asked:
         data = np.asarray(ids, "<u4").tobytes()
@@ -89,7 +89,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loras(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Two adapters; the other one replaces a whole module too."""
+    """Two adapters: a plain one, and one that also replaces the whole output head."""
     folder = tmp_path_factory.mktemp("loras")
     return {
         "poet": write_lora(folder / "poet", 1),
@@ -117,7 +117,7 @@ def test_rows_of_adapters_equal_those_of_peft(backend: HfBackend, loras: dict[st
     folders = {"": None, **{named[name]: folder for name, folder in loras.items()}}
     asked = [(ids, adapter) for ids in PROMPTS for adapter in folders]
     random.Random(0).shuffle(asked)
-    for _ in range(3):  # From the second time on, with cached prefixes.
+    for _ in range(3):  # From the second round on, prefixes are cached.
         for (ids, adapter), row in zip(asked, ask(backend, asked), strict=True):
             np.testing.assert_allclose(row, reference(folders[adapter], ids), atol=1e-5, rtol=0)
     assert backend.stats().reused > 0
@@ -135,10 +135,10 @@ def test_an_adapter_is_loaded_next_to_one_of_the_settings(model: Path, loras: di
 def test_adapters_are_removed_in_any_order(
     backend: HfBackend, loras: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of modules that adapters have copies of, peft cannot delete a copy while none is active."""
+    """peft cannot delete an adapter's copy of a module while no adapter of the module is active."""
     loras = {**loras, "critic": write_lora(tmp_path / "critic", 3, modules_to_save=["lm_head"])}
     expected = {name: reference(folder, PROMPTS[0]) for name, folder in loras.items()}
-    names = ["critic", "judge.v2", "poet"]  # The last one has no copy, and is active when the first is removed.
+    names = ["critic", "judge.v2", "poet"]  # "poet" copies no module, and is active when the first adapter is removed.
     for order in permutations(names):
         named = load(backend, loras)
         rows = [ask(backend, [(PROMPTS[0], named[name])])[0] for name in names]
@@ -170,7 +170,7 @@ def test_an_adapter_that_peft_cannot_remove_is_logged_and_not_served(
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
 def test_other_architectures_have_adapters_too(tmp_path: Path, kind: str) -> None:
-    # Their heads are their embeddings: an adapter of the head leaves the embedding alone.
+    # These models use their embedding as output head: an adapter of the head must not change the embedding.
     targets = {"gpt2": ["c_attn", "lm_head"], "gemma3": ["q_proj", "o_proj", "lm_head"]}[kind]
     lora = write_lora(tmp_path / "lora", 3, kind, target_modules=targets)
     backend = HfBackend(HfSettings(str(write_model(tmp_path / "model", kind)), name="tiny"))
@@ -207,7 +207,7 @@ def test_keys_and_values_of_a_prefix_are_never_used_for_another_adapter(
         assert backend.stats().reused == before.reused, "the first time there is nothing to reuse"
         ask(backend, [([*ids, 1], adapter)])
         assert backend.stats().reused - before.reused == 50
-    # Dropped and loaded again it has the same name, and must not find its old keys and values.
+    # An adapter that is dropped and loaded again has the same name, and must not use its old keys and values.
     revision = named["poet"].rpartition("@")[2]
     backend.drop_adapter(named["poet"])
     assert backend.load_adapter("poet", str(loras["poet"])) == revision
@@ -347,11 +347,11 @@ def test_a_config_that_costs_memory_or_freezes_the_worker_is_refused_before_peft
 
 
 class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
-    """Counts the bytes of tensors made while it is open."""
+    """Context manager that counts the bytes of tensors created inside it."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: list[torch.UntypedStorage] = []  # Referenced, so that no two have one address.
+        self._storages: list[torch.UntypedStorage] = []  # Kept alive, so that no two storages have one address.
 
     @property
     def count(self) -> int:
@@ -390,7 +390,7 @@ def test_no_more_memory_is_reserved_for_an_adapter_than_its_file_holds(
             pytest.raises(SettingsError, match=r"does not fit itself: .* asks for \d+ numbers .*, and .* holds 1: "),
         ):
             backend.load_adapter("greedy", str(folder))
-        # Tensors that are neither parameters nor buffers, such as the frequencies of positions, are copied.
+        # Allow a few bytes: tensors that are neither parameters nor buffers, such as RoPE frequencies, are copied.
         assert reserved.count < 1024
         if first:
             load(backend, loras)
@@ -431,7 +431,7 @@ def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend
     before = weight.clone()
     load(backend, {"a": lora})
     assert torch.equal(weight, before)
-    # Of a model that was trained with it: without its head the adapter's rows would be wrong.
+    # An adapter that was trained with a changed head needs this head: without it, the adapter's rows would be wrong.
     save_file(tensors | {head: tensors[head] * 1.1}, lora / "adapter_model.safetensors")
     with pytest.raises(SettingsError, match="has weights of its own for lm_head, which differ from those of .*model0"):
         load(backend, {"b": lora})

@@ -1,4 +1,4 @@
-"""The hf backend compared with transformers: rows, reuse, limits, failures, settings."""
+"""The hf backend compared with transformers: rows, reuse of prefixes, limits, failures and settings."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_tokens_of_probability_zero_are_allowed(tmp_path: Path) -> None:
 
 
 def limit_forward(monkeypatch: pytest.MonkeyPatch, fail: Callable[[Tensor], None]) -> list[int]:
-    """Let Llama's forward call `fail` with its input ids first; return the sizes of the batches that ran."""
+    """Let Llama's forward first call `fail` with its input ids; returns the list of the sizes of batches that ran."""
     sizes: list[int] = []
     forward = LlamaForCausalLM.forward
 
@@ -462,7 +462,7 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     monkeypatch.setattr(PrefixSlots, "_match_rest", counted)
     longer = [(*prompt, 1) for prompt in prompts]
     rows = serve(backend, longer)
-    # Each prompt is looked up once, and the token that it lacks again when its keys and values are stored.
+    # Each of 4 prompts looks up its 41 tokens, and its 1 new token again when the keys and values are stored.
     assert sorted(looked_up) == [1] * 4 + [41] * 4
     tiny.reference("llama").check(rows)
     assert backend._pool is not None

@@ -1,4 +1,4 @@
-"""Hidden states and the head: their product gives the model's rows, for all steps of an architecture after it."""
+"""Hidden states and the output head of the hf backend: together they give the model's rows, in every architecture."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ MIN_KL = 1e-5
 
 
 def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
-    """A tiny model of that kind."""
+    """Write a tiny model of the architecture `kind`; returns its folder."""
     if kind in CONFIGS:
         make_model(kind, dtype).save_pretrained(folder)
         return folder
@@ -66,7 +66,7 @@ def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
 
 
 def head_of(backend: HfBackend) -> Head:
-    """The head, assembled as by clients."""
+    """The output head, assembled from its parts as a client does."""
     info = backend.info
     scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
     bias = backend.head(HeadQuery("bias")) if has_bias else None
@@ -95,7 +95,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
     backend = HfBackend(HfSettings(str(write(tmp_path, kind, getattr(torch, dtype))), device="cpu", dtype=dtype))
     info = backend.info
     assert info.hidden in (32, 33, 36)
-    backend._rules = backend._rules._replace(logits=20)  # In several parts.
+    backend._rules = backend._rules._replace(logits=20)  # Prompts have more positions, and take several chunks.
     prompts = random_prompts(3, (30, 45))
     size = width_of(info.hidden, info.dtype)
     hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))
@@ -137,7 +137,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_prompt_alone(tmp_path: Path
 
 def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "untied", torch.float32)
-    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # The head comes in six parts.
+    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # Limit the size of a result, so that the head takes six parts.
     pool.start("--backend", "hf", "--name", "tiny", "--device", "cpu", model=str(folder))
     text = list(range(30))
     with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
@@ -153,7 +153,7 @@ def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, mon
         rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True))
         made: NDArray[Any] = head.logprobs(hidden)
         assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < MIN_KL
-        # Any client may request the bias, also of a model without one.
+        # A client may request the bias even if the model's head has no bias.
         session = producer._asynchronous._sessions.session
         assert session is not None
 
@@ -163,7 +163,7 @@ def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, mon
 
         bias: NDArray[np.float32] = producer._wait_for(ask_bias())
         assert not bias.any()
-        # No other caller needs the parts of the head, or of a result in several.
+        # Parts of the head and parts of results must not stay in Redis, because no other client can use them.
         until(lambda: not pool.names("row:*"), "nothing is left")
         with pytest.raises(SettingsError, match="start: 30 must be a whole number from 0 to 29"):
             producer.hidden(text, 30)
@@ -183,7 +183,7 @@ async def test_hidden_states_of_a_file_are_kept_in_the_dtype_of_the_model(pool: 
         assert found.manifest.columns["hidden"].startswith("bfloat16 (n, 33)")
         for text, answer in zip(texts, found, strict=True):
             expected: NDArray[Any] = await producer.hidden(text)
-            # Other prompts may have run with it, and it has 8 bits.
+            # Allow rounding: the two requests may run in different batches, and bfloat16 has 8 significant bits.
             np.testing.assert_allclose(answer["hidden"], expected, atol=0.1, rtol=0.1)
             assert not (answer["hidden"].view(np.uint32) & 0xFFFF).any()
 

@@ -1,4 +1,4 @@
-"""How the hf backend loads a model: its attention, weights in memory of its own, and refusals in one line."""
+"""How the hf backend loads a model: choice of the attention, weights copied to own memory, and one-line refusals."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_default_attention_stays_if_it_implements_the_config(tiny: Tiny) -> 
 
 
 def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that were computed without the soft cap may still be in the cache."""
+    """Redis may still hold rows that were computed without the soft cap, so the fingerprint must differ."""
     capped = tiny.backend("gemma2").info
     monkeypatch.setattr(
         hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._Check(model, prompts))
@@ -71,7 +71,7 @@ def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypa
 
 
 def test_eager_attention_that_gives_no_numbers_is_not_chosen(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some models overflow in 16 bits there."""
+    """With eager attention in 16 bits, the numbers of some models overflow."""
     monkeypatch.setattr(
         "transformers.models.llama.modeling_llama.eager_attention_forward",
         lambda module, query, *_, **__: (torch.full_like(query.transpose(1, 2), torch.nan), None),
@@ -97,7 +97,7 @@ def mapped_files(folder: Path) -> set[str]:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
-    """A folder with a model that is about to be changed."""
+    """A folder with a model whose files the test changes."""
     return write_model(tmp_path / "served", "llama")
 
 
@@ -112,7 +112,7 @@ def test_files_that_change_leave_the_rows_of_a_running_worker_as_they_are(
         torch.save(make_model("llama").state_dict(), file)
     other = write_model(tmp_path / "other", "llama", seed=1)
     backend = HfBackend(HfSettings(str(served), device="cpu", kv_cache_bytes=0))
-    assert mapped_files(served) == set()  # Otherwise the next lines would end the tests by SIGBUS.
+    assert mapped_files(served) == set()  # If a file were mapped, the next lines would end this process by SIGBUS.
     inode = file.stat().st_ino
     shutil.copyfile(other / "model.safetensors", file)
     assert file.stat().st_ino == inode
@@ -258,7 +258,7 @@ def test_a_package_that_a_quantised_checkpoint_needs_is_named(
 
 
 class Quantised(torch.Tensor):
-    """A weight as those of torchao: operations on it are not implemented, but it consists of plain tensors."""
+    """A weight like a quantised one of torchao: it consists of plain tensors, and implements no operations."""
 
     parts: dict[str, Tensor]
 

@@ -1,4 +1,4 @@
-"""The KV pool: the prefixes that it holds, its memory, and that it returns the stored keys and values."""
+"""The KV pool of the hf backend: which prefixes it holds, its memory, and the keys and values that it returns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
 
 
 def hold(slots: PrefixSlots, *prompts: list[int]) -> list[list[int]]:
-    """Run a step over prompts, without a model; return the new slots of each."""
+    """Run a step over prompts, without a model; returns the new slots of each prompt."""
     paths = [slots.match(ids) for ids in prompts]
     slots.begin(paths)
     return [slots.extend(ids, path) for ids, path in zip(prompts, paths, strict=True)]
@@ -104,7 +104,7 @@ def test_a_mark_shows_whether_a_path_is_held_and_the_longest(capacity: int, prom
         hold(slots, ids)
         for earlier, known, mark in marked:
             found = slots.match(earlier)
-            # A slot that was freed and found again for the same token counts as another one.
+            # `holds` may be false for an equal path: a slot that was freed and assigned again counts as another slot.
             assert not slots.holds(known, mark) or found[: len(known)] == known
             if slots.holds(known, mark):
                 assert slots.is_longest(earlier, known) == (found == known)
@@ -146,7 +146,7 @@ def test_remembered_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch)
 
 
 def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) -> torch.Tensor:
-    """Run a step whose forward computes `values` (n, new, width); return the whole block (n, length, width)."""
+    """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]
     block = pool.gather([len(ids) for ids in prompts], paths, new)
     for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):
@@ -192,12 +192,12 @@ def test_a_prompt_that_grows_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -
         return counts[-1]
 
     ids = list(range(40))
-    put(pool, [ids], 40, torch.randn(1, 40, LAYOUT.width))  # So that there is memory for the others.
+    put(pool, [ids], 40, torch.randn(1, 40, LAYOUT.width))  # Let the pool allocate scratch memory for later steps.
     monkeypatch.setattr(torch, "index_select", counted)
     other = list(range(100, 108))
     assert [steps([other[:end]], 2) for end in (2, 4, 6, 8)] == [0, 0, 0, 0]
     assert steps([other], 1) == 0
-    # Its last token is computed again: its slot has the first result.
+    # One slot is copied again: the last step recomputed the last token of `other`, whose slot keeps the first result.
     assert steps([[*other, 7]], 1) == 1
     assert steps([[*other, 7], [*other, 8]], 1) == 18
     assert steps([[*other, 7, 9]], 1) == 9
@@ -242,7 +242,7 @@ def test_a_failed_store_frees_all_slots(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "tensor", fail)  # It makes the indices of the copy.
+        patch.setattr(torch, "tensor", fail)  # `store` calls torch.tensor to make the indices of its copy.
         with pytest.raises(RuntimeError):
             put(pool, [[1, 2, 3]], 1, torch.ones(1, 1, LAYOUT.width))
     assert held(pool.slots, [1, 2, 3]) == 0

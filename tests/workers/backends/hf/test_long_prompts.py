@@ -1,4 +1,4 @@
-"""Long prompts on the hf backend: computed a chunk at a time, with short ones between."""
+"""Long prompts on the hf backend: they are computed in chunks, and short prompts run between the chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
 from tests.workers.backends.hf.hf_tiny import Tiny, decode, drain, job, random_prompts, serve
 
 EVERY_KIND = pytest.mark.parametrize("kind", list(CONFIGS))
-# Models with a state, or with other embeddings beyond a length, cannot continue from a part.
+# Models that compute a prompt as a whole: they have a recurrent state, or embeddings that change with the length.
 WHOLE = ("mamba", "rwkv", "longrope")
 
 
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def answered(backend: HfBackend, *, steps: int = 1) -> list[bytes]:
-    """The digests that a number of steps answer."""
+    """Run a number of steps; returns the digests that they answer."""
     finished = [backend.step() for _ in range(steps)]
     return [digest for step in finished for digest in step.digests]
 
@@ -80,7 +80,7 @@ def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny
         assert answered(backend) == []
     backend.submit([job(late)])
     order = [digest for finished in drain(backend) for digest in finished.digests]
-    # A prompt that is computed whole runs after one step of others.
+    # A long prompt that is computed as a whole runs after one step of shorter prompts, so before `late`.
     assert order == [job(ids).digest for ids in ((long, late) if kind in WHOLE else (late, long))]
 
 
@@ -95,7 +95,7 @@ def test_a_short_prompt_waits_for_one_chunk_also_for_the_last(tiny: Tiny, length
         waits += 1
         backend.submit([asked := job(next(short))])
         assert answered(backend) == [asked.digest]
-    assert waits == (length - 1 - score_from) // 8  # Nothing is computed behind the last scored token.
+    assert waits == (length - 1 - score_from) // 8  # Tokens after the last scored position are not computed.
 
 
 @pytest.mark.parametrize("wanted", ["row", "scores"])
@@ -104,7 +104,7 @@ def test_an_interactive_prompt_waits_for_one_short_step_of_bulk_prompts(tiny: Ti
     prompts = random_prompts(4, (60, 60))
     scores = PositionsQuery.scores_from(1) if wanted == "scores" else None
     bulk = [job(prompt)._replace(bulk=True, positions=scores) for prompt in prompts]
-    # As a CPU measures it where a step of an interactive prompt takes as long as 8 tokens.
+    # Replace the measured limit by that of a CPU on which an interactive step takes as long as 8 tokens.
     backend._bulk_limit = SimpleNamespace(  # type: ignore[assignment]
         tokens=8,
         is_turn=lambda others_wait: not others_wait,
@@ -175,7 +175,7 @@ def test_a_long_prompt_progresses_in_a_pool_that_others_fill(tiny: Tiny, slots: 
     others = iter(random_prompts(400, (2, 12), seed=2))
     backend.submit([job(long) for long in longs])
     rows: dict[bytes, Any] = {}
-    # Each has eight chunks, and every second step is one of them.
+    # Run enough steps: each of 3 long prompts has eight chunks, and every second step computes a chunk.
     for _ in range(2 * 3 * 8):
         backend.submit([job(next(others)) for _ in range(backend.capacity())])
         rows |= decode(backend.step().blocks)
@@ -210,7 +210,7 @@ def test_a_chunk_takes_a_step_of_no_more_tokens_than_it_has(tiny: Tiny, monkeypa
     backend = tiny.backend(chunked_prefill_size=8)
     monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
     serve(backend, random_prompts(4, (60, 60)))
-    assert max(sizes) <= 8 * 4  # The last parts of prompts of one length may run together.
+    assert max(sizes) <= 8 * 4  # The last chunks of 4 prompts of one length may run together.
     assert sizes.count(8) >= 4 * 6
 
 
@@ -224,7 +224,7 @@ def test_an_aborted_long_prompt_ends_between_chunks(tiny: Tiny) -> None:
     drain(backend)
     assert backend.stats().steps - steps <= 60 // 8 + 1
     assert backend.capacity() == 2 * backend.batch
-    # Its computed part is a prefix like any other.
+    # Other prompts reuse the computed chunks of the aborted prompt.
     reused = backend.stats().reused
     serve(backend, [long[:24]])
     assert backend.stats().reused - reused == 23
@@ -243,7 +243,7 @@ def test_a_long_fresh_prompt_neither_uses_nor_stores_keys_and_values(tiny: Tiny)
     serve(backend, [long])
     assert backend._pool is not None
     with torch.inference_mode():
-        backend._pool._storage[1:].fill_(7.0)  # Every result that used it would be wrong.
+        backend._pool._storage[1:].fill_(7.0)  # Spoil all cached keys and values: results that use them would be wrong.
     fresh = job(long)._replace(digest=b"f" * 16, fresh=True)
     backend.submit([fresh, job((1, 2, 3))])
     assert answered(backend, steps=2) == [job((1, 2, 3)).digest]
@@ -282,7 +282,7 @@ def test_short_prompts_go_before_a_long_text_that_is_scored(tiny: Tiny) -> None:
 
 
 class SteppedBackend(HfBackend):
-    """An hf backend that takes a step only when a test allows one.
+    """An hf backend that runs a step only when the test allows a step.
 
     Attributes:
         answered: digests in the order in which they were answered.
@@ -294,7 +294,7 @@ class SteppedBackend(HfBackend):
         self.answered: list[bytes] = []
 
     def let(self, steps: int) -> None:
-        """Allow this many more steps."""
+        """Allow the backend to run this many more steps."""
         self._steps.release(steps)
 
     def step(self) -> Finished:
@@ -307,7 +307,7 @@ class SteppedBackend(HfBackend):
 
 @asynccontextmanager
 async def serving(pool: Pool, backend: SteppedBackend) -> AsyncIterator[Worker]:
-    """A worker in this process. At the end, its backend may take any number of steps."""
+    """A worker in this process. At the end of the test, its backend may run any number of steps."""
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=2.0))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
@@ -354,7 +354,7 @@ async def test_a_clients_short_prompt_is_answered_while_another_clients_long_one
         await until_true(lambda: backend.stats().steps == 3, "three chunks are computed")
         second = asyncio.create_task(late.logprobs(short))
         await until_true(lambda: owed_by(worker) == 2, "the backend gets the short prompt")
-        # One step may have begun before; the next one is the short prompt's.
+        # Allow two steps: one may have begun before the short prompt arrived, and the next computes the short prompt.
         backend.let(2)
         rows: dict[tuple[int, ...], Any] = {short: await second}
         assert backend.answered == [job(short).digest]
@@ -383,5 +383,5 @@ async def test_the_long_prompt_of_a_closed_client_ends_between_chunks(
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})
         assert backend.answered == [job((1, 2, 3)).digest]
-        # In addition to its three chunks: the one that had begun, and the step of the other prompt.
+        # Three chunks, at most one that had begun before the cancellation, and the step of the other prompt.
         assert backend.stats().steps <= 5

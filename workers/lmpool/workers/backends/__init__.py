@@ -1,6 +1,6 @@
 """The backends, one folder or file each, and their shared code. Only these files import an engine.
 
 A new backend is a class with the methods of `lmpool.workers.execution.contract.Backend`, its settings, and an entry
-point of the group `lmpool.backends` in `pyproject.toml`. This folder imports `execution`; only entry points name a
-backend.
+point of the group `lmpool.backends` in `pyproject.toml`. This folder imports the folder `execution`. Other folders find
+a backend by its entry point.
 """

@@ -1,4 +1,4 @@
-"""The checkpoint of a model before an engine loads it: its folder, its copy in the hub's cache, its digest."""
+"""Finds a model's checkpoint (folder, or download from the hub), checks its files, and computes its digest."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.settings import shown
 
 HUB_TIMEOUT_S = 4.0
-"""Seconds to wait for any answer of the hub. The hub's own package retries each file for half a minute."""
+"""Max seconds to wait until the hub answers a test request; the package `huggingface_hub` would wait much longer."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Formats of weights, most preferred first: engines load the first one that exists."""
+"""Suffixes of weight files, most preferred first: engines load the first format that exists."""
 
 _HUB_WEIGHTS = _WEIGHTS[:3]
-"""Formats to download: only the first one that the repository has. A GGUF file must be named."""
+"""Suffixes of weight files to download, only the first that the repository has. GGUF needs the name of the file."""
 
 _MODEL_CONFIGS = ("config.json", "params.json")
-"""Files that describe the architecture: that of transformers, and that of Mistral."""
+"""Files that describe the architecture, in the format of transformers and in Mistral's."""
 
 _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json")
@@ -38,16 +38,16 @@ _VOLATILE = {
     "_name_or_path", "_attn_implementation", "_commit_hash", "attn_implementation", "base_model_name_or_path", "dtype",
     "torch_dtype", "transformers_version",
 }  # fmt: skip
-"""Config fields that do not change a row, so no digest includes them."""
+"""Config fields that do not change a row, and are therefore left out of digests."""
 
 # Files of a hub repository that no engine reads.
 _UNUSED = ("original/*", "onnx/*", "*.onnx", "*.h5", "*.msgpack", "*.ot", "*.tflite")
 
-_MAX_CONFIG_BYTES = 1 << 26  # 64 MiB: no config is that large.
-_MAX_NAMED = 3  # Folders that an error message suggests.
-_MAX_LISTED = 1000  # Folder entries that are compared with a misspelt name.
+_MAX_CONFIG_BYTES = 1 << 26  # Max size of a config file, 64 MiB: no real config is that large.
+_MAX_NAMED = 3  # Max folders that an error message suggests.
+_MAX_LISTED = 1000  # Max folder entries that are compared with a misspelt name.
 
-# A digest sums 64-bit words over the rows and columns of tables of this size, which fit a processor's cache (2 MiB).
+# A digest views a file as tables of 64-bit words, and sums rows and columns. A table (2 MiB) fits a processor's cache.
 _ROW = 512
 _TABLE = _ROW * _ROW
 
@@ -58,11 +58,11 @@ def checkpoint_folder(
     """The folder of a checkpoint: `model` itself, or its copy in the hub's cache, which is downloaded if needed.
 
     Args:
-        field: the setting that names the checkpoint.
+        field: name of the setting that names the checkpoint, for messages.
         model: folder or hub name.
         revision: branch, tag or commit on the hub.
         only: files to download; empty for all files that engines may read.
-        gguf_file: the one file to load, which includes the config.
+        gguf_file: name of the GGUF file to load, which includes the config.
     """
     folder = local_path(field, model)
     if field == "model":
@@ -100,23 +100,23 @@ def checkpoint_folder(
 
 
 def checkpoint_source(model: str) -> str:
-    """The name under which clients find the same checkpoint: a hub name, or the absolute path of a folder."""
+    """The name by which clients can load the same checkpoint: a hub name, or the absolute path of a folder."""
     folder = Path(model).expanduser()
     return str(folder.resolve()) if _is_folder(folder) else model
 
 
 def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> str:
-    """Digest of a checkpoint: the same on every machine, and a different one if a single weight differs.
+    """Digest of a checkpoint: equal on every machine, and different if a single weight differs.
 
-    For each file of weights it includes name, size and sums of 64-bit words. The sums overlap, so swapped words change
-    the digest too. It costs one pass over the files, which then are in the page cache for the engine.
+    The digest includes name, size and sums of 64-bit words of each weight file. Each word is in a row sum and a column
+    sum, so swapped words change the digest too. The files are read once, and then are in the page cache for the engine.
 
     Args:
-        folder: with weights and `config.json` (or `adapter_config.json`).
-        also: options that change a row's value.
+        folder: folder with weights and `config.json` (or `adapter_config.json`).
+        also: options that change the values of rows.
 
     Returns:
-        32 hexadecimal digits.
+        Digest: 32 hexadecimal digits.
     """
     state = blake2b(digest_size=16)
     for name in _CONFIGS:
@@ -131,7 +131,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
             table = mapped[at : at + _TABLE].reshape(-1, _ROW)
             state.update(table.sum(axis=0, dtype="<u8"))
             state.update(table.sum(axis=1, dtype="<u8"))
-        with path.open("rb") as file:  # The bytes after the last whole row.
+        with path.open("rb") as file:  # Add the bytes after the last whole row of words.
             file.seek(8 * words)
             state.update(file.read())
     if also:
@@ -140,7 +140,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
 
 
 def checkpoint_files(model: str, gguf_file: str | None = None) -> list[Path]:
-    """The files of a model's folder that engines read. None for a hub name: the hub's cache never overwrites a file."""
+    """The files in a model's folder that engines read. Empty for a hub name: the hub's cache never overwrites files."""
     folder = Path(model).expanduser()
     if not model or not _is_folder(folder):
         return []
@@ -152,7 +152,7 @@ def checkpoint_files(model: str, gguf_file: str | None = None) -> list[Path]:
 
 
 def checkpoint_dtype(folder: Path, wanted: str) -> str:
-    """The dtype to compute in: `wanted`, or for "auto" the dtype in the checkpoint's config, if it has one."""
+    """The dtype to compute in: `wanted`, or for "auto" the dtype that the checkpoint's config states, else "auto"."""
     if wanted != "auto" or not (folder / "config.json").is_file():
         return wanted
     config = read_config(folder / "config.json")
@@ -165,7 +165,7 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
 
 
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
-    """Refuse a path that exists and holds no model. With `has_gguf`, a folder needs only the named GGUF file."""
+    """Refuse a path that exists and holds no model. With `has_gguf`, a folder needs no config.json."""
     path = local_path("model", model)
     try:
         reason = _why_no_model(path, has_gguf)
@@ -176,14 +176,14 @@ def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
 
 
 def check_model_path(model: str, *, has_gguf: bool = False) -> None:
-    """Refuse a path that holds no model or does not exist. A name that may be on the hub passes."""
+    """Refuse a path that holds no model or does not exist. Accept a name that may be on the hub."""
     check_model_folder(model, has_gguf=has_gguf)
     if not is_on_hub(model) and not _is_folder(local_path("model", model)):
         raise _not_found("model", model)
 
 
 def read_config(path: Path, field: str = "model", most_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The object in a JSON file of at most `most_bytes` bytes, in the folder that the setting `field` names."""
+    """Read the object in a JSON file of at most `most_bytes` bytes. `field` is the setting that error messages name."""
     try:
         with path.open("rb") as file:
             data = file.read(most_bytes + 1)
@@ -198,7 +198,7 @@ def read_config(path: Path, field: str = "model", most_bytes: int = _MAX_CONFIG_
 
 
 def local_path(field: str, text: str) -> Path:
-    """A path in which ~ stands for a home folder; a hub name stays as it is. `field` is the setting that names it."""
+    """Expand ~ in a path; a hub name is returned unchanged. `field` is the setting that error messages name."""
     try:
         return Path(text).expanduser()
     except RuntimeError as error:
@@ -206,12 +206,12 @@ def local_path(field: str, text: str) -> Path:
 
 
 def is_on_hub(model: str) -> bool:
-    """Whether it can only be a name on the hub: no such folder exists, and it is not written as a path."""
+    """Whether `model` can only be a hub name: no folder of this name exists, and it is not written as a path."""
     return not model.startswith(("/", ".", "~")) and model.count("/") < 2 and not _is_folder(Path(model))
 
 
 def hub_problem() -> str:
-    """Why the hub cannot be used now; "" if it answers, whatever the status."""
+    """Why the hub cannot be used now; "" if the hub answers with any HTTP status."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -222,7 +222,7 @@ def hub_problem() -> str:
         error.close()
     except (HTTPException, ValueError, OSError) as error:
         reason = getattr(error, "reason", error)
-        # A certificate that Python does not trust: the server answers, and the hub's package may trust it.
+        # If Python does not trust the certificate, the server did answer, and `huggingface_hub` may trust it.
         if not isinstance(reason, ssl.SSLError):
             return f"{constants.ENDPOINT} cannot be reached ({reason})"
     return ""
@@ -231,14 +231,14 @@ def hub_problem() -> str:
 def _not_found(field: str, model: str) -> SettingsError:
     path = local_path(field, model)
     kind = "file" if path.suffix == ".gguf" else "folder"
-    # An error about an adapter goes to clients, who must not see the paths of this machine.
+    # Show the absolute path for a model only: clients see errors about adapters, and must not see this machine's paths.
     place = f" ({path.absolute()})" if field == "model" and not path.is_absolute() else ""
     nearest = _nearest(field, model)
     return SettingsError(f"{field}: {model} cannot be loaded: there is no such {kind}{place}{nearest}")
 
 
 def _nearest(field: str, model: str) -> str:
-    """Folders of similar names, as the end of an error about a model; "" if there are none."""
+    """End of an error message about a model that suggests folders of similar names; "" if there are none."""
     path = Path(model).expanduser()
     try:
         entries = list(islice(path.parent.iterdir(), _MAX_LISTED)) if field == "model" else []
@@ -252,12 +252,12 @@ def _nearest(field: str, model: str) -> str:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # Too long for a path.
+    except OSError:  # The name is too long for a path.
         return False
 
 
 def _why_no_model(path: Path, has_gguf: bool) -> str:
-    """Why an existing path holds no model; "" if it may hold one, or does not exist."""
+    """Why an existing path holds no model; "" if the path may hold a model, or does not exist."""
     folder = path.absolute().parent if path.is_file() else path
     has_config = any((folder / name).is_file() for name in _MODEL_CONFIGS)
     if path.is_file() and path.suffix == ".gguf":
@@ -284,13 +284,13 @@ def _why_no_model(path: Path, has_gguf: bool) -> str:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """The files of weights that engines load: all of the first format that exists."""
+    """The weight files that engines load: all files of the first format in `_WEIGHTS` that exists."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     return next((found for suffix in _WEIGHTS if (found := [path for path in files if path.suffix == suffix])), [])
 
 
 def stable(value: Any) -> Any:
-    """A config without the fields that do not change a row."""
+    """A copy of a config without the fields that do not change a row (`_VOLATILE`)."""
     if isinstance(value, dict):
         return {str(key): stable(item) for key, item in value.items() if key not in _VOLATILE}
     return [stable(item) for item in value] if isinstance(value, (list, tuple)) else value

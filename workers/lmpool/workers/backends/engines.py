@@ -1,6 +1,6 @@
-"""What the backends of engines share: adapters, and the canary.
+"""Base class of the vllm and sglang backends: loads adapters, and checks the first rows (the canary).
 
-The canary are rows that a backend must compute correctly before its worker joins the pool.
+The canary is a set of rows that a backend must compute correctly before its worker joins the pool.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from lmpool.workers.execution.engine_thread import check_answers
 
 _log = logging.getLogger(__name__)
 
-_MAX_STEPS = 1000  # Steps for a handful of prompts; an engine that is slower than this is broken.
+_MAX_STEPS = 1000  # Max steps that an engine may take for a handful of prompts; a slower engine is broken.
 _SUM_TOLERANCE = 1e-2  # Largest |log of the sum of a row's probabilities|.
-# Largest root mean square difference of two rows of a prompt, as a share of the spread of the row's entries.
+# By dtype: largest root mean square difference of two rows of a prompt, divided by the row's standard deviation.
 _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
-_OTHER_TOLERANCE = 0.25  # The same for other dtypes.
-_MAX_ADAPTERS = 3  # Adapters that are tried.
-_MIN_VOCAB_SIZE = 64  # With fewer tokens, rows of different prompts may be equal by chance.
+_OTHER_TOLERANCE = 0.25  # Largest difference, in the unit of `_ROW_TOLERANCE`, for dtypes not listed there.
+_MAX_ADAPTERS = 3  # Max adapters whose rows the canary checks.
+_MIN_VOCAB_SIZE = 64  # Min tokens to check that rows of two prompts differ; with fewer they may be equal by chance.
 
 
 class EngineBackend(TellsTexts, ABC):
-    """Base class of the backends of engines.
+    """Base class of the vllm and sglang backends.
 
     Attributes:
-        adapters: the loaded ones: "name@revision" -> folder or hub name.
+        adapters: the loaded adapters: "name@revision" -> folder or hub name.
     """
 
     _settings: EngineSettings
@@ -114,19 +114,19 @@ class EngineBackend(TellsTexts, ABC):
 
 
 def checked_adapter(source: str, model: Path) -> Path:
-    """The folder of an adapter that fits the model in a folder."""
+    """The folder of an adapter, after a check that the adapter fits the model in the folder `model`."""
     folder = adapter_folder(source)
     check_adapter(folder, model)
     return folder
 
 
 def adapter_slots(settings: EngineSettings) -> int:
-    """Adapters that an engine reserves memory for."""
+    """The number of adapters that an engine reserves memory for."""
     return max(settings.max_adapters, len(settings.adapters))
 
 
 def _completed_info(backend: Backend) -> ModelInfo:
-    """The info of a backend with the encoding of its rows, which its first row shows."""
+    """Compute a first row, and return the backend's info with the encoding of that row."""
     _log.info("weights are loaded: checking the first rows")
     for finished in _steps(backend, [BackendJob(bytes(16), bytes(4))]):
         if finished.blocks:
@@ -149,7 +149,7 @@ def check_canary(backend: Backend) -> None:
     """
     info = backend.info
     length = min(5, info.max_prompt_tokens)
-    # Not the lowest ids: they are special tokens, whose rows are often equal.
+    # Avoid the lowest ids: they are special tokens, and prompts of special tokens often have equal rows.
     long = [(info.vocab_size // 3 + 7 * i) % info.vocab_size for i in range(length)]
     other = [(token + 1) % info.vocab_size for token in long]
     prompts = [(ids, "") for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
@@ -158,7 +158,7 @@ def check_canary(backend: Backend) -> None:
     for index, prompt in enumerate(prompts):
         (alone,) = _rows(backend, [prompt], f"alone-{index}")
         for row in (batched[index], alone):
-            with np.errstate(invalid="ignore"):  # NaN fails the check below.
+            with np.errstate(invalid="ignore"):  # A row with NaN fails the check below.
                 total = float(np.logaddexp.reduce(row.astype(np.float64)))
             if not abs(total) < _SUM_TOLERANCE:
                 raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
@@ -205,7 +205,7 @@ def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) 
 
 
 def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
-    """The first value at the position of the last token must be its entry in the row of the tokens before it."""
+    """The first value of a query must be the last token's entry in the row of the tokens before this token."""
     (row,) = _rows(backend, [(ids[:-1], "")], f"scored-{query.values}")
     encoded = np.asarray(ids, "<u4").tobytes()
     job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
@@ -228,7 +228,7 @@ def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
 
 
 def _tolerance(backend: Backend, spread: float) -> float:
-    """The largest difference by rounding. It depends on the spread, because an untrained model has tiny entries."""
+    """The largest difference that rounding explains, in proportion to the spread of a row's entries."""
     return _ROW_TOLERANCE.get(backend.info.dtype, _OTHER_TOLERANCE) * spread + 1e-6
 
 

@@ -1,8 +1,8 @@
-"""LoRA adapters on disk: checks of their files before an engine reads them.
+"""Checks the files of a LoRA adapter on disk before an engine reads them.
 
 Engines trust the files of an adapter: peft reserves memory for any rank that the config names, treats names of modules
-as regular expressions, and ignores weights that do not fit. Clients may name adapters that others have written, so
-workers check both files first.
+as regular expressions, and ignores weights that do not fit. A client may name an adapter from an untrusted author, so
+the worker checks the adapter's config and weights first.
 """
 
 from __future__ import annotations
@@ -22,57 +22,57 @@ from lmpool.settings import check_texts, shown
 from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
 MAX_RANK = 1024
-"""Max rank of an adapter; larger ones are hardly smaller than the weights that they change."""
+"""Max rank of an adapter; an adapter of a larger rank is hardly smaller than the weights that it changes."""
 
 LATER_RANK = 64
-"""Max rank of adapters that vLLM and SGLang load while they serve; they reserve memory for it when they start."""
+"""Max rank of adapters that vLLM and SGLang load after their start; at the start they reserve memory for this rank."""
 
 _CONFIG = "adapter_config.json"
 
 WEIGHTS = "adapter_model.safetensors"
-"""The file with an adapter's weights; weights in other formats may be pickles."""
+"""The file with an adapter's weights. Other formats are refused, because they may be pickles, which run code."""
 
-_DEFAULT_RANK = 8  # Of a config that names none, in peft.
-_MAX_CONFIG_BYTES = 1 << 20  # Max size of an adapter's config; typical ones have 1 KB.
+_DEFAULT_RANK = 8  # The rank that peft uses for a config without a rank.
+_MAX_CONFIG_BYTES = 1 << 20  # Max size of an adapter's config; a typical config has 1 KB.
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 PEFT_PREFIX = "base_model.model."
 """The prefix that peft writes before the names of a model's modules."""
 
 HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that do not change the model's own weights; others need a converted adapter."""
+"""Values of init_lora_weights that leave the model's own weights unchanged; other values need a converted adapter."""
 
 BASE_WEIGHT = ".base_layer.weight"
-"""Suffix of a weight of the model itself: peft saves heads and embeddings with an adapter that targets them."""
+"""Name suffix of a copy of the model's own weight, which peft saves with an adapter of the head or the embedding."""
 
-_COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once; some 20 MB of a large head.
+_COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once: about 20 MB of a large output head.
 _COMPARED_DTYPES = ("F64", "F32", "F16", "BF16")  # Dtypes of safetensors in which peft saves weights.
 
-# Max relative difference of a copy that was saved in bfloat16, which has 8 significant bits.
+# Max relative difference between a weight and its copy that was saved in bfloat16, which has 8 significant bits.
 _COPY_TOLERANCE = 2.0**-8
 
-# The smallest number of float16 above 0: max absolute difference of a copy that was saved in it.
+# Max absolute difference between a weight and its copy saved in float16: the smallest float16 number above 0.
 _MIN_FLOAT16 = 2.0**-24
 
-# Their first dimension is the rank.
+# Parts of the names of weights whose first dimension is the adapter's rank.
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 
-# Parts of a module's name that are compared, such as layers.0.self_attn.q_proj; prefixes may differ.
+# Number of last parts of a module's name that are compared (layers.0.self_attn.q_proj); longer prefixes may differ.
 _MODULE_PARTS = 4
 
-# Other names could be regular expressions. A dot in a name matches any character, which is harmless.
+# Names of modules that are accepted; any other name could be a regular expression. A dot as a pattern is harmless.
 _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
 
-# Fields that list modules, and max names in each: peft compares each name with each module of the model.
+# Config fields that list modules -> max names in the field, because peft compares each name with each module.
 _MODULE_LISTS = {
     "target_modules": 4096, "exclude_modules": 4096, "target_parameters": 4096, "modules_to_save": 64,
     "layers_pattern": 16, "trainable_token_indices": 64, "rank_pattern": 1024, "alpha_pattern": 1024,
 }  # fmt: skip
 
-# Of these fields, the ones that are objects with names as keys.
+# Fields of `_MODULE_LISTS` whose value is a JSON object with names of modules as keys.
 _MODULE_KEYS = ("trainable_token_indices", "rank_pattern", "alpha_pattern")
 
-# Fields that make peft copy layers of the model, import any Python module, or load other adapters.
+# Config fields that are refused: they make peft copy layers, import any Python module, or load other adapters.
 _REFUSED = ("layer_replication", "megatron_config", "arrow_config")
 
 
@@ -98,7 +98,7 @@ def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
 
 
 def adapter_folder(source: str) -> Path:
-    """The folder of an adapter: `source` itself, or that of the hub's copy; SettingsError if there is none."""
+    """The folder of an adapter: `source` itself, or the local copy of a hub repository; else a SettingsError."""
     return checkpoint_folder("adapters", source, only=(_CONFIG, WEIGHTS))
 
 
@@ -123,22 +123,22 @@ def content_digest(place: Path) -> str:
 
 
 def check_adapter(folder: Path, model: Path) -> None:
-    """Refuse an adapter that no engine should read, or whose weights do not fit the model in a folder.
+    """Refuse an adapter with a dangerous config, or with weights that do not fit the model in the folder `model`.
 
-    Without safetensors in the model's folder, all names of weights are accepted.
+    If the model's folder has no safetensors files, all names of weights are accepted.
 
     Raises:
-        SettingsError: no adapter, an adapter of another model, or a config with patterns or numbers beyond the limits.
+        SettingsError: the folder holds no adapter, its weights do not fit, or its config exceeds the limits.
     """
     tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in _tensors(path).items()}
     check_fit(folder, weights_of(tensors), str(model))
 
 
 def check_fit(folder: Path, weights: Mapping[str, Any], model: str) -> None:
-    """As `check_adapter`, with the weights of a model (`weights_of`) and its name for messages.
+    """Refuse an adapter as `check_adapter` does, given the model's weights (`weights_of`) and its name for messages.
 
-    An adapter that changes weights of the model itself is refused, because engines ignore those. peft saves a copy of
-    the model's head or embedding with each adapter that targets it. An equal copy is harmless.
+    Engines ignore changed weights of the model itself in an adapter's file, so such an adapter is refused. An equal
+    copy is accepted: peft saves the model's head or embedding with each adapter that targets that layer.
     """
     if not (folder / _CONFIG).is_file():
         raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
@@ -164,7 +164,7 @@ def check_fit(folder: Path, weights: Mapping[str, Any], model: str) -> None:
         raise SettingsError(f"adapters: {folder} does not fit {model}, which has no place for {missing}")
     for name, tensor in tensors.items():
         held = (tensor.get_shape() or [0])[0]
-        # Engines reserve memory for the rank in the config. The factors of several experts may be one tensor.
+        # The rank in the file must match the config's, for which engines reserve memory. A tensor may stack experts.
         is_stacked = config.get("target_parameters") and held and any(held % rank == 0 for rank in ranks)
         if any(part in name for part in _FIRST_FACTORS) and held not in ranks and not is_stacked:
             named = ", ".join(map(str, sorted(ranks)[:5]))
@@ -181,15 +181,15 @@ def check_fit(folder: Path, weights: Mapping[str, Any], model: str) -> None:
 
 
 def _is_copy(saved: Any, own: Any) -> bool:
-    """Whether a matrix in a file is a copy of a model's weight, which is None if the model has no such weight."""
+    """Whether the saved matrix is a copy of the model's weight `own`, which is None if the model has no such weight."""
     import torch
 
     shape = saved.get_shape()
     if own is None or len(shape) != 2:
         return False
     if saved.get_dtype() not in _COMPARED_DTYPES:
-        return False  # Reading such a tensor may fail, with exceptions of several kinds.
-    # One row more than the saved weight has, because the model's may have more.
+        return False  # Do not read a tensor of another dtype: reading may fail with exceptions of several kinds.
+    # Compare one row more than the saved weight has, to notice a model's weight that has more rows.
     for first in range(0, shape[0] + 1, _COMPARED_ROWS):
         left, right = (weight[first : first + _COMPARED_ROWS].float().cpu() for weight in (saved, own))
         if left.shape != right.shape or not torch.allclose(left, right, rtol=_COPY_TOLERANCE, atol=_MIN_FLOAT16):
@@ -208,22 +208,22 @@ def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """The factor by which peft multiplies the output of an adapter with weights of this rank for a module."""
+    """The factor by which peft multiplies the output of an adapter of rank `rank` at the module `module`."""
     alphas = config.get("alpha_pattern") or {}
-    # As peft: the first pattern that matches the end of the name.
+    # Choose the alpha as peft does: by the first pattern that matches the end of the module's name.
     pattern = next((key for key in alphas if re.match(rf"(.*\.)?({key})$", module)), None)
     alpha = config.get("lora_alpha", _DEFAULT_RANK) if pattern is None else alphas[pattern]
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
 def weights_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The weight of each module of a model, or another tensor of a module that has no weight."""
+    """Name of each module -> its weight, or another of its tensors if the module has no tensor named weight."""
     names = sorted(tensors, key=lambda name: name.endswith(".weight"))
     return {_module_of(name): tensors[name] for name in names}
 
 
 def ranks_of(config: Mapping[str, Any]) -> set[int]:
-    """The ranks in the config of an adapter, which has no patterns in place of names."""
+    """All ranks in the config of an adapter that `_check_names` has accepted."""
     if (kind := config.get("peft_type", "LORA")) != "LORA":
         raise SettingsError(f"it is of the kind {shown(kind, 40)}: workers serve LORA")
     ranks = {"r": config.get("r", _DEFAULT_RANK), **(config.get("rank_pattern") or {})}
@@ -237,16 +237,16 @@ def ranks_of(config: Mapping[str, Any]) -> set[int]:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """Refuse regular expressions in place of names: one can block the interpreter for years."""
+    """Refuse regular expressions in place of modules' names: matching one can block the interpreter for years."""
     for field in _REFUSED:
         if config.get(field):
             raise SettingsError(f"{field} is set, and workers serve no adapters that use it: train it without")
     for field, most in _MODULE_LISTS.items():
         names = config.get(field)
         if field == "layers_pattern" and isinstance(names, str):
-            names = [names] if names else []  # In the other fields a text is a regular expression.
+            names = [names] if names else []  # A text is one name in this field; in others, a regular expression.
         is_all = field == "target_modules" and isinstance(names, str) and names.lower() == "all-linear"
-        # A list of tokens is about the embedding.
+        # A list in `trainable_token_indices` holds tokens of the embedding, and no names of modules.
         if not names or is_all or (field == "trainable_token_indices" and isinstance(names, list)):
             continue
         if not isinstance(names, dict if field in _MODULE_KEYS else list):
@@ -264,16 +264,16 @@ def _check_names(config: Mapping[str, Any]) -> None:
 
 
 def _module_of(tensor: str) -> str:
-    """The module that a tensor belongs to, by the last parts of its name."""
+    """The last `_MODULE_PARTS` parts of the name of the module that a tensor belongs to."""
     return ".".join(tensor.removeprefix(PEFT_PREFIX).split(".")[:-1][-_MODULE_PARTS:])
 
 
 def _tensors(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file, which are read when they are sliced; none if the file is not valid."""
+    """Name -> tensor of a safetensors file, read from disk only when it is sliced; empty if the file is not valid."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        file: Any = safe_open(path, framework="pt")  # It refuses shapes that exceed the file.
+        file: Any = safe_open(path, framework="pt")  # safe_open refuses tensors that exceed the file's size.
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError):
-        return {}  # The engine reports the error.
+        return {}  # The engine will report why the file is not valid.

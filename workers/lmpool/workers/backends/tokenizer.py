@@ -1,4 +1,4 @@
-"""The vocabulary and the tokenizer of a checkpoint, for clients."""
+"""Reads the vocabulary and the tokenizer of a checkpoint, which the worker publishes for clients."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from lmpool.vocabulary import Vocabulary, decode_vocab
 from lmpool.workers.backends.checkpoint import hub_problem
 from lmpool.workers.backends.settings import ModelSettings
 
-# Exceptions of missing files, unknown kinds, missing packages and broken files: transformers has no type for them.
+# Exceptions for missing or broken files, unknown tokenizers and missing packages: transformers has no common type.
 _TOKENIZER_ERRORS = (
     InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
     AssertionError,
 )  # fmt: skip
 
-# The published tokenizer must encode these texts, and the special tokens, to the same ids as transformers does.
+# A tokenizer is published only if it encodes these texts and the special tokens to the same ids as transformers.
 _PROBES = (
     "Hello, world! It's 12345.67", " leading and  double  spaces \t\n\n\tend ", "naïve Ünïcödé — “quotes” … ﬁ ½",
     "中文字符 日本語 한국어 العربية हिन्दी", "😀👩‍👩‍👧 \u200b\x00\x7f", "def f(x):\n    return x  # <0x0A> ##ing ▁", "",
 )  # fmt: skip
-_MAX_SPECIAL = 16  # Special tokens in a probe.
+_MAX_SPECIAL = 16  # Max special tokens that the probe texts include.
 
 _log = logging.getLogger(__name__)
 
 
 class Texts(NamedTuple):
-    """The vocabulary and the tokenizer of a checkpoint; None where it has none that clients can use."""
+    """The vocabulary and the tokenizer of a checkpoint, each None if the checkpoint has none that clients can use."""
 
     vocabulary: Vocabulary | None
     tokenizer: PackedTokenizer | None
 
 
 class TellsTexts:
-    """Base class of backends that serve a checkpoint: reads its tokenizer once for both methods."""
+    """Base class of backends that serve a checkpoint: it provides the checkpoint's vocabulary and tokenizer."""
 
     _info: ModelInfo
     _settings: ModelSettings
@@ -45,11 +45,11 @@ class TellsTexts:
 
     @property
     def info(self) -> ModelInfo:
-        """What the backend serves."""
+        """Name, vocabulary size and other facts of the served model."""
         return self._info
 
     def vocabulary(self) -> Vocabulary | None:
-        """The byte strings of the model's tokens; None if its tokenizer does not provide them."""
+        """The byte strings of the model's tokens; None if the model's tokenizer does not provide them."""
         settings = self._settings
         texts = read_texts(self._info, settings.revision, trust_remote_code=settings.trust_remote_code)
         self._tokenizer = texts.tokenizer
@@ -57,16 +57,16 @@ class TellsTexts:
 
     def tokenizer(self) -> PackedTokenizer | None:
         """The model's tokenizer; None if it cannot be published. Call `vocabulary` first, and this method once."""
-        # Keep no reference: it has many megabytes, and is not needed again.
+        # Keep no reference to the tokenizer: it takes many megabytes, and is published only once.
         tokenizer, self._tokenizer = self._tokenizer, None
         return tokenizer
 
 
 def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool) -> Texts:
-    """Read the tokenizer of a checkpoint. A line in the log says why the vocabulary or the tokenizer is missing.
+    """Read the tokenizer of a checkpoint. If the vocabulary or the tokenizer is missing, log the reason.
 
     Args:
-        info: names the checkpoint, and V.
+        info: facts of the model, of which the source of the checkpoint and the vocabulary size are used.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the tokenizer.
     """
@@ -78,7 +78,7 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         missing = "the tokenizer of %s is not published: %s; clients load it by transformers, or pass token ids"
         tokenizer = _pack(loaded)
     except Exception as error:
-        # The package tokenizers, which is written in Rust, raises `Exception` itself.
+        # The Rust package `tokenizers` raises plain `Exception`, not a subclass.
         if type(error) is Exception or isinstance(error, _TOKENIZER_ERRORS):
             _log.warning(missing, info.name, first_line(error))
             return Texts(vocabulary, tokenizer)
@@ -94,17 +94,17 @@ def _load(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Any
         gguf_file=info.gguf_file or None,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        # A missing file of a folder must not be looked up on the hub.
+        # Do not look up on the hub a file that is missing in a local folder.
         local_files_only=Path(info.source).is_dir() or bool(hub_problem()),
     )
-    # For some kinds of models transformers makes up a tokenizer when there are no files.
+    # Without tokenizer files, transformers makes up a tokenizer of special tokens for some architectures.
     if len(tokenizer) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
         raise InvalidVocabulary("it has no tokenizer")
     return tokenizer
 
 
 def _pack(tokenizer: Any) -> PackedTokenizer:
-    """A tokenizer of transformers as its `tokenizer.json`, if clients can use this form; a slow one is converted."""
+    """The `tokenizer.json` of a transformers tokenizer, for clients; a slow (Python) tokenizer is converted first."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         from transformers.convert_slow_tokenizer import convert_slow_tokenizer

@@ -1,11 +1,11 @@
-"""The `hf` backend: any causal language model of transformers, in one padded forward a step.
+"""The `hf` backend: serves any causal language model of transformers, with one padded forward per step.
 
     backend   HfBackend
-    batching  the prompts of a batch, and how many tokens of each
-    forward   one padded forward, and the pool of keys and values of recent prompts that it reuses
+    batching  choice of the prompts of a batch, and how many tokens of each
+    forward   one padded forward, and the KV pool, which matches prompts' prefixes with cached keys and values
     model     the model: loading, checks of its rows, limits, digest of its weights, output head
     adapters  LoRA adapters, loaded by peft
 
-Its settings are `lmpool.workers.backends.settings.HfSettings`. torch and transformers are imported by `backend` and
-what it needs, never by this file.
+The settings of this backend are `lmpool.workers.backends.settings.HfSettings`. Importing this package does not import
+torch or transformers; importing `backend` does.
 """

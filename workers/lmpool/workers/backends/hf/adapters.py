@@ -1,4 +1,4 @@
-"""LoRA adapters of a transformers model, by peft: several are loaded, and at most one is active."""
+"""Loads LoRA adapters into a transformers model with peft: several are loaded, and at most one is active."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
 
-# Exceptions of peft and safetensors for adapters that do not fit or cannot be read; they have no common type.
+# Exceptions that peft and safetensors raise for an adapter that does not fit or cannot be read; no common type.
 _LOAD_ERRORS = (
     ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, NotImplementedError, ImportError,
     MemoryError, AssertionError, IndexError, SafetensorError,
@@ -36,27 +36,27 @@ class HfAdapters:
     """The adapters of one model; at first none is active.
 
     Attributes:
-        sources: the adapters: "name@revision" -> folder or hub name.
-        active: the active adapter, or "".
+        sources: the loaded adapters: "name@revision" -> folder or hub name.
+        active: the adapter that forwards use, "name@revision"; "" for the model without an adapter.
     """
 
     def __init__(self, forward: Forward, name: str) -> None:
         self._forward = forward
         self._model: PreTrainedModel = forward.model
         self._name = name
-        self._weights = weights_of(self._model.state_dict())  # Names change when peft inserts an adapter.
+        self._weights = weights_of(self._model.state_dict())  # Read now: peft renames weights for the first adapter.
         self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
         self.sources: dict[str, str] = {}
         self.active = ""
-        self._handles: dict[str, str] = {}  # The names of the adapters in peft, which must not contain dots.
+        self._handles: dict[str, str] = {}  # "name@revision" -> name of the adapter in peft, which allows no dots.
         self._handle_numbers = count()
 
     def load(self, name: str, source: str) -> str:
         """Load an adapter; returns its revision.
 
         Raises:
-            SettingsError: peft is missing, or the adapter is missing, does not fit the model or is no plain LoRA.
+            SettingsError: peft is not installed, or the adapter is missing, does not fit or is no plain LoRA.
         """
         require("adapters", "lmpool[lora]", "peft")
         folder = adapter_folder(source)
@@ -68,7 +68,7 @@ class HfAdapters:
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
-            with torch.inference_mode():  # Adapters that were loaded at the start are inference tensors.
+            with torch.inference_mode():  # Needed because adapters loaded at the start have inference tensors.
                 self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
@@ -103,13 +103,13 @@ class HfAdapters:
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils import AuxiliaryTrainingWrapper
 
-        # Not through peft's model: after a failure, it may not list all inserted layers.
+        # Disable the layers one by one: after a failure, peft's model may not list all inserted layers.
         for module in self._model.modules():
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 module.enable_adapters(False)
 
     def _insert(self, folder: Path, handle: str) -> None:
-        """Have peft put an adapter into the model."""
+        """Have peft insert the adapter in a folder into the model, under the name `handle`."""
         from peft import PeftConfig, PeftModel, set_peft_model_state_dict
         from peft.utils import load_peft_weights
 
@@ -119,17 +119,17 @@ class HfAdapters:
         if self._skeleton is None:
             self._skeleton = _on_meta_device(self._model)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The causes of its warnings are checked here.
+            warnings.simplefilter("ignore")  # peft warns about weights that do not fit, which are checked below.
             _check_size(folder, self._skeleton, config)
             if self._peft is None:
                 self._peft = PeftModel(self._model, config, handle)
             else:
                 if not self._peft.active_adapters:
-                    # All others were removed. peft activates the active adapters again, and fails if there are none.
+                    # All other adapters were removed. `add_adapter` fails without an active adapter, so set this one.
                     self._peft.base_model.active_adapter = handle
                 self._peft.add_adapter(handle, config)
             weights = load_peft_weights(str(folder), str(self._forward.device))
-            # Leave out copies of the model's own weights: peft would write them into the model, rounded as saved.
+            # Leave out copies of the model's own weights: peft would overwrite the model with the rounded copies.
             weights = {key: weight for key, weight in weights.items() if not key.endswith(BASE_WEIGHT)}
             result: Any = set_peft_model_state_dict(self._peft, weights, handle)
         # `missing_keys` also lists the weights of the model and of other adapters.
@@ -139,7 +139,7 @@ class HfAdapters:
                 f"adapters: {folder} does not fit {self._name}: {len(unfitting)} of its weights have no place or are "
                 f"missing, such as {unfitting[0]}"
             )
-        # New modules are in training mode, with dropout.
+        # Switch to evaluation mode: modules that peft has added are in training mode, with dropout.
         self._model.train(mode=False)
 
     def _delete(self, adapter: str) -> None:
@@ -148,7 +148,7 @@ class HfAdapters:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peft warns that it activates another adapter; `activate` decides that.
-            # peft cannot delete an adapter from modules that have copies for several adapters and none active.
+            # Activate the adapter first: peft cannot delete it from modules with copies per adapter if none is active.
             with suppress(*_LOAD_ERRORS):
                 self._peft.set_adapter(handle, inference_mode=True)
             try:
@@ -159,7 +159,7 @@ class HfAdapters:
 
 
 def _check_config(folder: Path, config: Any) -> None:
-    """Refuse adapters that are no plain LoRA: they change rows of other prompts, or need more than a name."""
+    """Refuse adapters that are no plain LoRA: they would change rows of other prompts, or need a changed model."""
     if config.bias != "none" or getattr(config, "lora_bias", False) not in (False, None):
         raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
     if config.init_lora_weights not in HARMLESS_INITS:
@@ -172,17 +172,17 @@ def _check_config(folder: Path, config: Any) -> None:
 
 
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
-    """Refuse an adapter whose config makes peft reserve more memory than its file has weights.
+    """Refuse an adapter whose config makes peft reserve memory for more numbers than the adapter's file holds.
 
     `skeleton` is a copy of the model without adapters and without memory (`_on_meta_device`).
     """
     from peft import PeftModel
 
-    with safe_open(folder / WEIGHTS, framework="pt") as file:  # It refuses shapes that exceed the file.
+    with safe_open(folder / WEIGHTS, framework="pt") as file:  # safe_open refuses tensors that exceed the file's size.
         held = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    with torch.device("meta"):  # peft makes weights on the default device, and then moves them to the model's.
+    with torch.device("meta"):  # peft first creates weights on the default device; "meta" allocates no memory.
         trial = PeftModel(_on_meta_device(skeleton), copy.deepcopy(config), "tried")
-    # Parameters and buffers separately: peft keeps the model's own trainable tokens as buffers, which no file has.
+    # Count parameters and buffers separately: peft copies the model's trainable tokens to buffers, which no file has.
     for kind in ("parameters", "buffers"):
         before, after = (sum(each.numel() for each in getattr(model, kind)()) for model in (skeleton, trial))
         if after - before > held:
@@ -193,13 +193,13 @@ def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
 
 
 def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:
-    """A copy of a model with parameters and buffers on the device "meta": they have shapes and no memory."""
+    """A copy of a model with parameters and buffers on the device "meta", where tensors have shapes and no memory."""
     memo: dict[int, Any] = {}
     for tensor in chain(model.parameters(), model.buffers()):
         skeleton = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
             skeleton = nn.Parameter(skeleton, requires_grad=False)
-            # peft recognises the kind of quantised weights by these attributes.
+            # Copy the parameter's attributes, by which peft recognises the kind of quantised weights.
             vars(skeleton).update(vars(tensor))
         memo[id(tensor)] = skeleton
     return copy.deepcopy(model, memo)

@@ -1,4 +1,4 @@
-"""The hf backend: one padded forward of a transformers model per step."""
+"""The hf backend: computes rows, values and hidden states with one padded forward of a transformers model per step."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _log = logging.getLogger(__name__)
 
-_NO_LIMIT = 2**62  # Tokens; more than any prompt has.
+_NO_LIMIT = 2**62  # Number of tokens that no batch reaches.
 
-# Tokens of a prompt in a step from which on more tokens are hardly faster each, only later: on a CPU, and elsewhere.
+# Default max tokens of one prompt in a step, on a CPU and on other devices: more would hardly save time per token.
 _CPU_CHUNK, _CHUNK = 512, 2048
-# Logits that a forward may return (128 MiB in float32), unless a batch of rows needs more.
+# Max logits that a forward returns (128 MiB in float32), unless a batch of rows needs more.
 _MAX_LOGITS = 1 << 25
 
 
 @dataclass(slots=True, eq=False)
 class PromptState:
-    """How far a waiting prompt has got; it is the `state` of the prompt's job.
+    """Progress of a waiting prompt, stored as the `state` of the prompt's job.
 
-    A long prompt is computed one chunk at a time, so that others can run between. Values of positions are taken in
-    chunks too, because the logits of all positions take too much memory.
+    A long prompt is computed one chunk per step, so that other prompts can run between its chunks. Values at positions
+    are computed in chunks too, because the logits of all positions together take too much memory.
 
     Attributes:
-        ids: the token ids, not copied.
-        reached: token up to which `PREFILL` chunks have filled the KV pool.
-        computed: tokens that all chunks have computed.
-        root: root of a long fresh prompt in the KV pool, where no other prompt finds it; None before its first chunk.
-        parts: values of the positions so far, one array per chunk: float32 (n,) or (n, width).
-        chunk: the next chunk, or the last one after its step.
+        ids: token ids of the prompt, not copied.
+        reached: number of first tokens that `PREFILL` chunks have put into the KV pool.
+        computed: number of tokens that all chunks so far have computed.
+        root: own root of a long fresh prompt in the KV pool, so that no other prompt shares it; else None.
+        parts: values at positions so far, one array per chunk: float32 (n,) or (n, width).
+        chunk: the next chunk of the prompt; after a step, the chunk that the step has computed.
     """
 
     ids: memoryview
@@ -66,7 +66,7 @@ class PromptState:
 
 @dataclass(slots=True)
 class _Results:
-    """The results of a step so far: rows; digest -> message of failed prompts; digest -> vector."""
+    """The results of a step so far: blocks of rows; digest -> message of failed prompts; digest -> values."""
 
     blocks: list[RowBlock] = field(default_factory=list)
     failures: dict[bytes, str] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class HfBackend(TellsTexts):
         try:
             abilities = check_model(self._forward, max_prompt_tokens)
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-            # Model code that cannot run a plain prompt raises these; there is no common type.
+            # Model code that cannot run a plain prompt raises one of these exceptions; they have no common type.
             raise SettingsError(f"model: {settings.model} cannot run a prompt: {first_line(error)}") from error
         self.batch, self.device = settings.max_batch, str(model.device)
         is_cpu, vocab_size = model.device.type == "cpu", abilities.logits.shape[-1]
@@ -109,7 +109,7 @@ class HfBackend(TellsTexts):
             )
             if longest < max_prompt_tokens:
                 _log.info("prompts are computed in chunks up to %d tokens: %s", longest, reason)
-        # Eager attention holds a score for each pair of tokens.
+        # Use the smaller chunk for eager attention, which stores a score for each pair of tokens.
         chunk = settings.chunked_prefill_size or (_CPU_CHUNK if is_cpu or abilities.attention else _CHUNK)
         self._rules = BatchRules(
             tokens=settings.max_batch_tokens,
@@ -128,7 +128,7 @@ class HfBackend(TellsTexts):
         self._head = find_head(model, vocab_size)
         self._waiting: dict[bytes, BackendJob] = {}
         self._stats = BackendStats()
-        if abilities.attention:  # Other rows than with the default attention need another revision.
+        if abilities.attention:  # Eager attention gives other rows, so the model needs another revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
         encoding = self._encoder.encoding_of(abilities.logits)
         self._info = ModelInfo(
@@ -152,11 +152,11 @@ class HfBackend(TellsTexts):
             self.load_adapter(name, source)
 
     def capacity(self) -> int:
-        """One batch besides the one that runs."""
+        """Number of jobs to accept: the backend holds at most one batch besides the batch that runs."""
         return max(0, 2 * self.batch - len(self._waiting))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Take jobs. A prompt that is held already is computed once; it stays a bulk prompt if both jobs are bulk."""
+        """Accept jobs. Two jobs of one digest are computed once, with interactive priority unless both are bulk."""
         for job in jobs:
             held = self._waiting.setdefault(job.digest, job)
             if held.state is None:
@@ -166,7 +166,7 @@ class HfBackend(TellsTexts):
                 self._waiting[job.digest] = job
 
     def abort(self, digests: Collection[bytes]) -> None:
-        """Drop jobs that wait."""
+        """Drop waiting jobs."""
         for digest in digests:
             if (job := self._waiting.pop(digest, None)) is not None:
                 job.state = None
@@ -175,7 +175,7 @@ class HfBackend(TellsTexts):
         """Load a LoRA adapter with peft; return its revision.
 
         Raises:
-            SettingsError: peft is missing, or the adapter cannot be read or does not fit.
+            SettingsError: peft is not installed, or the adapter cannot be read or does not fit the model.
         """
         revision = self._adapters.load(name, source)
         if self._pool is not None:
@@ -183,7 +183,7 @@ class HfBackend(TellsTexts):
         return revision
 
     def drop_adapter(self, adapter: str) -> None:
-        """Drop an adapter. No prompt finds its keys and values any more, so the pool frees them in time."""
+        """Drop an adapter. Its keys and values in the pool are no longer used, so the pool evicts them later."""
         self._adapters.drop(adapter)
         self._roots.pop(adapter, None)
 
@@ -200,7 +200,7 @@ class HfBackend(TellsTexts):
 
     def head(self, query: HeadQuery) -> NDArray[np.float32]:
         """See `TellsHead.head`."""
-        assert self._head is not None  # Otherwise the info says so, and the worker refuses the query.
+        assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
         return self._head.answer(query)
 
     def write_to(self, new_rows: NewRows) -> None:
@@ -209,9 +209,9 @@ class HfBackend(TellsTexts):
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Run one batch: that of the oldest prompt, or every second time one of much shorter prompts before it.
+        """Run one batch: the oldest prompt and similar ones, or in at most every second step a much shorter batch.
 
-        Bulk prompts have steps of their own, with few tokens (`BulkLimit`).
+        Bulk prompts run in separate steps, whose number of tokens `BulkLimit` limits.
         """
         bulk = [job for job in self._waiting.values() if job.bulk]
         others = [job for job in self._waiting.values() if not job.bulk] if bulk else [*self._waiting.values()]
@@ -229,7 +229,7 @@ class HfBackend(TellsTexts):
             self._shorter_went_first = bool(shorter)
             batch = shorter or batch
         if self._pool is not None:
-            # The oldest prompt of each kind that has begun keeps its slots.
+            # Keep the slots of two partly computed prompts: the oldest bulk prompt and the oldest interactive prompt.
             begun = [job for kind in (jobs, others) for job in [job for job in kind if job.state.computed][:1]]
             self._pool.held = [self._next_chunk(job).path for job in begun]
         tokens = len(batch) * max(chunk.new for chunk in batch.values())
@@ -246,7 +246,7 @@ class HfBackend(TellsTexts):
         return finished
 
     def _next_chunk(self, job: BackendJob) -> PromptChunk:
-        """The next chunk of a waiting prompt: the same as before a step, unless something has changed."""
+        """The next chunk of a waiting prompt: the chunk made earlier if its limit and the pool are unchanged."""
         state: PromptState = job.state
         pool, chunk, rules = self._pool, state.chunk, self._bulk_rules if job.bulk else self._rules
         if chunk is not None and chunk.max_new == rules.chunk:
@@ -265,7 +265,7 @@ class HfBackend(TellsTexts):
             max_kept = rules.logits if length > longest else min(rules.logits, rules.chunk)
             end = min(span.stop, start + max_kept)
             if start < rules.horizon:
-                # No chunk crosses the horizon: beyond it, prefixes have other logits than alone.
+                # End the chunk at the horizon: a forward beyond the horizon changes the logits of a prompt's prefixes.
                 end = min(end, rules.horizon)
             kept, later = end - start, span.stop - end
         if pool is None or end > rules.horizon or (job.fresh and end <= rules.chunk):
@@ -282,7 +282,7 @@ class HfBackend(TellsTexts):
                 path = slots.match(state.ids[:end], root, slots.recall(job.ids[: 4 * end], root))
             mark = slots.mark(path)
             chunk_end = min(len(path) + rules.chunk, pool.capacity)
-            # A prompt that got no further than its last chunk, because the pool lost that, would never end.
+            # Prefill only beyond `reached`: otherwise a prompt whose chunks the pool keeps evicting would never end.
             if state.reached < chunk_end < end and new_tokens(end, len(path), kept) > rules.chunk:
                 kind, kept, later, end = PREFILL, 1, later + end - chunk_end, chunk_end
         shared, begun = batching.shared_prefix(job.ids, end, len(path)), root is not None and state.computed > 0
@@ -290,9 +290,9 @@ class HfBackend(TellsTexts):
         return state.chunk
 
     def _run(self, batch: Mapping[bytes, PromptChunk], results: _Results, *, is_last_try: bool = False) -> None:
-        """Compute a batch, or as many of its prompts as memory suffices for; the others keep waiting.
+        """Compute a batch, or as many of its prompts as fit into memory; the other prompts keep waiting.
 
-        With `is_last_try`, the batch is one prompt that runs again, after all possible memory was freed.
+        With `is_last_try`, the batch is one prompt, which runs again after all unused memory was freed.
         """
         try:
             return self._compute(batch, results)
@@ -303,7 +303,7 @@ class HfBackend(TellsTexts):
             if not is_memory and is_device_error(error):
                 raise
             message = first_line(error)
-        # Outside of `except`, the exception and the tensors in its frames are freed.
+        # Go on outside of `except`, where the exception and the tensors in its frames are freed.
         digests = list(batch)
         is_alone, parts = len(digests) == 1, [[digest] for digest in digests]
         if is_memory:
@@ -316,13 +316,13 @@ class HfBackend(TellsTexts):
             results.failures[digests[0]] = f"the model failed on this prompt: {message}"
             return None
         for part in parts:
-            # The pool may hold other prefixes now.
+            # Make the chunks again, because the failed forward may have changed the pool.
             chunks = {digest: self._next_chunk(self._waiting[digest]) for digest in part}
             self._run(chunks, results, is_last_try=is_alone)
         return None
 
     def _compute(self, batch: Mapping[bytes, PromptChunk], results: _Results) -> None:
-        """Run the forward of a batch; add the results, and count them."""
+        """Run the forward of a batch, add its results to `results`, and update the statistics."""
         digests, chunks = list(batch), list(batch.values())
         jobs = [self._waiting[digest] for digest in digests]
         prompts = [job.state.ids[: chunk.end] for job, chunk in zip(jobs, chunks, strict=True)]
@@ -342,7 +342,7 @@ class HfBackend(TellsTexts):
             logits = self._forward.last_logits(prompts, kept, paths, pool, root)
         if pool is not None:
             for job, chunk in zip(jobs, chunks, strict=True):
-                chunk.mark = pool.slots.mark(chunk.path)  # The path has grown.
+                chunk.mark = pool.slots.mark(chunk.path)  # The forward has extended the path.
                 if first.kind not in (PREFILL, "fresh"):
                     pool.slots.remember(job.ids[: 4 * chunk.end], chunk.path, root)
         if first.kind == PREFILL:
@@ -355,7 +355,7 @@ class HfBackend(TellsTexts):
             if encoded.block is not None:
                 results.blocks.append(encoded.block)
         self._limit.fitted(len(batch))
-        # A prompt counts when it ends, with all its chunks.
+        # Count the tokens of all chunks of a prompt when its last chunk is computed.
         steps, rows, tokens, reused = self._stats
         for job, chunk in zip(jobs, chunks, strict=True):
             state: PromptState = job.state
@@ -369,18 +369,18 @@ class HfBackend(TellsTexts):
         self._stats = BackendStats(steps + 1, rows, tokens, reused)
 
     def _take(self, jobs: list[BackendJob], chunks: list[PromptChunk], logits: Tensor, results: _Results) -> None:
-        """Take the requested values of the positions of each chunk; add the vectors that are complete."""
-        # All before the first is recorded: memory may run out, and then they are computed again.
+        """Compute the requested values at the positions of each chunk; add the complete vectors to `results`."""
+        # Compute the values of all chunks before recording any: if memory runs out, the batch runs again.
         taken = []
         for job, chunk, rows in zip(jobs, chunks, logits, strict=True):
             kept = rows[-chunk.kept :]
             assert job.positions is not None
-            # A position's logits predict the token after it.
+            # The logits of a position predict the token after this position.
             following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()
             if chunk.kind != "hidden":
                 part = values_at_positions(kept, job.positions, following)
                 taken.append((part, not np.isnan(part).any()))
-            elif is_sound := bool(kept.isfinite().all()):  # Two hidden states of 16 bits together may look like NaN.
+            elif is_sound := bool(kept.isfinite().all()):  # Check before packing: two packed numbers can look like NaN.
                 taken.append((pack_numbers(numbers_of(kept.cpu())), is_sound))
             else:
                 taken.append((np.empty(0, np.float32), is_sound))

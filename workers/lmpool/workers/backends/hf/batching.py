@@ -1,4 +1,4 @@
-"""Which waiting prompts run together in one forward, and how many tokens of each."""
+"""Chooses which waiting prompts run together in the next forward, and how many tokens of each."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from lmpool.workers.backends.hf.forward import Path, new_tokens
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 
 PREFILL = "prefill"
-"""Kind of a chunk that only fills the KV pool for the next chunk of the same prompt."""
+"""Kind of a chunk that returns no result, and only fills the KV pool for the next chunk of the same prompt."""
 
 # Bytes of a token id (uint32).
 _ID_BYTES = 4
-# Padding tokens that cost less than the extra forward that would avoid them.
+# Max padding tokens that a batch may always have: this padding costs less time than a second forward.
 _FREE_PADDING = 64
-# Uncached tokens that prompts share from which on computing them once is worth a forward of its own.
+# Min uncached tokens that prompts must share for one of them to run first, so that these tokens are computed once.
 _MIN_SHARED = 32
-# A prompt may go before an older one that has this many times as many tokens left.
+# A prompt may run before an older prompt that has at least this many times as many tokens left.
 _SHORTER_FACTOR = 4
-# Full steps after which a limit on prompts per batch, halved for lack of memory, is doubled again.
+# Number of full batches after which the limit on prompts per batch, halved when memory ran out, is doubled again.
 _STEPS_TO_GROW = 32
 
 MAX_BULK_STEP_S = 1.0
-"""Max seconds of a bulk step without interactive clients: the first interactive prompt waits for that."""
+"""Max seconds of a bulk step while no interactive prompts arrive: the next interactive prompt may wait this long."""
 
 MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
-"""Min tokens of a bulk step, on a CPU and elsewhere: fewer tokens hardly take less time."""
+"""Min tokens of a bulk step, on a CPU and on other devices: fewer tokens hardly take less time."""
 
-# Factor by which the tokens of bulk steps grow while these are too short.
+# Factor by which the token limit of bulk steps grows after a bulk step that took less time than allowed.
 _GROWTH = 1.25
-# Interactive steps over which their seconds are averaged when they become longer.
+# Number of interactive steps over which a longer duration of interactive steps is averaged.
 _AVERAGED_STEPS = 8
 
 
 @dataclass(slots=True)
 class PromptChunk:
-    """The tokens of a prompt that the next step computes: all the rest of a short prompt.
+    """The tokens of a prompt that the next step computes; a short prompt has one chunk with all its tokens.
 
     Attributes:
-        end: token of the prompt at which the chunk ends.
-        path: the KV pool's slots of the prompt's held prefix.
-        kept: number of last tokens whose logits are requested.
-        kind: only chunks of one kind run together, and `PREFILL` alone.
-        adapter: only prompts of one adapter run together.
-        root: where the path begins in the KV pool; None without the pool. Only prompts of one root run together.
-        shared: hash of the prefix that another prompt must have to share many tokens that are not held.
-        later: tokens of the prompt that are left for further steps.
-        begun: a step has computed another chunk of the prompt before.
+        end: number of first tokens of the prompt up to the end of the chunk.
+        path: slots of the prompt's prefix that the KV pool holds.
+        kept: number of the chunk's last tokens whose logits are requested.
+        kind: kind of result. A batch has chunks of one kind; a `PREFILL` chunk runs alone.
+        adapter: adapter of the prompt, or "". A batch has prompts of one adapter.
+        root: root of the path in the KV pool; None if the chunk does not use the pool. A batch has one root.
+        shared: hash of the prefix that another prompt must have to share many tokens that the pool does not hold.
+        later: number of tokens of the prompt that are left for later steps.
+        begun: an earlier step has computed another chunk of the prompt.
         mark: state of the path (`PrefixSlots.mark`).
-        max_new: max tokens of a step for which the chunk was made; 0 after the step.
-        new: tokens that must be computed. `path` grows during the step, `new` does not change.
+        max_new: value of `BatchRules.chunk` for which this chunk was made; 0 after its step.
+        new: number of tokens that the step must compute; unlike `path`, it does not change during the step.
     """
 
     end: int
@@ -74,12 +74,12 @@ class PromptChunk:
 
     @property
     def left(self) -> int:
-        """Tokens that must be computed until the prompt has a result."""
+        """Number of tokens that must still be computed before the prompt has a result."""
         return self.new + self.later
 
 
 def shared_prefix(ids: bytes, end: int, held: int) -> int | None:
-    """Hash of a prompt's prefix up to `_MIN_SHARED` tokens after the held ones; None if it has fewer up to `end`."""
+    """Hash of a prompt's held prefix and the next `_MIN_SHARED` tokens; None if fewer tokens follow before `end`."""
     size = held + _MIN_SHARED
     return hash(ids[: size * _ID_BYTES]) if end >= size else None
 
@@ -88,13 +88,13 @@ class BatchRules(NamedTuple):
     """Limits of a batch.
 
     Attributes:
-        tokens: max tokens computed, padding included.
-        logits: max tokens whose logits are requested, padding included.
-        kv_tokens: max tokens whose keys and values are held at once, padding included.
+        tokens: max tokens that a step computes, padding included.
+        logits: max tokens whose logits a step returns, padding included.
+        kv_tokens: max tokens whose keys and values a step uses, padding included.
         pads: prompts of different lengths may run together.
-        horizon: longer prompts run alone.
+        horizon: a prompt with more tokens runs alone.
         chunk: max tokens of one prompt in a step, if the KV pool can keep them for the next step.
-        shares: a prefix that several prompts share is computed once, before them.
+        shares: of prompts that share an uncached prefix, one runs first and the others then reuse the prefix.
     """
 
     tokens: int
@@ -109,9 +109,9 @@ class BatchRules(NamedTuple):
 def choose(
     waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules, leader: bytes | None = None
 ) -> dict[bytes, PromptChunk]:
-    """The next batch, of at most `max_rows` prompts: the oldest, or another leader, and the ones that fit best with it.
+    """The next batch of at most `max_rows` prompts: a leader, and the prompts that cost least padding next to it.
 
-    The leader comes first, and runs even if it alone exceeds the rules.
+    The leader is the oldest prompt by default. It is first in the batch, and runs even if it alone exceeds the rules.
     """
     leader = next(iter(waiting)) if leader is None else leader
     first = waiting[leader]
@@ -122,7 +122,7 @@ def choose(
     new, longest, needed, kept = first.new, first.end, first.new, first.kept
     key = first.kind, first.adapter, first.root
     alike = [item for item in waiting.items() if (item[1].kind, item[1].adapter, item[1].root) == key]
-    # By the padding that they cost; of two equal ones the older first.
+    # Sort by the padding that a prompt costs next to the leader; of two with equal padding, the older is first.
     alike.sort(key=lambda item: (abs(item[1].new - first.new), abs(item[1].end - first.end)))
     for digest, chunk in alike:
         count = len(batch) + 1
@@ -150,12 +150,12 @@ def choose(
 def choose_shorter(
     batch: Mapping[bytes, PromptChunk], waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules
 ) -> dict[bytes, PromptChunk]:
-    """The batch that goes before `batch`, a long one: the shortest prompt and the prompts that fit best with it.
+    """A batch to run before the long batch `batch`: the shortest prompt and the prompts that fit best with it.
 
-    It computes at most `rules.chunk` tokens. It is empty if `batch` is short, or no waiting prompt is much shorter. The
-    rest of a long prompt counts as long: its client has waited for the chunks before.
+    The batch computes at most `rules.chunk` tokens. It is empty if `batch` is short, or if no waiting prompt is much
+    shorter. A prompt that has begun counts as long, even if few of its tokens are left.
 
-    Call it for every second step at most: then no prompt starves, because the oldest prompt leads the other steps.
+    Call this function at most for every second step. Then no prompt starves: the oldest prompt leads the other steps.
     """
     first = next(iter(batch.values()))
     max_new = max(chunk.new for chunk in batch.values())
@@ -168,15 +168,15 @@ def choose_shorter(
 
 
 class BulkLimit:
-    """Limits the tokens of bulk steps, so that an interactive prompt that arrives waits for a short step.
+    """Limits the tokens of bulk steps, so that an interactive prompt never waits long for a bulk step to end.
 
-    Next to interactive clients, a bulk step takes about as long as an interactive one; without them at most
-    `MAX_BULK_STEP_S`. Both limits are found by measuring steps; `chunk` is the first one.
+    While interactive prompts arrive, a bulk step may take about as long as an interactive step, else at most
+    `MAX_BULK_STEP_S`. The limits adapt to the measured times of steps; they start from `chunk`.
     """
 
     def __init__(self, chunk: int, least: int, most: int) -> None:
         self._least, self._most = least, most
-        # The limit next to others starts low: the first steps would be long where a chunk is.
+        # Start low next to interactive prompts: on a slow device, the first bulk steps would take too long.
         self._alone, self._shared = chunk, max(least, chunk // 8)
         self._interactive_s = MAX_BULK_STEP_S
         self._interactive_at = -math.inf
@@ -184,7 +184,7 @@ class BulkLimit:
 
     @property
     def tokens(self) -> int:
-        """The limit now."""
+        """Max tokens of a bulk step now."""
         return self._alone if self._is_alone else self._shared
 
     @property
@@ -192,20 +192,20 @@ class BulkLimit:
         return time.monotonic() - self._interactive_at > QUIET_S
 
     def is_turn(self, *, others_wait: bool) -> bool:
-        """Whether the next step is for bulk prompts: if no others wait, and after some steps of others."""
+        """Whether the next step is for bulk prompts: no interactive prompt waits, or some interactive steps passed."""
         is_turn = not others_wait or self._steps == PATIENCE_STEPS
         self._steps = 0 if is_turn else self._steps + 1
         return is_turn
 
     def interactive_step(self, seconds: float) -> None:
-        """Record an interactive step."""
-        # Down at once, up slowly: a first step may take many times as long.
+        """Record the duration of an interactive step."""
+        # Lower the average at once and raise it slowly, because a first step may take many times as long.
         change = min(seconds, MAX_BULK_STEP_S) - self._interactive_s
         self._interactive_s += change if change < 0 else change / _AVERAGED_STEPS
         self._interactive_at = time.monotonic()
 
     def bulk_step(self, tokens: int, seconds: float) -> None:
-        """Record a bulk step."""
+        """Record the tokens and the duration of a bulk step, and change the limit."""
         if self._is_alone:
             self._alone = self._changed(self._alone, tokens, seconds / MAX_BULK_STEP_S)
         else:
@@ -214,7 +214,7 @@ class BulkLimit:
     def _changed(self, limit: int, tokens: int, excess: float) -> int:
         if excess > 1:
             return max(self._least, min(limit, int(tokens / min(excess, 2))))
-        # A step that was short because few tokens waited says nothing.
+        # Keep the limit after a step that was short only because few tokens waited.
         return min(self._most, int(limit * _GROWTH)) if 2 * tokens >= limit else limit
 
 
@@ -222,7 +222,7 @@ class BatchLimit:
     """Limits the prompts in a batch: halved when memory runs out, and doubled again after many full steps.
 
     Attributes:
-        rows: the limit now.
+        rows: max prompts in a batch now.
     """
 
     def __init__(self, most: int) -> None:
@@ -230,11 +230,11 @@ class BatchLimit:
         self._full_steps = 0
 
     def too_large(self, rows: int) -> None:
-        """Record a batch that did not fit."""
+        """Record a batch that did not fit into memory."""
         self.rows, self._full_steps = max(1, rows // 2), 0
 
     def fitted(self, rows: int) -> None:
-        """Record a batch that fit."""
+        """Record a batch that fit into memory."""
         if self.rows < self._most and rows >= self.rows:
             self._full_steps += 1
             if self._full_steps == _STEPS_TO_GROW:

@@ -1,4 +1,4 @@
-"""The forward of a model over a batch, and the pool of keys and values of recent prompts that it reuses.
+"""Matches prompts' prefixes with cached keys and values (the KV pool), and runs the model's forward over a batch.
 
 The pool has one slot per token, so that a step computes only the new tokens of a prompt.
 """
@@ -21,28 +21,28 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 ROOT = 0
-"""The slot of the empty prefix. It holds no token, so padding may point at it."""
+"""The slot of the empty prefix. It holds the keys and values of no token, so padding tokens may use it."""
 
 Path: TypeAlias = "array[int]"
-"""The slots of a prefix, first token first, as int64: copied much faster than a list of ints."""
+"""The slots of a prefix, one per token in order, as an int64 array, which is copied much faster than a list of ints."""
 
-# Stamp of a slot that must not be freed.
+# Stamp of a slot that is unused or must not be freed.
 _NEVER = np.iinfo(np.int64).max
-# Bits of a stamp for the depth of a token in its prompt.
+# Low bits of a stamp, which hold the depth of the slot's token in its prompt.
 _DEPTH_BITS = 32
-# Host memory for the bookkeeping of one slot. It counts, because it is the larger part for tiny models.
+# Host memory in bytes for the bookkeeping of one slot: more than the keys and values themselves for tiny models.
 _BOOKKEEPING_BYTES = 256
-# Bytes copied at once into the pool, so that the buffer stays small and in the CPU's cache.
+# Max bytes copied into the pool at once, so that the buffer stays in the CPU's cache.
 _COPY_BYTES = 1 << 23
 # Bytes of a token id (uint32).
 _ID_BYTES = 4
-# Last tokens by which a recent prompt is looked up.
+# Number of last tokens of a recent prompt that are the key to look it up.
 _KEY_TOKENS = 16
-# Min tokens of a prompt to be remembered: a shorter one is looked up token by token in no time.
+# Min tokens of a prompt to be remembered: a shorter prompt is matched token by token fast enough.
 _MIN_RECENT_TOKENS = 64
-# Max new tokens by which a prompt may extend a recent one and find it: clients append one or a few tokens at a time.
+# Max new tokens of a prompt that extends a remembered prompt: clients append one or a few tokens at a time.
 _MAX_APPENDED_TOKENS = 8
-# Max tokens of all remembered prompts, with 12 bytes each.
+# Max tokens of all remembered prompts together; each token takes 12 bytes.
 _MAX_REMEMBERED_TOKENS = 1 << 20
 
 
@@ -52,7 +52,7 @@ def new_path() -> Path:
 
 
 def new_tokens(length: int, held: int, kept: int = 1) -> int:
-    """Tokens to compute for a prompt with a held prefix: at least the last `kept`, whose logits are requested."""
+    """Number of tokens to compute for a prompt with `held` cached tokens; at least its last `kept` tokens."""
     return length - min(held, length - kept)
 
 
@@ -60,8 +60,8 @@ class Forward:
     """Runs a model in evaluation mode on right-aligned batches.
 
     A batch computes the last `new` tokens of each prompt, where `new` is the max number of tokens that a prompt of the
-    batch lacks. A prompt that lacks fewer recomputes some, and is not padded in the middle: sliding windows and
-    position biases rely on adjacent tokens.
+    batch lacks. A prompt that lacks fewer tokens computes cached tokens again. Padding after the cached tokens is no
+    alternative, because sliding windows and position biases rely on adjacent tokens.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -85,7 +85,7 @@ class Forward:
     ) -> Tensor:
         """The logits (n, max(kept), V) after each prompt's last `kept` tokens, right-aligned, in the model's dtype.
 
-        A pool provides the keys and values of the paths (`PrefixSlots.match`) from `root` on, and keeps the new ones.
+        The pool provides the keys and values of the slots in `paths` (`PrefixSlots.match`), and stores new ones.
         """
         lengths, max_kept = [len(ids) for ids in prompts], max(kept)
         total = new = max(lengths)
@@ -100,7 +100,7 @@ class Forward:
             row[total - len(prompt) :] = prompt
         arguments["input_ids"] = torch.tensor(ids[:, total - new :], device=self.device)
         if min(lengths) < total:
-            # Without a mask attention takes its fast path.
+            # Pass a mask only if prompts differ in length: without a mask, attention takes a faster path.
             positions = np.arange(total) - (total - np.array(lengths))[:, None]
             arguments["attention_mask"] = torch.tensor((positions >= 0).astype(np.int64), device=self.device)
             arguments["position_ids"] = torch.tensor(positions[:, total - new :].clip(0), device=self.device)
@@ -112,27 +112,27 @@ class Forward:
 
 
 class KVPool:
-    """A pool for the keys and values of prefixes, of at most `capacity` tokens (`KVLayout.capacity`).
+    """Stores the keys and values of prefixes of recent prompts, at most `capacity` tokens (`KVLayout.capacity`).
 
-    No step frees the slots of the paths in `held`: their prompts are interrupted by steps of others.
+    No step frees the slots of the paths in `held`: they belong to partly computed prompts that wait for their turn.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         self.layout = layout
         self.capacity = capacity
         self.slots = PrefixSlots(capacity)
-        # On a CPU the pages of an empty tensor cost nothing until they are written.
+        # On a CPU, `torch.empty` takes no memory for pages that are not yet written.
         self._storage = torch.empty(capacity + 1, layout.width, dtype=layout.dtype, device=device)
-        # Padding reads the root's slot. Numbers that are not finite would spread even if they are masked.
+        # Set the root's slot to zero: padding reads it, and NaN or infinity would reach other tokens despite the mask.
         self._storage[ROOT].zero_()
         self._roots = count(capacity + 1)
         self.held: list[Path] = []
         self.release()
 
     def release(self) -> None:
-        """Free the memory that is only kept for reuse."""
+        """Free the scratch memory, which is only kept to save allocations."""
         self._scratch = self._storage[:0]
-        # The slots that the scratch begins with a copy of, after a step of one prompt.
+        # After a step of one prompt: the slots of which the scratch memory holds copies, from its beginning.
         self._gathered = new_path()
 
     def new_root(self) -> int:
@@ -140,9 +140,9 @@ class KVPool:
         return next(self._roots)
 
     def gather(self, lengths: Sequence[int], paths: Sequence[Path], new: int) -> KVBlock:
-        """Begin a step: collect the keys and values of all tokens but the last `new` of each prompt, padding included.
+        """Begin a step: copy the cached keys and values of all tokens except the last `new` of each prompt to a block.
 
-        Each path has at least `length - new` slots. The block is valid until the next call.
+        Each path must have at least `length - new` slots. The block is valid until the next call of this method.
         """
         self.slots.begin([*self.held, *paths])
         total = max(lengths)
@@ -150,11 +150,11 @@ class KVPool:
         size, width = len(lengths) * total, self.layout.width
         gathered, self._gathered = self._gathered, new_path()
         if size > len(self._scratch):
-            # Kept between steps: page faults of new memory cost more than the copy. Growing prompts need more.
+            # Keep the memory between steps: page faults of new memory cost more than the copy. Allocate for growth.
             more = max(size, min(2 * len(self._scratch), self.capacity))
             self._scratch, gathered = self._storage.new_empty(more, width), new_path()
         if len(lengths) == 1:
-            # The next step of a prompt finds the tokens of its last step in place.
+            # Skip the slots that the scratch memory still holds from the last step of the same prompt.
             known = min(len(gathered), past)
             start = known if paths[0][:known] == gathered[:known] else 0
             index = np.array(paths[0][start:past])
@@ -177,11 +177,11 @@ class KVPool:
         return KVBlock(tokens, past, cache)
 
     def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[Path], block: KVBlock, root: int = ROOT) -> None:
-        """End a step: keep the tokens of a gathered block that the pool does not hold; the paths grow in place."""
+        """End a step: store the new keys and values of a block in free slots, and append these slots to the paths."""
         targets: list[int] = []
         sources: list[int] = []
         total = block.tokens.shape[1]
-        # A held token that was computed again keeps its first result in its slot.
+        # A cached token that was computed again keeps its earlier keys and values in its slot.
         alike = block.past if len(paths[0]) > block.past else total
         try:
             for row, (ids, path) in enumerate(zip(prompts, paths, strict=True)):
@@ -196,7 +196,7 @@ class KVPool:
                 self._storage.index_copy_(0, target, tokens.index_select(0, source))
             self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
         except BaseException:
-            # The table names slots that were not written: forget everything rather than reuse them.
+            # The table refers to slots that were not written: clear the pool, so that no prompt reuses them.
             self.slots.clear()
             self.held = []
             raise
@@ -208,7 +208,7 @@ class KVLayout:
 
     Attributes:
         shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
-        dtype: of all of them.
+        dtype: dtype of all keys and values.
     """
 
     shapes: tuple[tuple[int, int], ...]
@@ -216,26 +216,26 @@ class KVLayout:
 
     @property
     def width(self) -> int:
-        """Numbers of one token."""
+        """Count of numbers that the keys and values of one token have in all layers."""
         return sum(heads * size for heads, size in self.shapes)
 
     @property
     def slot_bytes(self) -> int:
-        """Memory of one slot, bookkeeping included."""
+        """Bytes of memory of one slot, bookkeeping included."""
         return self.width * self.dtype.itemsize + _BOOKKEEPING_BYTES
 
     def capacity(self, max_bytes: int) -> int:
-        """Slots that fit into `max_bytes`, without the slot of the root."""
+        """Number of slots that fit into `max_bytes`, not counting the slot of the root."""
         return max(0, max_bytes // self.slot_bytes - 1)
 
 
 class KVBlock(NamedTuple):
-    """The keys and values of one batch: the past is gathered, the forward adds the new tokens.
+    """The keys and values of one batch: `KVPool.gather` copies cached tokens to it, and the forward adds new tokens.
 
     Attributes:
         tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
-        past: number of gathered positions of each prompt.
-        cache: the same memory as the cache that a model's forward takes.
+        past: number of positions of each prompt that were copied from the pool, padding included.
+        cache: view of the same memory in the form that the model's forward accepts.
     """
 
     tokens: Tensor
@@ -244,13 +244,13 @@ class KVBlock(NamedTuple):
 
 
 class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
-    """One layer's view of a block, which takes new keys and values in place.
+    """One layer's view of a block, to which new keys and values are written in place.
 
-    The layer of transformers copies the whole past to append to it.
+    The class of transformers would copy all earlier keys and values to append new ones.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
         self.dtype, self.device = keys.dtype, keys.device
         self.keys, self.values = keys, values
         self.is_initialized = True
@@ -270,45 +270,45 @@ class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformer
 
 
 class PrefixSlots:
-    """The table of a pool of `capacity` slots, numbered from 1.
+    """Table of the slots of a pool: finds the slots of a prompt's prefix. Slots have numbers from 1 to `capacity`.
 
-    Every slot has a stamp: the time when its prefix was last used, minus its depth. A step that uses a prefix uses all
-    shorter prefixes of it. So a prefix's stamp is always above those of its extensions, and the slots with the lowest
-    stamps can be freed together without cutting a kept prefix off from the root.
+    Every slot has a stamp: the step in which its prefix was last used, minus its depth. A step that uses a prefix also
+    uses all its shorter prefixes. So the stamp of a prefix is above the stamps of its extensions. The slots with the
+    lowest stamps can be freed together without cutting off a kept prefix from the root.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        # (slot of the parent) << 32 | token -> slot: one flat dictionary is the whole tree.
+        # The tree of all prefixes as one flat dictionary: (slot of the parent) << 32 | token -> slot.
         self._children: dict[int, int] = {}
-        # Of each slot, as far as slots were used: its key in `_children`, and how often it was freed.
+        # For each slot that was ever used: its key in `_children`, and the number of times that it was freed.
         self._edges, self._freed = [0], [0]
-        # zeros takes no memory until it is written.
+        # `np.zeros` takes no memory for pages that are not yet written.
         self._stamps = np.zeros(capacity + 1, np.int64)
         self._stamps[ROOT] = _NEVER
         self._free: list[int] = []
         self._clock = 0
-        # (root, last tokens) -> the ids of a prompt, its path and its mark; the most recent last.
+        # (root, last tokens) of each remembered prompt -> its ids, its path and its mark; the most recent last.
         self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, Path, int]] = OrderedDict()
         self._recent_tokens = 0
 
     def __len__(self) -> int:
-        """Slots in use."""
+        """Number of slots in use."""
         return len(self._children)
 
     def clear(self) -> None:
         """Free all slots."""
-        # More often than any slot before: no earlier mark is valid for any path.
+        # Raise all counts above every earlier count, so that no earlier mark is valid for any path.
         self._freed = [max(self._freed) + 1] * len(self._freed)
         self._stamps[: len(self._edges)] = _NEVER
         self._free = list(range(len(self._edges) - 1, ROOT, -1))
         self._children.clear()
 
     def match(self, ids: Sequence[int], root: int = ROOT, known: Path | None = None) -> Path:
-        """The slots of the longest held prefix of a prompt, first token first; `known` are the first slots, if known.
+        """The slots of the longest cached prefix of a prompt; the caller may pass the first of these slots as `known`.
 
-        Prompts with different roots share nothing. A root other than `ROOT` is a number above `capacity`, which no slot
-        has.
+        Prompts with different roots share no slots. A root other than `ROOT` is a number above `capacity`, which is not
+        the number of a slot.
         """
         path = new_path() if known is None else known[: len(ids)]
         if len(path) < len(ids):
@@ -316,7 +316,7 @@ class PrefixSlots:
         return path
 
     def remember(self, ids: bytes, path: Path, root: int = ROOT) -> None:
-        """Remember the slots of a prompt for `recall`, if all its tokens are held. Do not change `path` afterwards."""
+        """Remember a prompt's slots for `recall`, if all its tokens are cached. Do not change `path` afterwards."""
         tokens = len(ids) // _ID_BYTES
         if tokens < _MIN_RECENT_TOKENS or len(path) != tokens:
             return
@@ -329,9 +329,9 @@ class PrefixSlots:
             self._recent_tokens -= len(self._recent.popitem(last=False)[1][1])
 
     def recall(self, ids: bytes, root: int = ROOT) -> Path | None:
-        """The slots of a recent prompt that `ids` extends by at most a few tokens; none if there is no such prompt.
+        """The slots of a remembered prompt that `ids` repeats or extends by a few tokens; None if no prompt is found.
 
-        It saves looking up each token of a long prompt that grows.
+        For a long prompt that grows, this saves the look-up of each token.
         """
         shortest = max(len(ids) - _MAX_APPENDED_TOKENS * _ID_BYTES, _MIN_RECENT_TOKENS * _ID_BYTES)
         for end in range(len(ids), shortest - 1, -_ID_BYTES):
@@ -341,32 +341,32 @@ class PrefixSlots:
         return None
 
     def is_longest(self, ids: Sequence[int], path: Path, root: int = ROOT) -> bool:
-        """Whether no longer prefix of a prompt is held than the path."""
+        """Whether a path holds the longest cached prefix of a prompt."""
         return len(path) >= len(ids) or (path[-1] if path else root) << 32 | ids[len(path)] not in self._children
 
     def mark(self, path: Path) -> int:
-        """The state of a path now, for `holds`: how often its last slot was freed."""
+        """The state of a path now, to pass to `holds` later: the number of times that its last slot was freed."""
         return self._freed[path[-1]] if path else 0
 
     def holds(self, path: Path, mark: int) -> bool:
-        """Whether all slots of a path are still those of the time when it was marked. It must not have grown since.
+        """Whether no slot of a path was freed since `mark` returned this mark. The path must not have grown since then.
 
-        Checking the last slot is enough: a slot is never freed before those behind it.
+        Checking the last slot is enough, because later slots of a path are freed no later than earlier slots.
         """
         return not path or mark == self._freed[path[-1]]
 
     def begin(self, paths: Iterable[Path]) -> None:
-        """Begin a step that uses these paths. Slots that a step uses are not freed before the next step."""
+        """Begin a step that uses these paths. Their slots are not freed before the next step begins."""
         self._clock += 1
         for path in paths:
             self._stamp(path)
 
     def extend(self, ids: Sequence[int], path: Path, root: int = ROOT) -> list[int]:
-        """Give slots to the tokens of a prompt that have none, as many as are free: returns them.
+        """Assign free slots to the uncached tokens of a prompt, as far as slots suffice; returns the assigned slots.
 
         `path` is the result of `match` or of an earlier `extend` in this step, and grows in place.
         """
-        stamped = len(path)  # By `begin`.
+        stamped = len(path)  # `begin` has stamped these slots.
         self._match_rest(path, ids, root)
         self._stamp(path, stamped)
         stamped = len(path)
@@ -379,7 +379,7 @@ class PrefixSlots:
             self._stamps[first : first + added] = _NEVER
             self._free += range(first + added - 1, first - 1, -1)
             if missing > len(self._free):
-                # More than are needed now: finding the oldest costs a pass over all.
+                # Evict more slots than are needed now, because finding the oldest slots costs a pass over all slots.
                 self._evict(max(missing - len(self._free), self.capacity // 32))
         fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
         parent = path[-1] if path else root
@@ -393,7 +393,7 @@ class PrefixSlots:
         return fresh
 
     def _match_rest(self, path: Path, ids: Sequence[int], root: int) -> None:
-        """Append to a path the held slots of the tokens after it."""
+        """Append to a path the slots of the prompt's next tokens, up to the first uncached token."""
         slot = path[-1] if path else root
         for token in ids[len(path) :]:
             child = self._children.get(slot << 32 | token)
@@ -403,7 +403,7 @@ class PrefixSlots:
             slot = child
 
     def _stamp(self, path: Path, start: int = 0) -> None:
-        """Stamp the slots of a path from `start` on."""
+        """Set the stamps of a path's slots from index `start` on to the current step."""
         newest = self._clock << _DEPTH_BITS
         if start < len(path):
             self._stamps[np.array(path[start:] if start else path)] = np.arange(newest - start, newest - len(path), -1)

@@ -1,4 +1,4 @@
-"""A model of transformers: loading, checks of its rows, prompt limit, digest of its weights, and its output head."""
+"""Loads a transformers model, checks its rows and its reuse of prefixes, and computes the digest of its weights."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
 _UNLIMITED = 1 << 20
-"""Longest prompt of a model whose config states no limit, in tokens."""
+"""Max tokens of a prompt for a model whose config states no limit."""
 
-# Names of the limit in configs.
+# Config fields that may state the max tokens of a prompt, in the order in which they are read.
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-# Tokens of the longest prompt of the checks, unless a sliding window needs more.
+# Tokens of the longest prompt that the checks run, unless a sliding window needs a longer one.
 _CHECK_TOKENS = 24
-# Longest sliding window that the checks try: longer prompts would take too long at every start.
+# Max tokens of a sliding window whose effect the checks test: longer prompts would take too long at every start.
 _LONGEST_WINDOW = 1024
 
 _FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
-"""Exceptions of model code for arguments that it was not written for; there is no common type."""
+"""Exceptions that model code raises for arguments that it does not support; they have no common type."""
 
 EAGER = "eager"
-"""transformers' name of the attention in the model's own code, which supports all options of the model."""
+"""transformers' name of the attention implementation in the model's own code, which supports all of its options."""
 
 _LEFT_OUT = ("attn_logit_softcapping",)
-"""Config fields that transformers passes to attention functions, and that the default function (sdpa) ignores."""
+"""Config fields of attention that transformers' default implementation (sdpa) ignores."""
 
 _SAMPLES = 1024
-"""Smallest number of elements of a tensor that its digest includes one by one."""
+"""Min elements of a tensor that the digest includes one by one; a smaller tensor is included whole."""
 
 _CHUNK = 1 << 24
-"""Elements that are summed together: widening them to int64 takes 128 MiB."""
+"""Max elements of a tensor that are summed at once: widened to int64, they take 128 MiB."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -82,7 +82,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
     file = settings.gguf_file
     folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=file)
     log_threads(str(device))
-    # Its own handler would write each line a second time, in another format.
+    # Remove the handlers of huggingface_hub, which would log each line a second time, in another format.
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
@@ -94,11 +94,11 @@ def load_model(settings: HfSettings) -> LoadedModel:
             str(folder), dtype=_DTYPES.get(settings.dtype, "auto"), output_loading_info=True, **arguments
         )
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
-        # transformers has no exception type of its own: these are raised for missing files, unknown architectures,
-        # missing packages, broken checkpoints and broken GGUF files.
+        # transformers has no exception type of its own. It raises these exceptions for missing files, unknown
+        # architectures, missing packages, broken checkpoints and broken GGUF files.
         what = f"model: {settings.model}" if file is None else f"gguf_file: {file} of {settings.model}"
         damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
-        # Quantised checkpoints need packages that no extra of lmpool includes.
+        # Name the missing package: quantised checkpoints need packages that no extra of lmpool includes.
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         install = f"; install it with: pip install {missing}" if missing else ""
         raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
@@ -118,16 +118,16 @@ def load_model(settings: HfSettings) -> LoadedModel:
         if device.type == "cpu":
             # transformers maps the checkpoint's files into memory, and a CPU computes with the mapped pages.
             # Overwriting a file would change the rows of a running worker, and truncating it would end the worker.
-            for tensor in chain(model.parameters(), model.buffers()):  # A tied weight is one parameter.
+            for tensor in chain(model.parameters(), model.buffers()):  # `parameters` yields a tied weight once.
                 tensor.data = tensor.data.clone()
         model.to(device).eval()
     except (RuntimeError, ValueError) as error:
-        # Too little memory, or quantised weights that cannot be moved.
+        # There is too little memory, or the model has quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
     try:
-        # Before the first forward: some models (RWKV) rescale their weights in it.
+        # Compute the digest before the first forward, in which some models (RWKV) rescale their weights.
         revision = weights_revision(model)
-    except RuntimeError as error:  # NotImplementedError is one: quantised tensors lack operations.
+    except RuntimeError as error:  # Includes NotImplementedError: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
     return LoadedModel(model, limit, revision)
 
@@ -135,11 +135,11 @@ def load_model(settings: HfSettings) -> LoadedModel:
 def weights_revision(model: PreTrainedModel) -> str:
     """Digest of every parameter and persistent buffer, and of the architecture in the config.
 
-    For each tensor it includes name, shape, dtype, the sum of its bit patterns and a sample of its elements. Integer
-    sums do not depend on the order of addition, so neither device nor number of threads matter.
+    The digest includes each tensor's name, shape, dtype, sum of bit patterns and a sample of its elements. It does not
+    depend on the device or the number of threads, because integer sums do not depend on the order of addition.
 
     Returns:
-        32 hexadecimal digits.
+        Digest: 32 hexadecimal digits.
     """
     state = blake2b(digest_size=16)
     config = json.dumps(stable(model.config.to_diff_dict()), sort_keys=True, default=str)
@@ -156,7 +156,7 @@ def weights_revision(model: PreTrainedModel) -> str:
 
 
 def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The stored tensors of a weight: itself, or the plain tensors inside a quantised one of torchao."""
+    """The stored tensors of a weight: the weight itself, or the plain tensors inside a quantised weight of torchao."""
     name, tensor = named
     if not hasattr(tensor, "__tensor_flatten__"):
         yield named
@@ -166,9 +166,9 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 
 class OutputHead:
-    """The last linear layer of a model, the factor of its output, and c if the logits are c * tanh(logits / c).
+    """The output head of a model: its last linear layer, a factor of the output, and the cap c of c * tanh(logits / c).
 
-    `size` is the length of a hidden state.
+    `size` is the number of elements of a hidden state.
     """
 
     def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
@@ -179,9 +179,9 @@ class OutputHead:
 
     @contextmanager
     def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
-        """Within this context, forwards append the hidden states (n, kept, d) of the last positions to the result.
+        """In this context, each forward appends the last positions' hidden states (n, kept, d) to the yielded list.
 
-        Their logits are those of one position only, because computing the product for all costs the most.
+        These forwards compute logits of the last position only: logits of all positions would cost the most time.
         """
         taken: list[Tensor] = []
 
@@ -196,17 +196,17 @@ class OutputHead:
             handle.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states, computed from the weights that clients receive."""
+        """The logits of hidden states, computed as clients compute them, from the layer, the factor and the cap."""
         logits = self._layer(hidden) * self._scale
         return logits if self._soft_cap is None else self._soft_cap * torch.tanh(logits / self._soft_cap)
 
     def answer(self, query: HeadQuery) -> NDArray[np.float32]:
-        """The part of the head that a query requests."""
+        """The part of the head that a query requests, as float32 numbers."""
         bias = self._layer.bias
         if query.part == "facts":
             return pack_facts(self._scale, self._soft_cap, bias is not None)
         if query.part == "bias":
-            # A client may request the bias of a model that has none.
+            # A client may request the bias of a head without a bias; return zeros.
             numbers = torch.zeros(self._layer.out_features) if bias is None else bias.detach().float().cpu()
             return np.asarray(numbers.numpy())
         weights = self._layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
@@ -214,12 +214,12 @@ class OutputHead:
 
 
 def numbers_of(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as a numpy array; bfloat16 as its bits, because numpy lacks the type."""
+    """A tensor as a numpy array; bfloat16 as uint16 bit patterns, because numpy has no bfloat16."""
     return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
 
 
 def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
-    """The head of a model, if it computes the model's logits from hidden states; else None, with a line in the log."""
+    """The output head of a model; None, with a log line, if it does not reproduce the model's logits."""
     layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers is partly untyped
     is_plain = type(layer) is torch.nn.Linear and layer.out_features == vocab_size
     if not is_plain or layer.weight.dtype is not model.dtype or model.dtype not in _HEAD_TOLERANCE:
@@ -234,7 +234,7 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
         with head.hidden_in_place_of_logits(3) as taken:
             model(input_ids=ids)
         found = head.logits(taken[0]).float() if len(taken) == 1 else expected[:, :0]
-    # Relative to the deviation: the logits of an untrained model are tiny.
+    # Compare relative to the standard deviation, because the logits of an untrained model are tiny.
     limit = _HEAD_TOLERANCE[model.dtype] * expected.std()
     if found.shape != expected.shape or not (found - expected).abs().max() <= limit:
         _log.info("the head does not give the model's logits: the hidden states are not served")
@@ -250,7 +250,7 @@ class Abilities:
         logits: logits of one prompt, tensor of shape (1, V).
         pads: prompts of different lengths may run together.
         layout: keys and values of one token in the cache; None if prefixes cannot be reused.
-        horizon: longer prompts must run alone and without reuse; at most the longest prompt.
+        horizon: max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
         attention: `EAGER` if transformers' default attention had to be replaced, else "".
     """
 
@@ -262,9 +262,9 @@ class Abilities:
 
 
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
-    """Compare the rows of a few prompts in batches, padded and with reused prefixes, with their rows alone.
+    """Check by a few prompts whether padding or reused prefixes change a model's rows.
 
-    Before that, the rows alone are compared with those of eager attention (`_choose_attention`).
+    Rows of batches are compared with rows of the same prompts alone, after these were compared with eager attention.
 
     Raises:
         RuntimeError, ValueError, ...: the model cannot run a single prompt.
@@ -273,9 +273,9 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     # The shortest attention window of the model's layers in tokens; 0 if all layers attend to all tokens.
     window = min((size for size in sizes if type(size) is int and size > 0), default=0)
-    # Longer prompts may have other keys and values of their first tokens. A window that is too long to be tried here
-    # has no effect below its size. Rotary embeddings that scale with the longest prompt of a batch have none below the
-    # length of the first training.
+    # Beyond the horizon, the keys and values of a prompt's first tokens may depend on its length. This happens beyond
+    # the size of a sliding window (if it is too long to be tested here), and beyond the original training length for
+    # rotary embeddings that scale with the longest prompt of a batch.
     stated = getattr(config, "rope_parameters", None) or {}
     ropes = [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
     ropes = [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]
@@ -298,16 +298,16 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
 
 
 def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, _Check]:
-    """Switch the model to eager attention if the default attention gives other rows, or must give other rows.
+    """Switch the model to eager attention if the default attention changes rows, or ignores options of the model.
 
     Returns:
-        `EAGER` if the model was switched, else ""; and the rows of the prompts alone.
+        `EAGER` if the model was switched, else ""; and a check with the rows of the prompts computed alone.
     """
     model, check = forward.model, _Check(forward, prompts)
     default = model.config._attn_implementation
     if default == EAGER:
         return "", check
-    # Soft-capping changes only large attention scores, which a few short prompts may not have.
+    # Read the config too: soft-capping changes only large attention scores, which a few short prompts may not have.
     left_out = [name for name in _LEFT_OUT if getattr(config, name, None)]
     try:
         model.set_attn_implementation(EAGER)
@@ -328,7 +328,7 @@ def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[
 
 
 def _cache_layout(forward: Forward) -> KVLayout | None:
-    """Keys and values of one token in the model's cache; None if its layers are not plain attention layers."""
+    """Layout of one token's keys and values in the model's cache; None if not all layers are plain attention."""
     if not {"past_key_values", "use_cache"} <= forward.takes:
         return None
     cache = DynamicCache()
@@ -357,7 +357,7 @@ def _prompts(length: int, vocab_size: int) -> list[list[int]]:
 
 
 class _Check:
-    """Compares rows of prompts that are computed together or in parts with their rows alone."""
+    """Compares rows of prompts in batches or with reused prefixes to rows of the same prompts computed alone."""
 
     def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
         self._forward = forward
@@ -374,7 +374,7 @@ class _Check:
     def reuses(self, layout: KVLayout, pads: bool) -> bool:
         """Whether prompts that reuse the keys and values of shorter prompts have the same rows."""
         everything = range(len(self._prompts))
-        # In the last batch all tokens are held. In the one before, prompts that lack few tokens recompute some.
+        # One pool, three batches: in the second, prompts that lack few tokens recompute some; in the third, none lack.
         for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
             pool = KVPool(layout, sum(map(len, self._prompts)), self._forward.device)
             for batch in batches:
@@ -388,7 +388,7 @@ class _Check:
         return True
 
     def agrees(self, logits: Tensor, batch: Sequence[int] | None = None) -> bool:
-        """Whether logits of the prompts, or of a batch of them, differ from the ones alone only by rounding.
+        """Whether logits of all prompts, or of a batch of prompts, equal the logits computed alone except for rounding.
 
         Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
         """

@@ -1,9 +1,9 @@
-"""The `sglang` backend: SGLang's own event loop in a thread, with its input and its output redirected.
+"""The `sglang` backend: runs SGLang's own event loop in a thread, with its input and its output redirected.
 
-    backend    SglangBackend
-    launch     start of an engine: options, adapters, errors
+    backend    SglangBackend, and adapters in the form that SGLang loads
+    options    SGLang's options: checks of the user's options, and the options that the backend sets
     engine     SGLang's scheduler in its thread, its requests, and the capture of rows and positions
 
-Its settings are `lmpool.workers.backends.settings.SglangSettings`. Only `engine` imports sglang, and `launch` imports
-`engine` after it has checked the settings. All three import torch.
+The settings of this backend are `lmpool.workers.backends.settings.SglangSettings`. Importing `backend` imports torch;
+only a `SglangBackend` that starts imports `engine`, and with it sglang.
 """

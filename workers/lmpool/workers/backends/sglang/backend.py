@@ -1,4 +1,4 @@
-"""The sglang backend: prompts become requests of SGLang's scheduler, which batches them."""
+"""The sglang backend: passes prompts as requests to SGLang's scheduler, which batches them, and returns the results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import EngineBatch, SglangEngine
 
-# Fields of an adapter's config that SGLang leaves out without a word, or does not serve.
+# Fields of an adapter's config that SGLang silently ignores, or does not support.
 _UNSERVED = (
     "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices",
     "alora_invocation_tokens", "use_qalora", "use_bdlora",
@@ -50,10 +50,10 @@ class SglangBackend(EngineBackend):
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch: int = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
-        # All names have the same length, because SGLang aborts every request whose name starts with the given one.
+        # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
-        self._digests: dict[str, bytes] = {}  # Request name -> digest, of the jobs in flight.
-        self._held: dict[bytes, str] = {}  # Digest -> request name.
+        self._digests: dict[str, bytes] = {}  # Request name of each job in flight -> digest of the job.
+        self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         if limit < (least := settings.max_prompt_tokens or 1):
             self.close()
             raise SettingsError(
@@ -69,23 +69,23 @@ class SglangBackend(EngineBackend):
         log_threads(self.device)
 
     def _launch(self) -> SglangEngine:
-        """Import SGLang, and start it with all options; sets `device` and `_revision`."""
+        """Import SGLang and start its engine; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         sources = settings.adapter_folders.values()
         adapters = [plain_adapter(checked_adapter(source, folder))[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
-        # SGLang reads the environment and loads its kernels while it is imported.
+        # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
         logging.getLogger("sglang").setLevel(logging.WARNING)
-        # It warns about every known model whose packages are missing.
+        # Hide SGLang's warnings about each model architecture whose packages are missing.
         logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module=r"sglang\.")
         try:
             from sglang.version import __version__ as version
 
             from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, read_facts
-        except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: its kernels are for another machine.
+        except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels fit another machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = sglang_options.user_options(settings, known_options(), version)
         options = sglang_options.engine_options(settings, folder, device, adapters) | given
@@ -107,11 +107,11 @@ class SglangBackend(EngineBackend):
         return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}")
 
     def capacity(self) -> int:
-        """Free slots for one batch next to the running one."""
+        """Number of jobs to accept: the backend holds at most one batch next to the running batch."""
         return max(0, 2 * self.batch - len(self._held))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Submit jobs to the engine, except those in flight. The engine computes concurrently."""
+        """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
         requests = {}
         for job in jobs:
             if job.digest not in self._held:
@@ -135,9 +135,9 @@ class SglangBackend(EngineBackend):
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Wait for a forward of the engine, and return the results since the last step.
+        """Wait for a forward of the engine, and return all results since the last call.
 
-        A forward may complete no prompt. The caller can then submit jobs that have arrived.
+        The result may be empty, because a forward may complete no prompt. So the caller can submit new jobs soon.
         """
         finished, vectors = Finished([], {}), dict[bytes, NDArray[np.float32]]()
         if self._held:
@@ -146,7 +146,7 @@ class SglangBackend(EngineBackend):
         return finished._replace(answers=VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
     def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
-        """Add the results of a forward, except those of jobs that were aborted."""
+        """Add the results of a forward to `finished` and `vectors`, except results of aborted jobs."""
         for name, message in batch.failures.items():
             if name in self._digests:
                 finished.failures[self._release(name)] = message
@@ -171,7 +171,7 @@ class SglangBackend(EngineBackend):
         )
 
     def _release(self, name: str) -> bytes:
-        """Remove a finished request; returns its digest."""
+        """Remove a finished request; returns the digest of its job."""
         digest = self._digests.pop(name)
         del self._held[digest]
         return digest
@@ -194,9 +194,9 @@ class SglangBackend(EngineBackend):
 
 
 def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The weights and the config of an adapter, changed so that SGLang computes the same as peft.
+    """The weights and the config of an adapter, changed so that SGLang computes the same rows as peft.
 
-    SGLang takes one rank, and multiplies all modules by lora_alpha / r, whatever rsLoRA and alpha_pattern say.
+    SGLang supports one rank for all modules. It scales all by lora_alpha / r, and ignores rsLoRA and alpha_pattern.
     """
     config = lora.read_adapter_config(folder)
     unserved = [field for field in _UNSERVED if config.get(field)]
@@ -214,7 +214,7 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         name: lora.scale_of(config, name.removeprefix(lora.PEFT_PREFIX), len(down))
         for name, (down, _) in factors.items()
     }
-    # The factor of most adapters stays in their config, and their weights stay bit for bit.
+    # Leave one factor in the config. Most adapters have only this factor, so their weights stay unchanged.
     common = next((scale for scale in scales.values() if scale), 1.0)
     plain: dict[str, Tensor] = {}
     for name, (down, up) in factors.items():
@@ -228,7 +228,7 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Module -> its two factors, (r, in) and (out, r); copies of the model's own weights are left out."""
+    """Name of each module -> its two LoRA factors, (r, in) and (out, r). Ignores copies of the model's own weights."""
     strange = {name for name in tensors if not name.endswith(lora.BASE_WEIGHT)}
     factors: dict[str, tuple[Tensor, Tensor]] = {}
     for name in sorted(name for name in tensors if name.endswith(".lora_A.weight")):
@@ -240,7 +240,7 @@ def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Ten
         raise _unserved(folder, f"weights that are no pair of LoRA factors, such as {min(strange)}")
     for module, (down, up) in factors.items():
         if module.rpartition(".")[2] == "lm_head":
-            # SGLang applies one prompt's head to the rows of others (0.5.23 on a CPU).
+            # SGLang 0.5.23 on a CPU applies the head of one prompt's adapter to the rows of other prompts.
             raise _unserved(folder, f"weights for the head, {module.removeprefix(lora.PEFT_PREFIX)}")
         if down.ndim != 2 or up.ndim != 2 or len(down) != up.shape[1]:
             raise _unserved(folder, f"factors of {module} with the shapes {tuple(down.shape)} and {tuple(up.shape)}")
@@ -248,7 +248,7 @@ def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Ten
 
 
 def _unserved(folder: Path, found: str) -> SettingsError:
-    """The refusal of an adapter whose rows would be wrong."""
+    """The error for an adapter whose rows SGLang would compute wrongly."""
     return SettingsError(
         f"adapters: {folder} has {found}, which SGLang cannot serve: serve it with --backend hf, or merge it into the "
         "model"

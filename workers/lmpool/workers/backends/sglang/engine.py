@@ -1,4 +1,4 @@
-"""SGLang's scheduler in a thread of its own: start, requests, capture of rows and positions, and end."""
+"""Runs SGLang's scheduler in a thread: starts it, sends requests, captures rows and positions, and ends it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
-_CLOSE_S = 30.0  # Seconds to wait for the forward in progress when the engine is closed.
-_CALL_CHECK_S = 1.0  # Seconds between two checks whether the scheduler's thread is alive, while it has a call to make.
+_CLOSE_S = 30.0  # Max seconds to wait for the forward in progress when the engine is closed.
+_CALL_CHECK_S = 1.0  # While `_call` waits: seconds between two checks that the scheduler's thread is alive.
 _TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 _log = logging.getLogger(__name__)
 
@@ -53,39 +53,39 @@ _log = logging.getLogger(__name__)
 class EngineBatch(NamedTuple):
     """The results of one forward, by the names of requests."""
 
-    names: Sequence[str] = ()  # Those that it has completed with a row, one per row of `logits`.
-    logits: Tensor | None = None  # (n, V) on the engine's device, a copy; None if there is no row.
-    computed: Any = None  # Event of the device after which the logits may be read; None on a CPU.
-    tokens: int = 0  # Tokens of the completed prompts.
-    reused: int = 0  # How many of these were in the prefix cache.
-    failures: Mapping[str, str] = MappingProxyType({})  # Reasons why SGLang has not answered.
-    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # Answers of queries, float32 (n * width,).
+    names: Sequence[str] = ()  # Names of the requests that the forward has completed, one per row of `logits`.
+    logits: Tensor | None = None  # A copy of the logits (n, V) on the engine's device; None if no row is complete.
+    computed: Any = None  # CUDA event after which the logits may be read; None on a CPU.
+    tokens: int = 0  # Number of tokens of the completed prompts.
+    reused: int = 0  # Number of tokens of the completed prompts that were in the prefix cache.
+    failures: Mapping[str, str] = MappingProxyType({})  # Request -> reason why SGLang has not computed a result.
+    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # Request -> values, float32 (n * width,).
 
 
 class SglangEngine:
-    """A scheduler of SGLang in a thread of its own. One queue feeds it, and one takes the results of its prefills.
+    """A scheduler of SGLang in its own thread. It receives requests from one queue, and puts results into another.
 
-    It captures positions where SGLang computes logprobs of prompts. A request with a positions query sets
-    `return_logprob` from the first wanted position on. SGLang then reads its prefix cache up to there, and computes the
-    logits of the remaining tokens, some rows at a time.
+    Values at positions are captured where SGLang computes logprobs of prompts. A request with a positions query sets
+    `return_logprob` from the first requested position on. SGLang then uses its prefix cache up to this position only,
+    and computes the logits of the remaining tokens, some rows at a time.
 
-    `context` begins the error if the model cannot be loaded.
+    `context` is the beginning of the error message if the model cannot be loaded.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str) -> None:
-        self.scheduler: Any = None  # SGLang's; None again after it has ended.
+        self.scheduler: Any = None  # SGLang's scheduler; None before its start and after its end.
         self.answers_positions = False
-        self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of it.
-        self._dropped: dict[str, str] = {}  # SGLang's id -> adapter: dropped, but a request still named it then.
-        self._owed: dict[str, int] = {}  # Name of each request in flight -> its tokens.
+        self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of the adapter.
+        self._dropped: dict[str, str] = {}  # SGLang's id -> adapter that was dropped and is not yet unloaded.
+        self._owed: dict[str, int] = {}  # Name of each request in flight -> number of its tokens.
         self._positions = PositionAnswers()
         self._batch: Any = None  # The batch in progress.
-        # Functions for the scheduler's thread, some of which return requests for SGLang.
+        # Functions that the scheduler's thread must call; some return requests for SGLang.
         self._orders: SimpleQueue[Callable[[], list[Any] | None]] = SimpleQueue()
-        # The first result is that of the start. An exception has ended the thread.
+        # Results of forwards; the first one reports the start. An exception in the queue means that the thread ended.
         self._results: SimpleQueue[EngineBatch | BaseException] = SimpleQueue()
         self._error: BaseException | None = None
-        # A daemon: a forward that hangs must not keep the process alive.
+        # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
         if isinstance(failure := self._results.get(), LMPoolError):
@@ -96,7 +96,7 @@ class SglangEngine:
             raise SettingsError(f"{setting}: {context}: {first_line(failure)}") from failure
 
     def submit(self, jobs: Mapping[str, BackendJob]) -> None:
-        """Submit jobs, by the names of their requests."""
+        """Submit jobs: request name -> job."""
         requests = [
             make_request(name, job, self._lora_ids[job.adapter] if job.adapter else None) for name, job in jobs.items()
         ]
@@ -111,15 +111,15 @@ class SglangEngine:
         self._orders.put(order)
 
     def drop(self, names: list[str]) -> None:
-        """Abort requests, except those that were answered before."""
+        """Abort those of the named requests that are still in flight."""
         self._orders.put(lambda: [AbortReq(rid=name) for name in names if self._forget(name)])
 
     def load_adapter(self, adapter: str, folder: Path) -> None:
-        """Load an adapter ("name@revision") from a folder that `write_plain_adapter` has written."""
+        """Load an adapter ("name@revision") from a folder with the weights and config of `plain_adapter`."""
 
         def load() -> None:
             self._unload_dropped()
-            lora_id = uuid4().hex  # A new one each time: the prefix cache distinguishes adapters by their ids.
+            lora_id = uuid4().hex  # Use a new id for each load, because the prefix cache tells adapters apart by id.
             wanted = LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
             result = self.scheduler.load_lora_adapter(wanted)
             if not result.success:
@@ -129,7 +129,7 @@ class SglangEngine:
         self._call(load)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Unload an adapter, now or with the next load or drop."""
+        """Unload an adapter now, or if a request still uses it, at a later load or drop of an adapter."""
         self._dropped[self._lora_ids.pop(adapter)] = adapter
         self._call(self._unload_dropped)
 
@@ -143,7 +143,7 @@ class SglangEngine:
             scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
 
     def _call(self, work: Callable[[], None]) -> None:
-        """Call a function in the scheduler's thread, between two forwards, and wait for it."""
+        """Call a function in the scheduler's thread between two forwards, and wait until it returns."""
         done: Future[None] = Future()
 
         def order() -> None:
@@ -162,7 +162,7 @@ class SglangEngine:
                     raise WorkerError("SGLang's engine died") from None
 
     def results(self) -> list[EngineBatch]:
-        """The results since the last call; waits for at least one."""
+        """The results since the last call; waits for at least one result."""
         batches: list[EngineBatch] = []
         while self._error is None and not (batches and self._results.empty()):
             result = self._results.get()
@@ -186,7 +186,7 @@ class SglangEngine:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    # In the scheduler's thread
+    # The methods below run in the scheduler's thread.
 
     def _run(self, options: Mapping[str, Any]) -> None:
         try:
@@ -195,7 +195,7 @@ class SglangEngine:
             self._results.put(EngineBatch())
             self.scheduler.run_event_loop()
             self._results.put(WorkerError("SGLang's event loop has ended"))
-        except BaseException as error:  # noqa: BLE001  # The thread that waits raises it.
+        except BaseException as error:  # noqa: BLE001  # The thread that reads the results raises the error.
             self._results.put(error)
         finally:
             scheduler, self.scheduler = self.scheduler, None
@@ -203,23 +203,23 @@ class SglangEngine:
                 end_scheduler(scheduler)
 
     def _redirect(self, scheduler: Any) -> None:
-        """Have a scheduler receive from the queue, and capture the logits of its prefills."""
+        """Have a scheduler receive requests from the queue, and capture the logits of its prefills."""
         scheduler.run_batch = partial(self._run_noted, scheduler.run_batch)
         scheduler.process_batch_result = partial(self._process_and_capture, scheduler.process_batch_result)
-        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # In place of a socket.
+        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # Replaces SGLang's socket.
         for module in scheduler.tp_worker.model_runner.model.modules():
             if not isinstance(module, LogitsProcessor):
                 continue
             processor, self.answers_positions = module.input_logprob_processor, True
             processor.forward = partial(self._capture_positions, processor.forward)
-            # The memory of CUDA graphs has no space for what the capture allocates.
+            # Do not let SGLang compute logprobs in the memory of CUDA graphs, which has no space for the capture.
             processor._can_borrow_logprob_memory = lambda *_, **__: False
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        """Receive requests and abortions; waits if there is nothing to compute. `local_reqs` are SGLang's abortions."""
+        """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs` holds SGLang's own aborts."""
         received, lost, is_idle = list(local_reqs or ()), dict[str, str](), self.scheduler.is_fully_idle()
         if is_idle:
-            # The scheduler has dropped all unanswered requests, and has reported it to a socket.
+            # An idle scheduler has dropped all requests without a result, and has reported this only to its socket.
             lost = dict.fromkeys(self._owed, "SGLang has dropped the prompt without an answer")
         for request in received:
             if isinstance(request, AbortReq) and request.rid in self._owed:
@@ -234,22 +234,22 @@ class SglangEngine:
         return received
 
     def _forget(self, name: str) -> bool:
-        """Discard a request; returns whether it was in flight."""
+        """Discard a request; returns whether the request was in flight."""
         self._positions.drop(name)
         return self._owed.pop(name, None) is not None
 
     def _process_and_capture(
         self, process: Callable[..., None], batch: Any, result: Any, *more: Any, **named: Any
     ) -> None:
-        """Process a result as SGLang does, and capture the rows and positions of the prompts that it completes."""
-        # SGLang discards both while it processes them.
+        """Process a batch's result as SGLang does, and capture rows and positions of the prompts that it completes."""
+        # Keep requests and logits: SGLang discards both while it processes the result.
         requests = list(batch.reqs)
         logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
         process(batch, result, *more, **named)
         rows, names, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
-            # A prompt that is computed in parts has a row of logits for each part.
+            # Skip the rows of incomplete parts: a prompt that is computed in parts has a row of logits for each part.
             if not request.finished() or (length := self._owed.pop(request.rid, None)) is None:
                 continue
             if isinstance(request.finished_reason, FINISH_ABORT):
@@ -275,7 +275,7 @@ class SglangEngine:
                 raise WorkerError(f"SGLang has completed prompts in a forward that is no prefill: {batch.forward_mode}")
             if shape != (count, vocab_size):
                 raise WorkerError(f"SGLang returned logits of shape {shape} for {count} prompts and V = {vocab_size}")
-            # A copy: the next forward may overwrite the engine's own.
+            # Copy the logits, because the next forward may overwrite the engine's memory.
             taken = logits.clone() if len(rows) == count else logits[rows]
             if taken.is_cuda:
                 computed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch is partly untyped
@@ -287,12 +287,12 @@ class SglangEngine:
         try:
             return run(batch, *more, **named)
         finally:
-            self._batch = None  # It holds memory.
+            self._batch = None  # Drop the reference to the batch, which holds device memory.
 
     def _capture_positions(self, forward: Callable[..., Any], **named: Any) -> Any:
-        """Run a logprob processor, and add the values of the logits that it computes to the answers."""
+        """Run SGLang's logprob processor, and add the values of the logits that it computes to the answers."""
         compute, batch, pieces, row, first = named["get_logits_fn"], self._batch, list[Piece](), 0, 0
-        # The prompt of each row of logits; the rows end with the last token of the prompt in this forward.
+        # Find the positions of each prompt's rows of logits. The last row is the prompt's last token in this forward.
         for index, rows in groupby(named["token_to_seq_idx"]):
             count, end = len(list(rows)), batch.prefix_lens[index] + batch.extend_lens[index]
             pieces += self._positions.wanted(batch.reqs[index].rid, range(end - count, end), row)
@@ -309,19 +309,19 @@ class SglangEngine:
 
 
 def known_options() -> dict[str, bool]:
-    """SGLang's options, and whether each takes a text."""
+    """SGLang's options: name -> whether the option takes a text."""
     hints = get_type_hints(ServerArgs)
     return {name: hint in (str, str | None) for name, hint in hints.items() if not name.startswith("_")}
 
 
 def read_facts(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
-    """The length of a model's context, and the numbers that it keeps per token as keys and values (0 for none)."""
+    """A model's max context length in tokens, and the count of numbers in one token's keys and values (0 for none)."""
     config = get_hf_text_config(get_config(str(folder), trust_remote_code=trust_remote_code))
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
         numbers = 0
     elif compressed := getattr(config, "kv_lora_rank", None):
-        numbers = compressed + config.qk_rope_head_dim  # Multi-head latent attention keeps one vector for all heads.
+        numbers = compressed + config.qk_rope_head_dim  # Multi-head latent attention caches one vector for all heads.
     else:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         numbers = 2 * (getattr(config, "num_key_value_heads", None) or heads) * size
@@ -329,14 +329,14 @@ def read_facts(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
 
 
 def make_scheduler(options: Mapping[str, Any]) -> Any:
-    """Load a model. Call it in the thread that will run the event loop."""
+    """Load a model. Call this function in the thread that will run the event loop."""
     server_args = ServerArgs(**options)
     server_args.resolve_once()
     server_args.check_server_args()
     ports = PortArgs.init_new(server_args)
-    # In two steps, so that a scheduler whose initialisation fails can be ended.
+    # Create and initialise in two steps, so that a scheduler whose initialisation fails can be ended.
     scheduler = Scheduler.__new__(Scheduler)
-    # torch's process groups replace the hook by one that prefixes every traceback of the process with a rank.
+    # Restore sys.excepthook afterwards: torch's process groups replace it to prefix every traceback with a rank.
     hook, show_bar = sys.excepthook, tqdm.tqdm.__init__
     try:
         ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=options.get("base_gpu_id", 0))
@@ -349,7 +349,7 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
         raise
     finally:
         sys.excepthook, tqdm.tqdm.__init__ = hook, show_bar
-        # Remove the files of sockets that no process listens on.
+        # Remove the files of SGLang's sockets, which no process uses here.
         for value in vars(ports).values():
             if isinstance(value, str) and value.startswith("ipc://"):
                 with suppress(OSError):
@@ -359,7 +359,7 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
 
 
 def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
-    """A request for the logits of a prompt, without a sampled token. `name` must not be a prefix of another name."""
+    """A request for the logits of a prompt, without a sampled token. No request's `name` may be a prefix of another."""
     tokens = array("q")
     tokens.frombytes(decode_ids(job.ids).astype(np.int64).tobytes())
     sampling = SamplingParams(max_new_tokens=0)
@@ -384,13 +384,13 @@ def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
 def end_scheduler(scheduler: Any) -> None:
     """Free the resources of a scheduler, even if its initialisation failed; its event loop must have ended."""
     if (watchdog := getattr(scheduler, "watchdog", None)) is not None:
-        # Its thread never ends, and must not keep a reference to the scheduler.
+        # Disable the watchdog: its thread never ends, and would keep a reference to the scheduler.
         watchdog.is_active = lambda: False
         watchdog.get_counter = lambda: 0
         watchdog.dump_info = None
         scheduler.release_host_resources()
     _disconnect(scheduler)
-    # These end the server for the rendezvous of the process group, which has one process.
+    # End the rendezvous server of torch's process group, which has this process only.
     destroy_model_parallel()
     destroy_distributed_environment()
 
@@ -398,9 +398,9 @@ def end_scheduler(scheduler: Any) -> None:
 def _disconnect(scheduler: Any) -> None:
     """Close the sockets to SGLang's other processes, which do not exist here."""
     if (channels := getattr(scheduler, "ipc_channels", None)) is not None:
-        # SGLang sends nothing if the socket is None.
+        # Set the sockets to None, so that SGLang sends nothing.
         channels.send_to_tokenizer.socket = channels.send_to_detokenizer.socket = None
-        # Explicitly: garbage collection of a context with open sockets blocks forever.
+        # Close the context explicitly: garbage collection of a context with open sockets would block forever.
         channels.recv_from_tokenizer.context.destroy(linger=0)
     if (writer := getattr(scheduler, "load_snapshot_writer", None)) is not None:
         writer.close()

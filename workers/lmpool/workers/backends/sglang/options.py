@@ -1,4 +1,4 @@
-"""SGLang's options: those of the user, and those that the backend sets."""
+"""Options of SGLang: checks the user's options, and sets the other options from the backend's settings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lmpool.workers.backends.lora import LATER_RANK
 from lmpool.workers.backends.settings import ONE_PROCESS, SglangSettings, check_engine_args, parse_engine_args
 
 RESERVED_TOKENS = 7
-"""How much shorter a prompt must be than SGLang's context, which reserves space for sampled tokens."""
+"""Tokens of SGLang's context that a prompt cannot use, because SGLang reserves them for sampled tokens."""
 
-_CPU_KV_BYTES = 1 << 30  # Memory for keys and values on a CPU, where SGLang would take most of the machine's.
-_FOREVER_S = 1e9  # SGLang's watchdog must never act.
-_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number of keys and values; other dtypes have 2.
+_CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where SGLang would take most of the memory.
+_FOREVER_S = 1e9  # Timeout in seconds of SGLang's watchdog: so long that the watchdog never acts.
+_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number of keys and values; 2 in other dtypes.
 
 _PARALLEL = (
     "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
@@ -27,7 +27,7 @@ _PARALLEL = (
 
 _ONE_ROW = "each request computes one row, so nothing is sampled"
 
-# Reason -> options that cannot be set.
+# Reason -> options that the user cannot set for this reason.
 _REASONS = {
     "it is the MODEL of the command": ("model_path",),
     "use --revision": ("revision",),
@@ -49,10 +49,10 @@ _REASONS = {
 }  # fmt: skip
 _REFUSED = {option: reason for reason, options in _REASONS.items() for option in options}
 
-# Modules that adapters may change which are loaded while SGLang serves: it reserves memory for them at its start.
+# Modules that adapters loaded after the start may change: SGLang reserves memory for them when it starts.
 _LATER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# Options that change rows by rounding at most: workers that differ only in these may serve the same model.
+# Options that change rows by rounding at most. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
     "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
     "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_bs_decode", "cuda_graph_bs_prefill",
@@ -69,11 +69,11 @@ _HARMLESS = {
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
-    """The user's engine options, checked. `known` has SGLang's options, and whether each takes a text."""
+    """The user's engine options, checked. `known`: SGLang's options -> whether the option takes a text."""
     given = parse_engine_args(settings.engine_args)
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
     check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
-    # Some options take a table as JSON text.
+    # Write tables as JSON for options that take a text.
     return {
         name: json.dumps(value) if known[name] and isinstance(value, dict) else value for name, value in given.items()
     }
@@ -87,9 +87,9 @@ def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
 def engine_options(
     settings: SglangSettings, folder: Path, device: str, adapters: Collection[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """The options that do not depend on the model; the user's options replace them.
+    """Default options that follow from the backend's settings; the user's options override them.
 
-    `adapters` are the configs of `plain_adapter`, of the adapters to start with.
+    `adapters` holds the configs, as `plain_adapter` returns them, of the adapters that are loaded at the start.
     """
     kind, _, index = device.partition(":")
     options: dict[str, Any] = {
@@ -102,9 +102,9 @@ def engine_options(
         "max_running_requests": settings.max_batch,
         "disable_overlap_schedule": True,
         "watchdog_timeout": _FOREVER_S,
-        "sampling_backend": "pytorch",  # Nothing is sampled, and this one needs no warm-up.
+        "sampling_backend": "pytorch",  # No token is sampled, and this backend needs no warm-up.
         "grammar_backend": "none",
-        "disable_decode_cuda_graph": True,  # Nothing is decoded, and graphs take long to build.
+        "disable_decode_cuda_graph": True,  # No token is decoded, and CUDA graphs take long to build.
         "log_level": "warning",
     }
     if settings.max_batch_tokens is not None:
@@ -125,7 +125,7 @@ def engine_options(
 
 
 def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
-    """Tokens whose keys and values, of `numbers` numbers per token, fit into memory; None for SGLang's default."""
+    """Max tokens whose keys and values (`numbers` numbers per token) fit into memory; None for SGLang's default."""
     memory = settings.kv_cache_bytes
     if memory is None and options["device"] == "cpu":
         memory = _CPU_KV_BYTES
@@ -143,6 +143,6 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
 
 
 def device_of(options: Mapping[str, Any]) -> str:
-    """The device that SGLang uses, with its number; the CPU has none."""
+    """The device that SGLang uses: "cpu", or another kind with its index, such as "cuda:0"."""
     kind = str(options["device"]).partition(":")[0]
     return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"

@@ -1,4 +1,4 @@
-"""The vllm backend: prompts become requests of vLLM's engine core, which schedules them."""
+"""The vllm backend: passes prompts as requests to vLLM's engine core, runs its steps, and returns the results."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from lmpool.workers.backends.vllm.engine import VllmEngine, refusing
 from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
-_MAX_IDLE_STEPS = 1000  # Consecutive steps without an answer; each frees memory, so more cannot help.
-_SESSION_SHARE = 0.5  # Largest share of the memory for keys and values that sessions may hold.
+_MAX_IDLE_STEPS = 1000  # Max consecutive steps without a result. Each step frees memory, so more steps would not help.
+_SESSION_SHARE = 0.5  # Max share of the memory for keys and values that sessions may hold.
 
 
 class _Request(NamedTuple):
     """A request in the engine."""
 
-    job: BackendJob  # The job that it answers.
-    is_session: bool  # It stays open after its answer.
-    held: int  # Tokens of the session that it continues; 0 if it continues none.
+    job: BackendJob  # The job of this request.
+    is_session: bool  # Whether the request stays open after its result, as a session.
+    held: int  # Number of tokens of the session that the request extends; 0 without a session.
 
 
 class VllmBackend(EngineBackend):
@@ -49,51 +49,51 @@ class VllmBackend(EngineBackend):
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
-        # Waiting sessions have a place in the runner's batch too: at most half of the places.
+        # A waiting session takes a slot in the runner's batch: let sessions have at most half of the slots.
         places = limits.max_num_active_seqs or limits.max_num_seqs
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
         self._sessions = KvSessions(sessions, tokens, cache.block_size)
         self.batch: int = places - sessions
-        self._numbers = count(1)  # Of requests and adapters.
-        self._requests: dict[str, _Request] = {}  # Open requests by their names.
+        self._numbers = count(1)  # Numbers for the names of requests and the ids of adapters.
+        self._requests: dict[str, _Request] = {}  # Name -> request in flight.
         self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         self._left_waiting = 0
         self._idle_steps = 0
-        # Too little memory and missing kernels appear with the first forward.
+        # Report errors of the first forward, in which too little memory or missing kernels appear.
         with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
             self._prepare(
                 model.dtype,
                 vocab_size=model.get_vocab_size(),
-                max_prompt_tokens=model.max_model_len - 1,  # vLLM needs a place for the token that it samples.
+                max_prompt_tokens=model.max_model_len - 1,  # vLLM needs one position for the token that it samples.
                 revision=engine.revision,
                 positions=engine.has_positions,
             )
-        self.device = engine.captured.device  # Set by the first forward.
+        self.device = engine.captured.device  # The first forward, in `_prepare`, has set this device.
         log_threads(self.device)
 
     def capacity(self) -> int:
-        """Free slots for one batch next to the running one; fewer while the scheduler leaves prompts waiting."""
-        # Jobs that were dropped since the last step do not wait any more.
+        """Number of jobs to accept: one batch next to the running batch, fewer while vLLM leaves prompts waiting."""
+        # Limit the count of the last step, because waiting jobs may have been aborted since then.
         if waiting := min(self._left_waiting, len(self._held)):
             return max(0, self.batch - waiting)
         return max(0, 2 * self.batch - len(self._held))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Pass jobs to the engine, except those in flight."""
+        """Pass jobs that are not in flight to the engine."""
         for job in jobs:
             if job.digest in self._held:
                 continue
             session, is_growing = None, False
             if job.positions is None and not job.fresh:
                 session = self._sessions.take(job.adapter, job.ids)
-                # Also for a prompt that continues a session: it is recorded, and several prompts may continue it.
+                # Call `is_growing` even if the prompt extends a session: it records the prompt for later prompts.
                 is_growing = self._sessions.is_growing(job.adapter, job.ids)
             can_grow = len(job.ids) // 4 < self._info.max_prompt_tokens
             self._request(job, session, session is not None or (is_growing and can_grow))
 
     def _request(self, job: BackendJob, session: KvSession | None, is_session: bool) -> None:
-        """Pass a job to the engine: all of its tokens, or to the session that it continues the new ones."""
+        """Pass a job to the engine: all its tokens, or only the new tokens if it extends a session."""
         if session is None:
             name, held = str(next(self._numbers)), 0
         else:
@@ -147,7 +147,7 @@ class VllmBackend(EngineBackend):
             held = self._scheduler.requests.get(name)
             if not request.held:
                 reused += output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
-            # A preempted session is computed again; vLLM does not report how much the prefix cache still had of it.
+            # Do not count a preempted session as reused: vLLM computes it again, and does not report cached tokens.
             elif held is None or not held.num_preemptions:
                 reused += request.held
             answer: NDArray[np.float32] | str | None = None
@@ -174,14 +174,14 @@ class VllmBackend(EngineBackend):
         return Finished(blocks, failures | unsound, answers)
 
     def _drop(self, name: str, digest: bytes) -> None:
-        """Discard the captured data of a request without an answer."""
+        """Discard the captured data of a request that ends without a result."""
         self._engine.captured.drop(digest)
         self._engine.positions.drop(name)
 
     def _keep(self, job: BackendJob, name: str) -> None:
-        """Keep a session open for its next tokens, if the engine holds all of it."""
+        """Keep a session open for its next tokens, if the engine holds the keys and values of all its tokens."""
         held = self._scheduler.requests.get(name)
-        # A session that is preempted while its answer is in flight also waits, but with nothing computed, in no queue.
+        # Check the computed tokens: a session that was preempted before its result has none, although it waits.
         is_whole = (
             held is not None
             and held.status is RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -195,7 +195,7 @@ class VllmBackend(EngineBackend):
         self._core.abort_requests(names)
 
     def _free_memory(self, has_answered: bool) -> None:
-        """Count the waiting prompts, and close sessions if nothing can run without their memory."""
+        """Count the waiting prompts, and close sessions if no prompt can run without their memory."""
         running, waiting = self._scheduler.get_request_counts()
         self._left_waiting = max(0, waiting - len(self._sessions))
         if has_answered or running or not self._requests:
@@ -204,8 +204,8 @@ class VllmBackend(EngineBackend):
         if self._sessions:
             self._close(self._sessions.close_oldest((len(self._sessions) + 1) // 2))
         else:
-            # The scheduler cannot preempt a session. When sessions hold all memory and each needs one more block, none
-            # can run. Compute the youngest prompt that continues a session from its first token, to free its memory.
+            # The scheduler cannot preempt a session. If sessions in use hold all memory and each needs one more block,
+            # no prompt can run. Free memory: close the youngest session, and compute its prompt from its first token.
             for name, request in reversed(self._requests.items()):
                 if request.is_session:
                     del self._requests[name]
@@ -217,7 +217,7 @@ class VllmBackend(EngineBackend):
             raise WorkerError(f"vLLM has answered none of {len(self._requests)} prompts for {_MAX_IDLE_STEPS} steps")
 
     def abort(self, digests: Collection[bytes]) -> None:
-        """Drop jobs in flight."""
+        """Abort jobs that are in flight."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
             self._drop(name, self._requests.pop(name).job.digest)

@@ -1,12 +1,12 @@
-"""Capture of rows and positions inside vLLM, for both of its model runners, V1 and V2.
+"""Captures rows and values at positions inside vLLM, for both of its model runners, V1 and V2.
 
-Rows come from a logits processor. V1 reports changes of its batch by index (`update_state`), V2 gives each request a
-slot (`add_request`). Both pass float32 logits of whole batches, before a token is sampled, and both do so for prompts
-of which only a part has been computed.
+A logits processor captures rows. V1 reports changes of its batch by index (`update_state`); V2 gives each request a
+slot (`add_request`). Both runners pass float32 logits of whole batches to the processor, before a token is sampled.
+They also pass logits of prompts that are only partly computed.
 
-Positions come from the hidden states of a step, at the place where vLLM computes the logprobs of prompts itself. Its
-own `prompt_logprobs` provides less: only the top-k, or all tokens sorted, without the last position. With LoRA it is
-wrong, or ends the engine: the head has an adapter per prompt (`punica_wrapper.sampler_indices`), and gets tokens.
+Values at positions are computed from a step's hidden states, just before vLLM computes its own `prompt_logprobs`.
+These provide less: only the top-k, or all tokens sorted, and no last position. With LoRA, vLLM computes them wrongly
+or fails, because its output head expects one adapter per prompt (`punica_wrapper.sampler_indices`), not per token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KEY = "lmpool"
 """The entry of `SamplingParams.extra_args` that holds a prompt's digest."""
 
 _MAX_LOGITS = 1 << 25
-"""Logits of positions that are computed together (128 MiB in float32)."""
+"""Max logits of positions that are computed at once (128 MiB in float32)."""
 
 
 def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None:
@@ -41,17 +41,17 @@ def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None
 
 
 class Captured:
-    """The captured rows until the backend takes them. For a prompt with several rows the last one counts."""
+    """Stores captured rows until the backend takes them. Of several rows of a prompt, the last row is kept."""
 
     def __init__(self, vocab_size: int, encoder: RowEncoder) -> None:
         self._vocab_size = vocab_size
         self.encoder = encoder
         self.device = "cpu"
-        # Digest -> the block that has its row and the row's index, or the reason of its failure.
+        # Digest of a prompt -> (block that contains its row, index of the row), or the reason of its failure.
         self._captured: dict[bytes, tuple[RowBlock, int] | str] = {}
 
     def add(self, digests: list[bytes], logits: Tensor) -> None:
-        """Keep the rows of prompts: logits (n, V) in float32, which may change afterwards."""
+        """Encode and store the rows of prompts from logits (n, V), float32; the caller may reuse the logits' memory."""
         _check_shape(logits, len(digests), self._vocab_size, "prompts")
         self.device = str(logits.device)
         block, failures = self.encoder.encode(digests, logits)
@@ -64,7 +64,7 @@ class Captured:
         self._captured.pop(digest, None)
 
     def take(self, digests: list[bytes]) -> tuple[list[RowBlock], dict[bytes, str]]:
-        """Remove and return the rows of finished prompts, in the blocks in which they were captured, and failures."""
+        """Remove the results of finished prompts; returns blocks of rows, and digest -> reason of each failure."""
         failures: dict[bytes, str] = {}
         blocks: dict[int, tuple[RowBlock, list[int]]] = {}
         for digest in digests:
@@ -77,7 +77,7 @@ class Captured:
                     blocks.setdefault(id(block), (block, []))[1].append(row)
         parts = []
         for block, rows in blocks.values():
-            if len(rows) < len(block.digests):  # Otherwise no copy is needed.
+            if len(rows) < len(block.digests):  # Copy only if other rows of the block are not taken.
                 log_z, taken = None if block.log_z is None else block.log_z[rows], [block.digests[row] for row in rows]
                 block = RowBlock(taken, block.numbers[rows], log_z, block.encoding)
             parts.append(block)
@@ -90,16 +90,16 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
     captured: Captured
 
     def __init__(self, config: Any, *more: Any) -> None:
-        # V1 passes device and is_pin_memory, V2 the state of its requests.
+        # V1 passes two further arguments (device and is_pin_memory), V2 passes one (the state of its requests).
         self._requests: Any = more[0] if len(more) == 1 else None
         self._digests: dict[int, bytes] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """False although it changes nothing: V1 skips invariant processors for greedy requests."""
+        """Return False although logits do not change, because V1 skips invariant processors for greedy requests."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """V1: requests have left the batch, joined it or moved in it, in this order."""
+        """V1 calls this after a change of its batch: first requests were removed, then added, then moved."""
         if batch_update is None:
             return
         digests = self._digests
@@ -115,7 +115,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
                 digests[source] = other
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """V2: a request has been given this slot. Returns whether the request has a row to capture."""
+        """V2 calls this when it gives the slot `req_idx` to a request. Returns whether to capture the request's row."""
         digest = (sampling_params.extra_args or {}).get(KEY)
         if digest is None:
             self._digests.pop(req_idx, None)
@@ -125,7 +125,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
         """Capture a step's logits, and return them unchanged."""
-        if ctx is None:  # V1. This includes incomplete prompts, whose rows a later step replaces.
+        if ctx is None:  # V1 calls. Capture rows of incomplete prompts too; a later step replaces these rows.
             rows = sorted(index for index in self._digests if index < len(logits))
             digests = [self._digests[row] for row in rows]
         else:
@@ -143,18 +143,18 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 
 
 class PositionCapture(PositionAnswers):
-    """Answers of positions queries, taken from the steps of an engine core in this process."""
+    """Answers of positions queries, computed from the hidden states of the steps of an engine core in this process."""
 
     def __init__(self, vocab_size: int, loras: Mapping[str, LoRARequest]) -> None:
         super().__init__()
         self._vocab_size = vocab_size
-        self._loras = loras  # "name@revision" -> vLLM's name of a loaded adapter.
+        self._loras = loras  # "name@revision" -> vLLM's handle of the loaded adapter.
 
     def attach(self, core: Any) -> None:
-        """Take the hidden states of an engine core.
+        """Hook into an engine core, so that each step passes its hidden states to this object.
 
         Raises:
-            AttributeError: this release of vLLM has them or its prefix cache elsewhere. Nothing was changed.
+            AttributeError: this release of vLLM lacks one of the methods to replace. None was replaced.
         """
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         modules = runner.get_model().modules()
@@ -170,9 +170,9 @@ class PositionCapture(PositionAnswers):
         manager.get_computed_blocks = self._find_cached_before_wanted
 
     def _find_cached_before_wanted(self, request: Any) -> Any:
-        """Look up a prompt in the prefix cache, only up to the first position that must be computed."""
+        """Look up a prompt in the prefix cache, but only up to the first position whose values are missing."""
         first = self.first_missing(request.request_id)
-        # vLLM always computes the last token of a prompt.
+        # Include the missing position: vLLM never takes the last token of a prompt from its cache.
         return self._find_cached(request if first is None else _Beginning(request, first + 1))
 
     def _after_step_of_v1(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
@@ -192,7 +192,7 @@ class PositionCapture(PositionAnswers):
         return self._original(compute_logits, hidden, batch, *more)
 
     def _add_all(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
-        """Compute the logits of the wanted positions of a step, adapter by adapter, and add their values."""
+        """Compute the logits of the wanted positions of a step, one adapter after the other, and add their values."""
         by_adapter: dict[str, list[Piece]] = {}
         for piece in wanted:
             by_adapter.setdefault(self._open[piece.request].job.adapter, []).append(piece)
@@ -222,14 +222,14 @@ class PositionCapture(PositionAnswers):
 
 
 class _OneAdapter:
-    """Replaces the punica wrapper, which applies to each row of a batch the adapter of its prompt."""
+    """Applies one adapter to all rows, in place of vLLM's punica wrapper, which applies each prompt's adapter."""
 
     def __init__(self, slot: int | None) -> None:
         self._slot = slot
 
     def add_lora_logits(self, logits: Tensor, hidden: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-        """Add the adapter's part to logits (n, V or more): down (slots, 1, r, d), up (slots, 1, V, r)."""
-        # All factors are zero for adapters that do not change the head.
+        """Add the adapter's part to logits (n, V or more). Shapes: `down` (slots, 1, r, d), `up` (slots, 1, V, r)."""
+        # Skip adapters that do not change the output head: all their factors are zero.
         if self._slot is not None and bool(down[self._slot].any()):
             factors = down[self._slot, 0].float(), up[self._slot, 0].float()
             added = hidden.float() @ factors[0].T @ factors[1].T * scale
@@ -238,7 +238,7 @@ class _OneAdapter:
 
 
 class _Beginning:
-    """A request that looks shorter than it is; everything else is the request's."""
+    """Proxy of a request with a smaller `num_tokens`; all other attributes are those of the request."""
 
     def __init__(self, request: Any, num_tokens: int) -> None:
         self._request = request

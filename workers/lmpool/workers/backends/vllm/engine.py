@@ -1,4 +1,4 @@
-"""Start of vLLM's engine core in this process: its arguments, its plugins, and errors in one line."""
+"""Starts vLLM's engine core in this process: arguments, plugins, adapters, and error messages of one line."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from lmpool.workers.backends.settings import (
 )
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture
 
-# Exceptions for options that do not fit, broken weights, and missing kernels, devices and memory: vLLM has no type.
+# Exceptions that vLLM raises for bad options, broken weights, and missing kernels, devices or memory; no common type.
 _ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
     AttributeError, AssertionError, SafetensorError, WorkerError,
@@ -48,12 +48,12 @@ _ERRORS = (
 
 _log = logging.getLogger(__name__)
 
-_CPU_KV_BYTES = 1 << 30  # Memory for keys and values on a CPU, where vLLM would take most of the machine's.
-_CPU_BLOCK = 32  # Tokens per block of keys and values; vLLM's CPU kernels need a multiple of 32.
+_CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where vLLM would take most of the memory.
+_CPU_BLOCK = 32  # Tokens per block of keys and values on a CPU; vLLM's CPU kernels need a multiple of 32.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that vLLM accepts for `max_lora_rank`.
 _PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
 
-# Dtypes of keys and values with fewer than 16 bits. With fp8 on a CPU rows were off by 1.1 to 1.6 (0.32.0).
+# Dtypes of keys and values with fewer than 16 bits. With fp8, rows of vLLM 0.32.0 on a CPU were off by 1.1 to 1.6.
 _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
 
 _REFUSED = {
@@ -67,7 +67,7 @@ _REFUSED = {
     **dict.fromkeys(("runner", "convert"), "rows come from models that generate"),
 }
 
-# Options that change rows by rounding at most: workers that differ only in these may serve the same model.
+# Options that change rows by rounding at most. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
     "async_scheduling", "attention_backend", "attention_config", "block_size", "compilation_config", "cpu_offload_gb",
     "cudagraph_capture_sizes", "disable_cascade_attn", "disable_log_stats", "download_dir", "enable_chunked_prefill",
@@ -88,26 +88,26 @@ def refusing(context: str) -> Iterator[None]:
         raise
     except _ERRORS as error:
         reason: BaseException = error
-        if isinstance(error, ValidationError):  # Pydantic checks vLLM's options; its first line counts the errors.
+        if isinstance(error, ValidationError):  # Take pydantic's first error: the message itself begins with a count.
             found = error.errors()[0]
             reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"])]))
         raise SettingsError(f"{context}: {first_line(reason)}") from error
 
 
 class VllmEngine:
-    """An engine core in this process that is ready to be stepped."""
+    """An engine core in this process, loaded and ready to run steps."""
 
     def __init__(self, settings: VllmSettings, folder: Path) -> None:
         processors = _allowed_processors(settings.logits_processors)
         given = user_arguments(settings)
-        # vLLM makes the processor itself, so each engine needs a class of its own that holds the target of its rows.
+        # vLLM creates the processor from its class, so each engine needs its own class with the target of its rows.
         processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
         arguments = engine_arguments(settings, folder) | given | {"logits_processors": [processor]}
         with refusing(f"model: vLLM {vllm_version} cannot serve {settings.model}"):
             self.config: Any = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
         model, kv_dtype = self.config.model_config, self.config.cache_config.cache_dtype
         if kv_dtype == "auto" and getattr(self.config.quant_config, "kv_cache_scheme", None):
-            kv_dtype = "fp8"  # vLLM treats every scheme of a checkpoint as fp8.
+            kv_dtype = "fp8"  # vLLM treats every `kv_cache_scheme` of a checkpoint as fp8.
         if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
             raise SettingsError(
                 f"engine_args: kv_cache_dtype={kv_dtype} cannot be served on a CPU: vLLM's rows would be off by more "
@@ -122,19 +122,19 @@ class VllmEngine:
         if self.config.load_config.load_format == "dummy":
             also["seed"] = model.seed
         self.revision = checkpoint_revision(folder, also)
-        # Request the processor's matrix tiles (Intel AMX) from the system. vLLM's bfloat16 attention on a CPU uses them
-        # without a request, and then the first use is an illegal instruction.
+        # Request Intel AMX (matrix tiles) from the operating system. vLLM's bfloat16 attention on a CPU uses AMX
+        # without this request, and the process would crash with an illegal instruction.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"):
             self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
-        self.loras: dict[str, LoRARequest] = {}  # By "name@revision": the names of loaded adapters in requests.
+        self.loras: dict[str, LoRARequest] = {}  # "name@revision" -> vLLM's handle of the loaded adapter, for requests.
         self.positions = PositionCapture(model.get_vocab_size(), self.loras)
         self.has_positions = not processors and self.capture_positions()
 
     def capture_positions(self) -> bool:
-        """Start to capture positions; False if they have other logits than rows."""
-        # Fast prefill skips positions in the last layers, and transferred keys and values skip them everywhere.
+        """Start to capture values at positions; False if vLLM does not compute all positions as it computes rows."""
+        # Fast prefill skips positions in the last layers, and transferred keys and values skip positions in all layers.
         if self.config.cache_config.kv_sharing_fast_prefill or self.config.kv_transfer_config is not None:
             return False
         try:
@@ -146,7 +146,7 @@ class VllmEngine:
 
     def add_lora(self, adapter: str, number: int, folder: Path) -> None:
         """Load an adapter ("name@revision") from a folder; vLLM identifies it by a number that was not used before."""
-        # By the qualified name: vLLM's prefix cache tells adapters apart by it.
+        # Use the qualified name, by which vLLM's prefix cache tells adapters apart.
         request = LoRARequest(adapter, number, str(folder))
         with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}"):
             if not self.core.add_lora(request):
@@ -155,7 +155,7 @@ class VllmEngine:
 
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:
-    """Descriptions of the installed logits processors, in load order. Refuses one that the user has not named."""
+    """Descriptions of the installed logits processors, in load order. Refuses processors that the user did not name."""
     entries = list(entry_points(group=LOGITSPROCS_GROUP))
     for entry in entries:
         if entry.name not in named:
@@ -169,7 +169,7 @@ def _allowed_processors(named: Sequence[str]) -> list[str]:
 
 
 def _foreign_plugins() -> list[str]:
-    """Descriptions of the general plugins of other packages, which vLLM runs when it starts, and which it logs."""
+    """Descriptions of other packages' general plugins, which vLLM runs at its start; also logged."""
     plugins = [
         _described(entry)
         for entry in entry_points(group=DEFAULT_PLUGINS_GROUP)
@@ -202,23 +202,23 @@ def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
-    """The arguments of vLLM that the user's options replace."""
+    """Default arguments of vLLM that follow from the backend's settings; the user's options override them."""
     places = settings.max_batch + settings.sessions
     arguments: dict[str, Any] = {
         "model": str(folder),
         "trust_remote_code": settings.trust_remote_code,
         "dtype": checkpoint_dtype(folder, settings.dtype),
-        # vLLM requires a token per place.
+        # vLLM requires at least one token of a step's token limit for each slot of the batch.
         "max_num_seqs": min(places, settings.max_batch_tokens or places),
         "max_num_batched_tokens": settings.max_batch_tokens,
-        # vLLM samples one token for every prompt.
+        # Add one position, because vLLM samples one token for every prompt.
         "max_model_len": None if settings.max_prompt_tokens is None else settings.max_prompt_tokens + 1,
         "kv_cache_memory_bytes": settings.kv_cache_bytes,
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "use_tqdm_on_load": sys.stderr.isatty(),  # No progress bars in a log.
+        "use_tqdm_on_load": sys.stderr.isatty(),  # Show no progress bars if stderr is a log file.
     }
     if current_platform.is_cpu():
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES
@@ -229,7 +229,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
             ranks |= lora.ranks_of(lora.read_adapter_config(checked_adapter(source, folder)))
         if (rank := max(ranks)) > _LORA_RANKS[-1]:
             raise SettingsError(f"adapters: one has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
-        # One more than there are: on a CPU prompts without an adapter were given one's rows otherwise.
+        # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter got an adapter's rows.
         rank = next(each for each in _LORA_RANKS if each >= rank)
         arguments |= {"enable_lora": True, "max_loras": slots + 1, "max_cpu_loras": slots + 1, "max_lora_rank": rank}
     return arguments

@@ -1,11 +1,11 @@
-"""Sessions: prompts whose keys and values stay in the engine, so that only their next tokens are computed.
+"""Sessions: prompts whose keys and values stay in vLLM's engine, so that only their next tokens are computed.
 
-Prefix caching alone reuses only full blocks, and looks up each of them again. A session is a request of the engine that
-stays open after its row has been taken. No other request can use its memory, so sessions are opened only for prompts
-that have begun to grow, their number is limited, and the oldest is closed first.
+Prefix caching alone reuses only full blocks, and looks up each block again. A session is a request of the engine that
+stays open after its row was computed. No other request can use a session's memory. So a session is opened only for a
+prompt that has begun to grow, the number of sessions is limited, and the oldest session is closed first.
 
-A prompt continues a session by one block of tokens at most: for a longer prompt, prefix caching finds nearly all. Nor
-does a prompt continue one by more tokens than the session has: many prompts begin with the same few tokens.
+A prompt may extend a session by at most one block of tokens: for a longer prompt, prefix caching finds nearly all
+tokens. A prompt may extend a session by at most the session's own length: many prompts share their first few tokens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import NamedTuple
 from zlib import crc32
 
 _ID_BYTES = 4  # Bytes of a token id.
-_RECENT = 100_000  # Prompts that are remembered, to recognise those that grow; about 10 MB.
-_MAX_NEW = 64  # Max new tokens of a prompt that continues a session, even if blocks are larger: each is a look-up.
+_RECENT = 100_000  # Max recent prompts that are remembered, to recognise prompts that grow; they take about 10 MB.
+_MAX_NEW = 64  # Max new tokens of a prompt that extends a session, whatever the block size: each costs a look-up.
 
 
 class KvSession(NamedTuple):
-    """A request of the engine that stays open; `ids` is its computed prompt as little-endian uint32 bytes."""
+    """A request of the engine that stays open; `ids` holds the computed token ids as little-endian uint32 bytes."""
 
     adapter: str
     ids: bytes
@@ -30,11 +30,11 @@ class KvSession(NamedTuple):
 
 
 class KvSessions:
-    """The sessions of an engine, and the recent prompts.
+    """The sessions of an engine, and checksums of recent prompts. A waiting session is one that no prompt uses now.
 
     Args:
-        most: sessions that may wait at once.
-        most_tokens: tokens that all sessions may hold together.
+        most: max sessions that wait at once.
+        most_tokens: max tokens that all sessions hold together.
         block: tokens per block of memory; a session holds whole blocks.
     """
 
@@ -42,35 +42,35 @@ class KvSessions:
         self._most = most
         self._most_tokens = most_tokens
         self._block = block
-        # The sessions that wait, by the checksums of their prompts: of two equal checksums the later one stays.
+        # Checksum of a prompt -> waiting session. A new session replaces a session with the same checksum.
         self._idle: OrderedDict[int, KvSession] = OrderedDict()
-        self._held: dict[str, int] = {}  # Request -> tokens, also of sessions that are running.
-        # Checksums too: if two prompts share one, a session is opened that no prompt continues.
+        self._held: dict[str, int] = {}  # Request of each session, waiting or in use -> number of tokens that it holds.
+        # Checksums of recent prompts. Two prompts with one checksum at worst open a session that no prompt extends.
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def take(self, adapter: str, ids: bytes) -> KvSession | None:
-        """Remove and return the longest session that a prompt continues, if there is one.
+        """Remove and return the longest waiting session that a prompt extends; None if there is no such session.
 
-        The session holds its memory until it is kept again or forgotten.
+        The session's memory still counts until the caller passes its request to `keep` or `forget`.
         """
         if not self._idle:
             return None
         for checksum in self._checksums_before(adapter, ids):
             session = self._idle.get(checksum)
-            # Compare the ids too: another prompt's keys and values would make a wrong row.
+            # Compare the ids too, because two prompts may share a checksum, and the row would be wrong.
             if session is not None and session.adapter == adapter and ids.startswith(session.ids):
                 return self._idle.pop(checksum)
         return None
 
     def forget(self, request: str) -> None:
-        """A session was closed."""
+        """Record that a session was closed, and no longer count its memory."""
         self._held.pop(request, None)
 
     def is_growing(self, adapter: str, ids: bytes) -> bool:
-        """Whether a prompt extends a recent one by a few tokens, which is worth a session. Records the prompt."""
+        """Record a prompt; returns whether it extends a recent prompt by a few tokens, and so is worth a session."""
         if not self._most:
             return False
         recent, checksum = self._recent, _checksum(adapter, ids)
@@ -82,13 +82,13 @@ class KvSessions:
         return is_growing
 
     def keep(self, adapter: str, ids: bytes, request: str) -> list[str]:
-        """Let a session wait; returns the requests to close in exchange."""
+        """Add a waiting session; returns the requests of sessions that the caller must close to stay in the limits."""
         checksum = _checksum(adapter, ids)
         closed = self._close([checksum] if checksum in self._idle else [])
         self.forget(request)
         tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
-            return [*closed, request]  # Otherwise all others would be closed, and then this one too.
+            return [*closed, request]  # Close this session now; the loop below would first close all other sessions.
         self._idle[checksum] = KvSession(adapter, ids, request)
         self._held[request] = tokens
         while self._idle and (len(self._idle) > self._most or sum(self._held.values()) > self._most_tokens):
@@ -96,11 +96,11 @@ class KvSessions:
         return closed
 
     def close_adapter(self, adapter: str) -> list[str]:
-        """Forget the waiting sessions of an adapter; returns their requests."""
+        """Remove the waiting sessions of an adapter; returns their requests, which the caller must close."""
         return self._close([checksum for checksum, session in self._idle.items() if session.adapter == adapter])
 
     def close_oldest(self, number: int) -> list[str]:
-        """Forget the sessions that have waited longest; returns their requests."""
+        """Remove the sessions that have waited longest; returns their requests, which the caller must close."""
         return self._close(list(islice(self._idle, number)))
 
     def _close(self, checksums: Iterable[int]) -> list[str]:
@@ -110,14 +110,14 @@ class KvSessions:
         return closed
 
     def _checksums_before(self, adapter: str, ids: bytes) -> Iterator[int]:
-        """The checksums of the prompts that a prompt may extend, longest first."""
+        """The checksums of the prompt's prefixes that a session may hold, longest prefix first."""
         length = len(ids) // _ID_BYTES
         shortest = max(length - min(self._block, _MAX_NEW), (length + 1) // 2, 1)
         if shortest >= length:
             return
         checksum = _checksum(adapter, ids[: shortest * _ID_BYTES])
         checksums = [checksum]
-        # Each checksum continues the one before it, so all together cost little more than the prompt's own.
+        # Compute each checksum from the previous one, so that all cost little more than the checksum of the prompt.
         for end in range((shortest + 1) * _ID_BYTES, len(ids), _ID_BYTES):
             checksum = ((checksum >> 32) + _ID_BYTES) << 32 | crc32(ids[end - _ID_BYTES : end], checksum & 0xFFFFFFFF)
             checksums.append(checksum)
@@ -125,5 +125,5 @@ class KvSessions:
 
 
 def _checksum(adapter: str, ids: bytes) -> int:
-    """A checksum of a prompt: its length in bytes above its CRC."""
+    """A checksum of a prompt: its length in bytes in the upper bits, its CRC-32 in the lower 32 bits."""
     return len(ids) << 32 | crc32(ids, crc32(adapter.encode()))
