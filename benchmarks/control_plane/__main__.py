@@ -212,8 +212,8 @@ by `python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md`
 
 *Poll*: a waiting producer reads its model's info and counts the live workers, once per second. *Submit*: one call of
 `submit.lua` for one new prompt, with other prompts in the stream. *Worker, 1 s*: the commands that a worker sends in
-one second while it computes and holds {2 * _BATCH} prompts, with a lease of {_INFO.lease_s:g} s. They are heartbeats,
-renewals, claims, sweeps and reads, without prompts and rows. The last column adds one busy producer per
+one second while it computes and holds {2 * _BATCH} prompts, with a lease of {_INFO.lease_s:g} s. The commands are
+heartbeats, renewals, claims, sweeps and reads, without prompts and rows. The last column adds one busy producer per
 worker.
 
 | workers | poll, ms | submit, µs | worker, 1 s, µs | all workers, % of a core | workers and producers, % of a core |
