@@ -1,4 +1,4 @@
-"""A process with one producer of the commit that its interpreter has: `python -m benchmarks.clients.compare_client`.
+"""A process with one producer of the lmpool commit in its environment: `python -m benchmarks.clients.compare_client`.
 
 Uses only `Producer`, its `model` and its `stats()`, so that it runs with older commits.
 """
@@ -122,7 +122,7 @@ async def main(client: Callable[[Producer], Bursts]) -> None:
     parser.add_argument("--cache-bytes", type=int)
     parser.add_argument("--priority")
     given = parser.parse_args()
-    # Pass only options that were given: older commits may not have the others.
+    # Pass only options that were given: older commits may not have the other options.
     options: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority}
     settings = {name: value for name, value in options.items() if value is not None}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
