@@ -87,7 +87,7 @@ _GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TR
 _MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM}
 # The measures that need the peers' environment.
 _WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
-_REPEATS, _QUICK_REPEATS = 5, 2  # Samples of each side.
+_REPEATS, _QUICK_REPEATS = 5, 2  # Samples of each side, in a full run and in a quick run.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -2,8 +2,8 @@
 
     python -m tools.images FOLDER [--model FOLDER_OF_A_MODEL] [TARGET ...]
 
-For machines without a Docker daemon and without access to an image registry. `mmdebstrap` builds the base image from
-Debian's packages; the program stores it in FOLDER under the name in FROM, so that the Dockerfile needs no change. Needs
+The command needs neither a Docker daemon nor access to an image registry. `mmdebstrap` builds the base image from
+Debian's packages; the program stores it in FOLDER under the name in FROM, so the Dockerfile needs no change. It needs
 root, and `apt-get install buildah mmdebstrap`.
 
 pip in the build uses the settings of `pip config list` on this machine. The build receives them as a secret, which no
@@ -85,7 +85,7 @@ class Buildah:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="folder of the images")
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"choose from {', '.join(TARGETS)} (default: all)")
@@ -162,7 +162,7 @@ def _pip_settings() -> tuple[dict[str, str], dict[str, str]]:
     listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
     settings = dict(re.findall(r"^(?::env:|global)\.(\S+?)='(.*)'$", listed.stdout, re.MULTILINE))
     words = {word for value in settings.values() for word in value.split()}
-    # The files of a local index lie next to it, so mount its parent folder.
+    # The packages of a local index lie next to the index, so mount its parent folder.
     folders = {str(Path(word.removeprefix("file://")).parent) for word in words if word.startswith("file:///")}
     paths = {path for path in folders | {word for word in words if word.startswith("/")} if Path(path).exists()}
     # Mount below /mnt: Debian's packages may write files at the original paths.

@@ -34,7 +34,7 @@ _STAMP = "lmpool-engine.json"
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("engine", choices=("vllm", "sglang"))
     parser.add_argument("folder", type=Path)

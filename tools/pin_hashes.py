@@ -43,7 +43,7 @@ def hashes_of(pins: list[str], machine: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     text = REQUIREMENTS.read_text("utf-8")
     found: dict[str, list[str]] = {}
     # pip resolves one version per package, so resolve the versions for `bulk` separately.

@@ -8,7 +8,7 @@ its return.
 - A file counts if one of its functions or coroutines runs, or resumes, in every one of these requests. This rule
   excludes periodic tasks that happen to run during one request.
 - Calls are the frames of these files that run; a coroutine that resumes several times is one call. The reported number
-  is that of the request with the fewest calls, because background tasks add to the others.
+  is that of the request with the fewest calls, because background tasks add calls to the other requests.
 - A type carries a prompt if it is a class of the package, an instance appears among the locals of these frames (or in
   an attribute of such an object), and one of its attributes holds the prompt's ids, its digest, or an object that holds
   either. The digest is found as a bytes value of at least 16 bytes next to the ids that belongs to no other prompt.
@@ -33,7 +33,7 @@ WORKER = "lmpool.workers.worker"
 _PRODUCER = "lmpool.producer"
 _MODEL = "structure"  # The name of the served model.
 _WARM_UPS = 5  # Requests that are not recorded: the first ones open connections and load scripts.
-_REQUESTS = 100  # Recorded requests: on a busy machine, 20 slow ones may all meet the same periodic task.
+_REQUESTS = 100  # Recorded requests: on a busy machine, one periodic task may run during each of 20 slow requests.
 _PROMPT_TOKENS = 12  # Tokens per prompt.
 _MIN_DIGEST_BYTES = 16  # Shorter byte strings next to the ids are not digests.
 

@@ -44,7 +44,7 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 """Comment in a page -> the text that replaces it."""
 START_LIMIT_S = 900.0
-"""Seconds in which the worker must serve: a busy machine needed more than 120. If it ends, the build fails at once."""
+"""Seconds in which the worker must serve: a busy machine needed more than 120. If the worker ends, the build fails."""
 
 POLL_S = 5.0
 """Seconds between two checks that the worker still runs while it loads the model."""
@@ -221,7 +221,7 @@ def build(source: Path, site: Path, *options: str) -> int:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("site", type=Path, help="folder of the built site")
     parser.add_argument("--model", type=Path, help="folder of SmolLM2; without it the tutorials do not run")

@@ -32,7 +32,7 @@ class BulkClient:
         return time.perf_counter() - start
 
     async def stream(self, source: str, top: int) -> float:
-        """Seconds for the same results from a producer, which discards them; reading the file does not count."""
+        """Seconds to request the results of all lines with a producer; the time to read the file does not count."""
         lines = await asyncio.to_thread(Path(source).read_text, "utf-8")
         texts = iter([json.loads(line)["ids"] for line in lines.splitlines()])
 
@@ -46,7 +46,7 @@ class BulkClient:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--redis", required=True)
     parser.add_argument("--model", required=True)

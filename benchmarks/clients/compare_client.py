@@ -1,4 +1,4 @@
-"""A process with one producer of the commit that its interpreter has: `python -m benchmarks.clients.compare_client`.
+"""A process with one producer of the lmpool commit in its environment: `python -m benchmarks.clients.compare_client`.
 
 Uses only `Producer`, its `model` and its `stats()`, so that it runs with older commits.
 """
@@ -37,7 +37,7 @@ class Bursts:
         self._prompts: list[Ids] = []
 
     def handlers(self) -> list[Handler]:
-        """The handlers; the name of each is the name of its request."""
+        """The handlers; a request names its handler by the name of the method."""
         return [self.new, self.again, self.alone, self.together, self.extend]
 
     async def new(self, rows: int, concurrency: int) -> float:
@@ -47,7 +47,7 @@ class Bursts:
             return await self._stream(self._prompts, concurrency)
 
     async def again(self, times: int, concurrency: int) -> float:
-        """Seconds for the prompts of the last `new`, `times` times; all rows must come from the cache in Redis."""
+        """Seconds to request the prompts of the last `new` again, `times` times; Redis must have cached all rows."""
         before = self._producer.stats().cache_hits
         seconds = await self._stream(itertools.chain.from_iterable([self._prompts] * times), concurrency)
         hits = self._producer.stats().cache_hits - before
@@ -110,19 +110,19 @@ class Bursts:
 
 
 def probe(row: NDArray[np.float32]) -> list[float]:
-    """The first entries of a row, to compare two sides."""
+    """The first entries of a row, which the benchmark compares between two sides."""
     return [float(value) for value in row[:8]]
 
 
 async def main(client: Callable[[Producer], Bursts]) -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--redis", required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--cache-bytes", type=int)
     parser.add_argument("--priority")
     given = parser.parse_args()
-    # Pass only options that were given: older commits may not have the others.
+    # Pass only options that were given: older commits may not have the other options.
     options: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority}
     settings = {name: value for name, value in options.items() if value is not None}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:

@@ -1,7 +1,7 @@
 """Prints how many ms of a step of the hf backend are not spent in the forward, one line per step.
 
 64 prompts wait; each extends a prompt of 2,000 tokens, whose keys and values are cached, by one token. The model is
-tiny, so that the figure is about the backend. It is processor time, of N rounds:
+tiny, so that most of the time is the backend's. The times are processor times, of N rounds:
 `python -m benchmarks.clients.hf_steps N`.
 """
 
@@ -25,7 +25,7 @@ _V, _PROMPTS, _TOKENS = 97, 64, 2000
 
 
 def main(steps: int) -> None:
-    """Print the ms of each of so many steps."""
+    """Print the ms of each of `steps` steps."""
     torch.set_num_threads(1)
     inside = [0.0]
     last_logits = Forward.last_logits

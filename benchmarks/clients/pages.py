@@ -12,7 +12,7 @@ from benchmarks.harness.line_protocol import serve
 
 _READY_S = 60.0  # Seconds in which the service must become ready.
 _POLL_S = 0.05  # Interval at which readiness is checked.
-_LINE_BYTES = 2**24  # Max bytes of a line of the stream: a frame is one line.
+_LINE_BYTES = 2**24  # Max bytes of a line of the event stream; each frame is one line.
 
 
 class Pages:
@@ -71,7 +71,7 @@ async def _open(port: int, path: str, token: str, more: str = "") -> tuple[async
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     pages = Pages()
     await serve({"until_ready": pages.until_ready, "watch": pages.watch})
 

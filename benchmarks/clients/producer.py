@@ -16,14 +16,14 @@ from lmpool.protocol.keys import Keys
 
 _LOCK_STEP_TEXTS = 32  # Texts whose prefixes are requested together.
 _LATE_S = 10.0  # Seconds for which `steady_load` waits for the last rows.
-_IN_FLIGHT_S = 0.5  # Seconds after which a worker computes a submitted prompt.
+_IN_FLIGHT_S = 0.5  # Seconds to wait until a worker computes a submitted prompt.
 
 
 class Client(Bursts):
-    """More handlers, which need API that older commits do not have."""
+    """Handlers that use parts of the API that older commits do not have."""
 
     def handlers(self) -> list[Handler]:
-        """The handlers; the name of each is the name of its request."""
+        """The handlers; a request names its handler by the name of the method."""
         ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
         ours += [
             self.top_tokens,
@@ -36,7 +36,7 @@ class Client(Bursts):
         return [*super().handlers(), *ours, self.latencies, self.again_in_batches, self.alone_again]
 
     async def again_in_batches(self, times: int, size: int) -> float:
-        """Seconds for the rows of the last `new`, `times` times, in batches."""
+        """Seconds to request the prompts of the last `new` again, `times` times, in batches of `size`."""
         start = time.perf_counter()
         for _ in range(times):
             for at in range(0, len(self._prompts), size):
@@ -95,13 +95,13 @@ class Client(Bursts):
         return time.perf_counter() - start
 
     async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """Seconds for the top-k tokens at every position of texts, and the values at the last position."""
+        """Request the top-k tokens at every position of texts; return seconds, and the values at the last position."""
         start = time.perf_counter()
         values, _ = (await self._producer.batch_positions(texts, top=top))[-1]
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
     async def top_tokens_by_prefix(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """Like `top_tokens`, with one prompt per position; texts of equal length grow in lock step."""
+        """Like `top_tokens`, with one prompt per position; the texts have equal lengths, and grow in lock step."""
         start = time.perf_counter()
         for first in range(0, len(texts), _LOCK_STEP_TEXTS):
             batch = texts[first : first + _LOCK_STEP_TEXTS]
@@ -119,7 +119,7 @@ class Client(Bursts):
         return [(prefix + prompt.digest).hex() for prompt in encoded]
 
     async def grow(self, contexts: list[Ids], steps: int) -> dict[str, Any]:
-        """Seconds for contexts that grow by one token `steps` times; their first rows are computed before."""
+        """Seconds for contexts that grow by one token `steps` times; the clock starts after their initial rows."""
         await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - steps]) for ids in contexts])
         start = time.perf_counter()
         for left in range(steps - 1, -1, -1):
@@ -143,7 +143,7 @@ class Client(Bursts):
     async def particles(self, prompt: Ids, number: int, steps: int) -> float:
         """Rows per second of a particle filter, which requests the rows of all distinct contexts in every step.
 
-        All contexts begin with the prompt. Every second step resamples them, with cubes of random numbers as weights,
+        All contexts begin with the prompt. Every second step resamples them with cubes of random numbers as weights,
         so that few contexts have most children. Each context then grows by a random token.
         """
         contexts, requests = np.tile(np.asarray(prompt), (number, 1)), 0

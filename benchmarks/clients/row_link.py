@@ -64,7 +64,7 @@ def _digests(start: int) -> list[bytes]:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     user = RowLinkUser(sys.argv[1], int(sys.argv[2]))
     await serve({handler.__name__: handler for handler in (user.put, user.get)})
 

@@ -20,7 +20,7 @@ from benchmarks.harness.line_protocol import serve
 
 _BATCH = 64  # Prompts per forward of AsyncTransformer.
 _TIMEOUT_S = 0.005  # Seconds for which AsyncTransformer collects prompts.
-# Endless words and commas, so that no particle ends before the last step.
+# Match any number of words and commas, so that no particle ends before the last step.
 _PATTERN = r"( [a-z]+,?)+"
 
 
@@ -62,7 +62,7 @@ def _load(model: str, redis: str | None) -> Any:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--redis")

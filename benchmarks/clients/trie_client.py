@@ -22,7 +22,7 @@ from lmpool.protocol.row import Values
 Ids = list[int]
 
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
-_PREFIXES = 2048  # Prefixes requested: the ones with the most children.
+_PREFIXES = 2048  # Number of requested prefixes: those with the most children.
 _TOLERANCE = 1e-4  # Max relative difference between the pool's and local values.
 
 
@@ -60,7 +60,7 @@ class TrieClient:
         self._lone = ((ids, prefixes[turn]) for turn in range(_PREFIXES) for ids in drawn[prompts:])
 
     async def by_reference(self, requests: int, concurrency: int) -> float:
-        """Seconds for the children of prefixes, for prompts with cached rows and many prefixes each."""
+        """Seconds to request the values of prefixes' children; each prompt has a cached row and many prefixes."""
         return await self._request(self._pairs, requests, concurrency)
 
     async def by_lone_reference(self, requests: int, concurrency: int) -> float:
@@ -76,7 +76,7 @@ class TrieClient:
         seconds = await _stream(calls, concurrency)
         computed = self._producer.stats().computed - before
         # A full server evicts random samples, sometimes one of these rows. A worker that serves tries of its model
-        # counts their results as computed too.
+        # counts results of tries as computed too.
         if computed > requests / 100 and not self._producer.model.answers_tries:
             raise RuntimeError(f"the workers computed {computed} of {requests} rows; the cache should have held them")
         return seconds
@@ -113,7 +113,7 @@ async def _stream(calls: Iterator[Callable[[], Awaitable[Values]]], concurrency:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--redis", required=True)
     parser.add_argument("--model", required=True)

@@ -1,6 +1,6 @@
 """A process with lmpool's tries, without a pool: `python -m benchmarks.clients.trie_kernels INPUTS [DEVICE]`.
 
-Unlike a worker, it returns freed memory to the system, as the peer does.
+Unlike a worker, this process returns freed memory to the system, as genlm-backend's process does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Kernels:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     kernels = Kernels(read_inputs(sys.argv[1]), *sys.argv[2:3] or ["cpu"])
     await serve({handler.__name__: handler for handler in (kernels.build, kernels.compute, kernels.probe)})
 

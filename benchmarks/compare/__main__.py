@@ -1,6 +1,6 @@
 """`make bench-compare BASE=<commit>`: check that the pool is not slower than at an earlier commit.
 
-Each of the two pools has its own environment, server, workers and client process. They run in turns; the other pool is
+Each of the two pools has its own environment, server, workers and client process. The pools run in turns; the other is
 idle. Both clients run the same program, and both servers the same binary. All packages but lmpool have the same version
 on both sides.
 """
@@ -26,9 +26,9 @@ from benchmarks.harness.report import BEST_COMMIT
 from benchmarks.harness.testbed import MEMORY_BYTES, Testbed, open_testbed
 from lmpool.errors import LMPoolError
 
-_TOLERANCE = 0.02  # A ratio down to 0.98 counts as no worse.
+_TOLERANCE = 0.02  # A ratio of rates down to 0.98 counts as not worse.
 _ROUNDS = 5  # Each round starts new processes.
-_MIN_PAIRS = 6  # With fewer pairs, all lie on one side of the true median by chance more often than in 1 of 20 runs.
+_MIN_PAIRS = 6  # With fewer pairs, all ratios lie on one side of the true median in more than 1 of 20 runs.
 _QUICK_PAIRS = 2  # Pairs per measure in a quick run.
 _QUICK_MEMORY_BYTES = 256 * 2**20  # The server's limit in a quick run.
 
@@ -74,7 +74,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environment]]) -> list[list[Pair]]:
-    """Pairs of bursts in rounds. Each round has new processes: two processes of one program are not equally fast."""
+    """Take pairs of bursts in rounds. Each round has new processes: processes of one program are not equally fast."""
     for testbed, _ in sides:
         testbed.refill()
     rounds = []
@@ -83,7 +83,7 @@ def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environme
             pools = [Pool(testbed, environment, measure) for testbed, environment in sides]
             for pool in _in_turn(pools, number):
                 stack.enter_context(pool.open())
-            # Spread the pairs over the rounds; their sizes differ by at most one.
+            # Spread the pairs over the rounds; two rounds differ by at most one pair.
             rounds.append(
                 [_pair(pools, number + index) for index in range(pairs // _ROUNDS + (number < pairs % _ROUNDS))]
             )
@@ -97,7 +97,7 @@ def _pair(pools: Sequence[Pool], number: int) -> Pair:
 
 
 def _in_turn(pools: Sequence[Pool], number: int) -> Sequence[Pool]:
-    """A B, then B A, so that a change of the machine during a pair affects both sides alike."""
+    """Alternate the orders A B and B A, so that a change of the machine during a pair affects both sides alike."""
     return pools if number % 2 == 0 else pools[::-1]
 
 

@@ -20,7 +20,7 @@ from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, FULL_V,
 _READY_S = 180.0  # Seconds in which workers must become ready; they load models.
 # A worker counts as idle below this share of a core, measured over this many seconds.
 _IDLE_SHARE, _IDLE_S = 0.04, 0.5
-_MAX_IDLE_S = 30.0  # Seconds to wait for idle workers: some commits have workers that never are.
+_MAX_IDLE_S = 30.0  # Max seconds to wait for idle workers: in some commits, workers are never idle.
 _MODEL = "compared"
 _QUICK = 16  # A quick burst has this fraction of the rows.
 _FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
@@ -33,14 +33,14 @@ class Measure:
     """A measure that runs on both pools.
 
     Attributes:
-        meaning: definition of its figures.
-        do: the client's handler, see `compare_client`.
-        arguments: number of rows -> arguments of a burst, which both pools receive.
+        meaning: definition of the measure's figures.
+        do: name of the client's handler, see `compare_client`.
+        arguments: function from a number of rows to the arguments of a burst, which both pools receive.
         rows: rows per burst.
-        options: of the workers; synthetic by default.
+        options: options of the workers; the default is a synthetic backend.
         workers: number of workers.
-        cache_bytes: of the producer; None for its default.
-        cached_rows: rows computed before the bursts, which fetch them from the cache.
+        cache_bytes: the producer's `cache_bytes`; None for the default.
+        cached_rows: number of rows computed before the bursts, which fetch these rows from the cache.
         extra: the extra of the package that the workers need.
         pairs: default number of pairs of bursts.
     """
@@ -67,7 +67,7 @@ def _draw(number: int, length: int) -> list[list[int]]:
 
 _TINY = ("--vocab-size", str(TINY_V))
 _CACHED_ROWS = 1024  # 192 MiB of float32 rows.
-_CONTEXTS, _SHARED_TOKENS = 16, 64  # Growing contexts, and tokens that they share.
+_CONTEXTS, _SHARED_TOKENS = 16, 64  # Number of growing contexts, and of tokens that all contexts share.
 
 MEASURES = {
     "tiny": Measure("new rows/s, V = 64", "new", _new(CONCURRENCY_TINY), 16_384, _TINY),
@@ -114,7 +114,7 @@ MEASURES = {
     ),
 }
 DEFAULT_MEASURES = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alone-f32")
-"""The measures without `--measures`."""
+"""The measures that run if `--measures` is not given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ class Pool:
         return self._testbed.process("worker", *command, *backend, *options, **self._variables)
 
     def _await(self, workers: list[Process]) -> None:
-        """Wait until the workers are ready, by `lmpool status` of their commit, because keys differ between commits."""
+        """Wait until the workers are ready, as `lmpool status` of their commit reports: keys differ between commits."""
 
         def are_ready() -> bool:
             for worker in workers:

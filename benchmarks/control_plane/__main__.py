@@ -39,7 +39,7 @@ from lmpool.workers.settings import WorkerSettings
 _KEYS = Keys()
 _INFO = ModelInfo("m", "synthetic", 512, 131_072, "seed-0", "float32")
 _MODEL = _KEYS.model(_INFO.name)
-_WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Sizes of the measured fleets.
+_WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Numbers of workers, in full and in quick runs.
 _BATCH = 32  # Prompts per step of a worker.
 _READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.
 _READERS = 50  # Connections that block concurrently: a server checks for timed-out clients only ten times a second.
@@ -123,7 +123,7 @@ class _Fleet:
         return f"| {' | '.join(cells)} |"
 
     async def _hold(self, worker: str) -> list[bytes]:
-        """Let a worker hold two batches; return their entries."""
+        """Let a worker hold two batches of jobs; return the entries of these jobs."""
         async with self._client.pipeline(transaction=False) as pipe:
             for _ in range(2 * _BATCH):
                 pipe.xadd(_MODEL.jobs, {"m": b"x" * 512})
@@ -141,7 +141,7 @@ class _Fleet:
         await asyncio.gather(*(connection.call(*command) for connection in self._connections))
 
     async def _workers_second(self) -> float:
-        """The server's processor time for one second of all workers, without prompts and rows."""
+        """The server's processor time for the commands of all workers in one second, without prompts and rows."""
         beat = await self._server_s(self._heartbeats, 1) / self._settings.heartbeat_s
         claim = await self._server_s(self._claims, 1) * 3 / self._settings.lease_s
         take = await self._server_s(self._take, 4) / _READERS * _READS_PER_S
@@ -212,8 +212,8 @@ by `python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md`
 
 *Poll*: a waiting producer reads its model's info and counts the live workers, once per second. *Submit*: one call of
 `submit.lua` for one new prompt, with other prompts in the stream. *Worker, 1 s*: the commands that a worker sends in
-one second while it computes and holds {2 * _BATCH} prompts, with a lease of {_INFO.lease_s:g} s. They are heartbeats,
-renewals, claims, sweeps and reads, without prompts and rows. The last column adds one busy producer per
+one second while it computes and holds {2 * _BATCH} prompts, with a lease of {_INFO.lease_s:g} s. The commands are
+heartbeats, renewals, claims, sweeps and reads, without prompts and rows. The last column adds one busy producer per
 worker.
 
 | workers | poll, ms | submit, µs | worker, 1 s, µs | all workers, % of a core | workers and producers, % of a core |

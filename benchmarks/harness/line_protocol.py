@@ -1,4 +1,4 @@
-"""The child's end of the line protocol: one JSON request per line on stdin, one JSON response per line on stdout.
+"""The child's side of the line protocol: one JSON request per line on stdin, one JSON response per line on stdout.
 
 Imports only the standard library: the peers' processes use it in an environment without lmpool.
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 Handler = Callable[..., Awaitable[Any]]
 
-_MAX_LINE_BYTES = 64 * 2**20  # A request carries at most some thousand prompts.
+_MAX_LINE_BYTES = 64 * 2**20  # Max bytes of a request, which has at most some thousand prompts.
 
 
 async def serve(handlers: dict[str, Handler]) -> None:

@@ -50,11 +50,11 @@ class Result:
     """One row of the report: the ratios of A to B.
 
     Attributes:
-        name: the measure.
+        name: name of the measure.
         meaning: one sentence that defines A and B.
-        goal: None when the figure is for orientation only.
-        a: the numerator.
-        b: the denominator, with as many samples.
+        goal: the bound for the ratio; None when the ratio is for orientation only.
+        a: samples of the numerator.
+        b: samples of the denominator, the same number.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Interval:
             )
             for _ in range(_RESAMPLES)
         )
-        tail = _RESAMPLES // 40  # 2.5 % on each side.
+        tail = _RESAMPLES // 40  # Number of bootstrap samples in a tail of 2.5 %.
         all_ratios = [ratio for ratios in rounds for ratio in ratios]
         return cls(statistics.median(all_ratios), medians[tail], medians[-tail - 1])
 

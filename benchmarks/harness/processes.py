@@ -19,7 +19,7 @@ from typing import Any, Self
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 _FINISH_S = 2.0  # Seconds in which a child must end after the end of its input.
-_STOP_S = 10.0  # Seconds between SIGTERM and SIGKILL: a worker drains.
+_STOP_S = 10.0  # Seconds between SIGTERM and SIGKILL, in which a worker drains.
 _START_S = 180.0  # Seconds in which a child must be ready: some load models.
 _LOG_LINES = 15  # Last lines of the log in an error message.
 
@@ -29,11 +29,11 @@ class BenchmarkError(Exception):
 
 
 class Skipped(Exception):
-    """A measure does not apply on this machine, such as one of a missing device; the message says why."""
+    """A measure does not apply on this machine, for example because it needs a GPU; the message says why."""
 
 
 def run(*command: str) -> str:
-    """Run a program of any environment, so without PYTHONPATH, and return its output.
+    """Run a program and return its output; without PYTHONPATH, because the program may be of another environment.
 
     Raises:
         BenchmarkError: the program cannot start, or its exit code is not 0.
@@ -108,7 +108,7 @@ class Process:
                     pipe.close()
         if self._answers and self._ends_within(_FINISH_S):
             return
-        # Only one SIGTERM: on the second a worker exits without releasing its jobs.
+        # Send only one SIGTERM: on a second SIGTERM, a worker exits without releasing its jobs.
         self.terminate()
         if not self._ends_within(_STOP_S):
             process.kill()

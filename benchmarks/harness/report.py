@@ -31,8 +31,8 @@ _HEAD = """\
 
 Each figure is a ratio of A to B. One run measures both sides in turns (A B A B …), with real processes on one embedded
 server that is full and evicts. The table shows the median of {repeats} samples of each side, with the minimum and the
-maximum in brackets, and the median of the ratios of the pairs. Absolute figures depend on the machine and its load; the
-ratios much less.
+maximum in brackets, and the median of the ratios of the pairs. Absolute figures depend on the machine and its load much
+more than the ratios do.
 
 `make bench` writes six pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
 docs/benchmarks.md`), [benchmarks-control-plane.md](benchmarks-control-plane.md) for the cost of the control plane,
@@ -44,11 +44,11 @@ measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-v
 another environment. The engines run in the environments that `make test` builds, or in the folder that
 `LMPOOL_BENCH_ENGINES` names.
 
-To compare two commits, do not compare two of these pages: run `make bench-compare BASE=<commit>`. It runs both pools on
-one machine in turns, each with its own environment, server, workers and client. It prints the ratios of rates and of
-processor time per row, with 95 % confidence intervals. Its exit code is 1 if an interval of rates lies entirely below
-0.98. The default base is the fastest commit so far, `{best}`. COMPARE passes options (`COMPARE="--measures tiny cached
---pairs 100"`)."""
+To compare two commits, do not compare two of these pages: run `make bench-compare BASE=<commit>`. The command runs both
+pools on one machine in turns, each with its own environment, server, workers and client. It prints the ratios of rates
+and of processor time per row, with 95 % confidence intervals. The exit code is 1 if an interval of rates lies entirely
+below 0.98. The default base is the fastest commit so far, `{best}`. COMPARE passes options
+(`COMPARE="--measures tiny cached --pairs 100"`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def write_inputs(folder: Path) -> Path:
 
 
 def read_inputs(path: str) -> Inputs:
-    """Read what `write_inputs` wrote."""
+    """Read the inputs that `write_inputs` wrote."""
     with np.load(path) as arrays:
         data, ends = arrays["data"].tobytes(), np.cumsum(arrays["lengths"]).tolist()
         weights = arrays["weights"]

@@ -20,17 +20,17 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
-# Seconds of rows at full speed. The server's LRU clock has a resolution of a second: with less memory it would evict
+# The server's memory limit: rows of several seconds. Its LRU clock ticks once a second: with less memory it would evict
 # unread rows.
 MEMORY_BYTES = 4 * 2**30
 _FILLER_BYTES = 196_608  # Size of a filler value: a float32 row of 49,152 entries.
-_FILLER_TTL_S = 3600  # Longer than a measure takes.
+_FILLER_TTL_S = 3600  # Lifetime of filler values in seconds: longer than a measure takes.
 _WORKERS_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
 _POLL_S = 0.05  # Interval at which a condition is checked.
-_WAVE = 8  # Processes that start at a time: dozens at once would all take a minute.
+_WAVE = 8  # Max processes that start concurrently: dozens would each take a minute.
 _HEARTBEATS_S = 60.0  # Seconds in which every worker must send a heartbeat.
 _IDLE_S = 180.0  # Seconds to become idle. Workers check every 30 s for held prompts without a client.
-_SCANNED = 10_000  # COUNT of SCAN: few round trips over a full server.
+_SCANNED = 10_000  # COUNT of SCAN: large, so that scanning a full server takes few round trips.
 
 # Spinning OpenMP threads would take the cores from the other processes.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
@@ -41,9 +41,9 @@ class Testbed:
     """The server and the processes of a measure.
 
     Attributes:
-        url: of the server that both sides use.
-        folder: for logs; deleted after the run.
-        repeats: samples of each side.
+        url: address of the server that both sides use.
+        folder: folder for logs, deleted after the run.
+        repeats: number of samples of each side.
         quick: take smaller samples.
         server: process id of the server.
         memory_bytes: the server's limit.
@@ -123,8 +123,8 @@ class Testbed:
         """Start `number` more workers that serve a model as `name`; they are ready when the block begins.
 
         Args:
-            options: of `lmpool worker`.
-            command: replaces `lmpool`; default: the one of this environment.
+            options: options of `lmpool worker`.
+            command: the `lmpool` command to run; default: the command of this environment.
 
         Raises:
             BenchmarkError: a worker ended, or the workers are not ready within 3 minutes.

@@ -17,7 +17,7 @@ from benchmarks.measures.real_model import smollm2_folder
 
 _V, _FIRST_ORDINARY_ID = 512, 3  # Vocabulary size; token ids below 3 are special in SmolLM2.
 _SHORT_TOKENS, _STEP_MS = 12, 5  # Tokens per short text; milliseconds per synthetic step.
-_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts of the real model, tokens per text, top-k per position.
+_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts of the real model, tokens per text, top-k tokens per position.
 _MAX_MB, _LINES = 300, 1_000_000  # Memory goal in megabytes, for a run over this many texts.
 
 
@@ -67,7 +67,7 @@ def bulk_memory(testbed: Testbed) -> list[Result]:
 
 
 class _Pair:
-    """A run and a producer, both with new texts in each sample: `count` texts of `tokens` tokens, top-`top`."""
+    """A bulk run and a producer; a sample computes the top-`top` tokens of `count` new texts of `tokens` tokens."""
 
     def __init__(self, testbed: Testbed, client: Child, count: int, tokens: int, top: int) -> None:
         self._folder = testbed.folder

@@ -26,8 +26,8 @@ VARIABLE = "LMPOOL_BENCH_ENGINES"
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
 # Prompts per sample of each measure.
 _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
-_CONTEXTS, _STEPS = 16, 32  # Growing contexts, and tokens by which each one grows.
-_LONG_TOKENS = 256  # Tokens per context: more than all contexts of a step recompute for sessions a few steps old.
+_CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
+_LONG_TOKENS = 256  # Tokens per context: more than a step recomputes for all contexts with sessions a few steps old.
 _HTTP_REPEATS = 2  # Samples of vLLM's own server: one takes about a minute.
 _SERVER_READY_S = 180.0  # Seconds in which vLLM's own server must become ready.
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
@@ -86,7 +86,7 @@ def vllm_sessions(testbed: Testbed) -> list[Result]:
 
 
 def _found(testbed: Testbed, producer: Child, ports: list[int], new: int) -> Result:
-    """Count prompts that found their session, out of all prompts that extend one; contexts grow by `new` tokens."""
+    """Count the prompts that found their session among all prompts that extend a context by `new` tokens."""
     source, steps = PromptSource(), testbed.scaled(_STEPS, 8)
     samples: dict[str, list[float]] = {"found": [], "extended": []}
     for _ in range(testbed.repeats):

@@ -21,12 +21,12 @@ _WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Workers; milliseconds and prompts per 
 _MEASURED_CONCURRENCY, _BULK_CONCURRENCY, _ALONE_CONCURRENCY = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
 """Requests in flight of the other interactive clients. The two workers compute 64 prompts per step."""
-# Texts in flight of the bulk run, tokens of a text and of an interactive prompt, seconds between interactive prompts.
+# A bulk run with 256 texts of 500 tokens in flight, next to interactive prompts of 5 tokens at intervals of 0.1 s.
 _TEXTS_CONCURRENCY, _TEXT_TOKENS, _QUESTION_TOKENS, _PAUSE_S = 256, 500, 5, 0.1
 _WARM_S = 2.0  # Seconds of load before the clock starts.
 _PAGES = 100  # Open pages of `lmpool web`.
-_PAIRS_A_REPEAT = 4  # The goal is 2 %; single samples differ by as much, so take more of them.
-_MIN_FRAMES = 0.5  # Frames per second and page. On busy cores a poll of the pool may time out.
+_PAIRS_A_REPEAT = 4  # Pairs per repeat: many, because single samples differ by as much as the goal of 2 %.
+_MIN_FRAMES = 0.5  # Min frames per second and page: on busy cores, a poll of the pool may time out.
 
 
 def with_bulk_run(testbed: Testbed) -> list[Result]:

@@ -13,8 +13,8 @@ from benchmarks.peers.environment import peers_python
 
 _DEFAULT_MAX_JOBS = 10  # arq's default of concurrent jobs per worker.
 _RAISED_MAX_JOBS = 1000  # Concurrent jobs per worker in the tuned configuration.
-_TRIED_CONCURRENCY = (30, 100, 300, 1000)  # Results awaited concurrently; the fastest is measured.
-_WAVES = 2  # Each awaited result slot is used this often in a trial.
+_TRIED_CONCURRENCY = (30, 100, 300, 1000)  # Numbers of concurrently awaited results; the fastest number is measured.
+_WAVES = 2  # A trial runs this many jobs per concurrently awaited result.
 
 
 def arq(testbed: Testbed) -> list[Result]:

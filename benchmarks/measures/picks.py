@@ -19,7 +19,7 @@ _PROMPT, _CONTINUATION = 32, 64  # Tokens of a prompt, and of the continuation t
 _CONTINUATIONS, _GENERATED = 16, 32  # Concurrent continuations, and tokens of each.
 _SMALL_V, _STEP_MS = 8192, 2  # Vocabulary and milliseconds per step of the fast synthetic model.
 _TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts, tokens per text, top-k per position.
-_PREFIX_REPEATS = 2  # Samples of one request per position: each takes about half a minute.
+_PREFIX_REPEATS = 2  # Samples of the side with one request per position: a sample takes half a minute.
 
 
 def targets(testbed: Testbed) -> list[Result]:
@@ -121,7 +121,7 @@ def positions(testbed: Testbed) -> list[Result]:
         direct = alternated(
             {"positions": top_tokens.new(client), "transformers": top_tokens.same(peer)}, testbed.repeats
         )
-        # Draw new texts for both sides: each could use keys and values that the other side cached.
+        # Draw new texts for each side: a side could use keys and values that the other side cached.
         takes = {"positions": top_tokens.new(client), "prefixes": top_tokens.new(client, "top_tokens_by_prefix")}
         prefixes = alternate(takes, min(testbed.repeats, _PREFIX_REPEATS))
     by_prefix = f"one request per text ÷ one prompt per position, 32 texts in lock step; {_PREFIX_REPEATS} samples"

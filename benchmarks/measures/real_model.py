@@ -22,14 +22,14 @@ from benchmarks.peers.environment import peers_python
 Ids = list[int]
 
 _PROMPTS, _PROMPT_TOKENS = 64, 32  # Random prompts per sample, and tokens of each.
-_CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16  # Contexts, tokens that they share, and tokens by which they grow.
+_CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16  # 16 contexts share 64 tokens and grow by 16 tokens.
 _LONG_TOKENS, _QUICK_LONG_TOKENS = 8192, 2048  # Tokens of the long prompt, in full and in quick runs.
-_SHORT_TOKENS, _LONG_REPEATS = 3, 2  # Tokens of a short prompt; samples, because one takes a minute and a half.
+_SHORT_TOKENS, _LONG_REPEATS = 3, 2  # Tokens of a short prompt; number of samples, which take 90 s each.
 _FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
 
 
 def hf_random(testbed: Testbed) -> list[Result]:
-    """Prompts that share nothing."""
+    """Random prompts that share no prefix."""
     with ExitStack() as stack:
         contest = _Contest(stack, testbed)
         sides: dict[str, Take] = {"pool": contest.pool_random, "peer": contest.peer_random}

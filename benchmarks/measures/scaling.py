@@ -1,6 +1,6 @@
 """How throughput grows with the number of workers, for new prompts and for prompts that extend earlier ones.
 
-A step of a synthetic worker takes some milliseconds, and one more for each token that a prefix cache would not hold.
+A step of a synthetic worker takes 2 ms, and 1 ms more for each token that its simulated prefix cache does not hold.
 Four workers are four times as fast only if each prompt goes to the worker that computed its prefix.
 """
 
@@ -30,20 +30,20 @@ _STEP_MS, _CONCURRENCY = 20, 1024
 _V = 256  # Vocabulary size: small, so that rows cost almost nothing.
 _PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step, and per new token.
 _PREFIX_OPTIONS = ("--step-ms", str(_PREFIX_STEP_MS), "--token-ms", str(_TOKEN_MS))
-_CONTEXT_TOKENS, _STEPS = 128, 24  # Tokens of a context at first, and tokens by which it grows.
+_CONTEXT_TOKENS, _STEPS = 128, 24  # Initial tokens of a context, and tokens by which the context grows.
 _CONTEXTS = (16, 128)  # Numbers of contexts measured.
 _PROMPT_TOKENS = 64  # Tokens of a shared prompt.
-# Particle filters: particles and steps of the smaller one; particles, steps and workers of the larger one.
+# The smaller particle filter: number of particles and steps.
 _PARTICLES, _PARTICLE_STEPS = 128, 64
-_MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger filter, on more workers.
-# Trees of contexts, contexts per tree, how many times as many in the hot tree, and tokens by which they grow.
+_MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger filter: particles, steps, workers.
+# 10 trees have 8 contexts each; the hot tree has 10 times as many contexts; each context grows by 64 tokens.
 _TREES, _IN_A_TREE, _TIMES_AS_HOT, _TREE_STEPS = 10, 8, 10, 64
 
 _FLEET, _FLEET_CLIENTS = 64, 32  # Workers and clients of the fleet: many more than cores.
 _FLEET_STEP_MS, _FLEET_BATCH = 500, 16  # Milliseconds and prompts per step: long, so that cores stay idle.
 _FLEET_CONCURRENCY, _FLEET_WARM_S = 128, 4.0  # Requests in flight per client; seconds before the clock starts.
 
-# A short lease: heartbeats carry the counters, and workers send one every fifth of a lease.
+# A short lease: workers send a heartbeat, which has their counters, every fifth of a lease.
 _LEASE = ("--lease-s", "5")
 
 
@@ -142,7 +142,7 @@ def particles(testbed: Testbed) -> list[Result]:
 
 
 def hot_tree(testbed: Testbed) -> list[Result]:
-    """Contexts of trees, one of them much larger than the others."""
+    """Contexts in trees of common prefixes, where one tree has many more contexts than each other tree."""
     steps = testbed.scaled(_TREE_STEPS, _TREE_STEPS // 4)
     shares = [_IN_A_TREE * (_TIMES_AS_HOT if tree == 0 else 1) for tree in range(_TREES)]
     busiest, mean = [], []
@@ -213,7 +213,7 @@ def _prefix_step() -> str:
 
 
 def _draw_contexts(number: int, tokens: int, steps: int, roots: int | None = None) -> list[Ids]:
-    """New contexts of `tokens + steps` tokens; `roots` is the number of distinct prefixes, None for one each."""
+    """New contexts of `tokens + steps` tokens; `roots` is the number of distinct prefixes, None for one per context."""
     generator = np.random.default_rng()
     beginnings = generator.integers(0, _V, (roots or number, tokens))
     contexts = np.hstack([np.resize(beginnings, (number, tokens)), generator.integers(0, _V, (number, steps))])

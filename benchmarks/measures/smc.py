@@ -69,7 +69,7 @@ class _Contest:
         self.shares: list[float] = []
 
     def seconds(self, sides: list[Child], *, fresh: bool) -> float:
-        """Seconds until all sides end; `fresh` draws new prompts, else they receive the last ones."""
+        """Seconds until all sides end; `fresh` draws new prompts, else the sides receive the last prompts."""
         if fresh:
             self._requests = [self._draw() for _ in sides]
         for side, request in zip(sides, self._requests, strict=True):

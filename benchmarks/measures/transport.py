@@ -110,7 +110,7 @@ def rate(producer: Child, rows: int, concurrency: int = CONCURRENCY) -> Take:
 
 
 class Ceiling:
-    """The ceiling of Redis and redis-py: one process SETs values of `row_bytes` while another MGETs as many."""
+    """The ceiling of Redis and redis-py: one process SETs values of `row_bytes` while another MGETs the same number."""
 
     def __init__(self, stack: ExitStack, testbed: Testbed, row_bytes: int) -> None:
         self._setter, self._getter = (

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-4  # Max relative difference of two sides' values.
 _PROBES = 200  # Nodes compared.
 _TASK = f"batches of {_BATCH}, tekken's first {N_TOKENS:,} tokens, values of all nodes as a numpy array"
 
-_HEADER_BYTES = 16  # The header that the pool adds to a value's numbers.
+_HEADER_BYTES = 16  # Bytes of the header that the pool adds to a value's numbers.
 _PROMPTS, _LONE_PROMPTS = 64, 1024  # Prompts with many requested prefixes, and prompts requested in rotation.
 _CONCURRENCY = N_ROWS  # Requests in flight for the values of all nodes: one per row of weights.
 _SMALL_CONCURRENCY = 512  # Requests in flight for the values of few nodes.
@@ -216,7 +216,7 @@ def _peer(stack: ExitStack, testbed: Testbed, *arguments: str) -> Child:
 
 
 def _client(stack: ExitStack, testbed: Testbed, name: str, *options: str) -> Child:
-    """Start a client, a model with the trie's vocabulary, and a trie worker unless the model's worker is one."""
+    """Start a client, a model with the trie's vocabulary, and a trie worker unless the model's worker serves tries."""
     model = ("--backend", "synthetic", "--vocab-size", str(N_TOKENS), *options)
     stack.enter_context(testbed.workers(name, name, *model))
     if "--with-trie" not in options:

@@ -36,7 +36,7 @@ async def row(ctx: dict[str, Any], ids: list[int]) -> NDArray[np.float32]:
 
 
 class WorkerSettings:
-    """Settings of the arq worker. All others are arq's defaults, as is a `max_jobs` of 10."""
+    """Settings of the arq worker. All other settings, and a `max_jobs` of 10, are arq's defaults."""
 
     functions: ClassVar[list[Any]] = [row]
     redis_settings = _REDIS
@@ -67,7 +67,7 @@ class Client:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     client = Client(await create_pool(_REDIS, default_queue_name=_QUEUE))
     await serve({"new": client.new})
 

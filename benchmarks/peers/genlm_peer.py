@@ -54,7 +54,7 @@ def _probe(row: torch.Tensor) -> list[float]:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     peer = Peer(sys.argv[1])
     await serve({handler.__name__: handler for handler in (peer.together, peer.extend)})
 

@@ -15,7 +15,7 @@ from benchmarks.harness.line_protocol import serve
 Ids = list[int]
 
 _BATCH = 64  # Prompts per forward.
-_TEXTS = 16  # Texts per forward: the logits of 128 tokens each take 400 MB.
+_TEXTS = 16  # Texts per forward: the logits of 16 texts of 128 tokens take 400 MB.
 
 
 class Peer:
@@ -50,7 +50,7 @@ class Peer:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     peer = Peer(*sys.argv[1:])
     await serve({"together": peer.together, "top_tokens": peer.top_tokens})
 

@@ -22,7 +22,7 @@ from benchmarks.harness.line_protocol import serve
 
 _PIPELINE = 32  # Commands per pipeline.
 _KEYS = 256  # Distinct keys, which are overwritten in rotation.
-_TTL_S = 600  # Longer than a measure takes.
+_TTL_S = 600  # Lifetime of values in seconds: longer than a measure takes.
 _JOBS, _ANSWERS, _GROUP = "plain:jobs", "plain:answers", "workers"
 
 
@@ -48,7 +48,7 @@ class PlainRedis:
             await self._redis.set(bytes.fromhex(key), row, ex=_TTL_S)
 
     async def get(self, rows: int, row_bytes: int) -> None:
-        """MGET the values that `put` stores, as many at a time, and view each as an array."""
+        """MGET the values that `put` stores, in calls of the same size, and view each value as an array."""
         missing = 0
         for start in range(0, rows, _PIPELINE):
             values: list[Any] = await self._redis.mget(_keys(start))
@@ -106,7 +106,7 @@ class PlainRedis:
                 await pipe.execute()
 
     async def through_queue(self, requests: int, job_bytes: int) -> float:
-        """Median seconds of one job: add it for a process that runs `take_jobs`, receive the value."""
+        """Median seconds of one job: add the job for a process that runs `take_jobs`, and receive its value."""
         taken, last = [], "0"
         await self._redis.delete(_ANSWERS)
         async with Redis.from_url(sys.argv[1]) as sender:
@@ -134,7 +134,7 @@ def _keys(start: int) -> list[str]:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     async with Redis.from_url(sys.argv[1]) as redis:
         await redis.ping()
         plain = PlainRedis(redis)

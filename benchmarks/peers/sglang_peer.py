@@ -38,7 +38,7 @@ Ids = list[int]
 
 
 class Receiver:
-    """SGLang's receiver of requests, with another source."""
+    """Takes the place of SGLang's receiver of requests, and passes on the requests of this process."""
 
     def __init__(self, inner: Any, receive: Any) -> None:
         self._inner, self.recv_requests = inner, receive
@@ -125,7 +125,7 @@ class Peer:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     peer = Peer(sys.argv[1])
     try:
         await serve({"together": peer.together})

@@ -68,7 +68,7 @@ class Peer:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     peer = Peer(read_inputs(sys.argv[1]), sys.argv[2], *sys.argv[3:4] or ["cpu"])
     await serve({handler.__name__: handler for handler in (peer.build, peer.compute, peer.probe)})
 

@@ -16,7 +16,7 @@ from benchmarks.harness.line_protocol import serve
 
 _PIPELINE_BYTES = 4 * 2**20  # Bytes per pipeline: the fastest size.
 _KEYS = 64  # Distinct keys, which are overwritten in rotation.
-_TTL_S = 600  # Longer than a measure takes.
+_TTL_S = 600  # Lifetime of values in seconds: longer than a measure takes.
 
 
 class TrieTransport:
@@ -31,11 +31,11 @@ class TrieTransport:
         await self._put("back", _KEYS, back)
 
     async def client(self, requests: int, there: int, back: int) -> None:
-        """The client's end: SET values of `there` bytes, and GET as many of `back` bytes."""
+        """The client's end: SET values of `there` bytes, and GET the same number of values of `back` bytes."""
         await asyncio.gather(self._put("there", requests, there), self._get("back", requests, back))
 
     async def worker(self, requests: int, there: int, back: int) -> None:
-        """The worker's end: GET values of `there` bytes, and SET as many of `back` bytes."""
+        """The worker's end: GET values of `there` bytes, and SET the same number of values of `back` bytes."""
         await asyncio.gather(self._get("there", requests, there), self._put("back", requests, back))
 
     async def _put(self, name: str, number: int, size: int) -> None:
@@ -70,7 +70,7 @@ def _portions(name: str, number: int, size: int) -> list[list[str]]:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     async with Redis.from_url(sys.argv[1]) as redis:
         await redis.ping()
         end = TrieTransport(redis)

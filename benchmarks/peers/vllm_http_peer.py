@@ -84,7 +84,7 @@ def _values(top: dict[str, float]) -> list[tuple[int, float]]:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     url, vocab_size = sys.argv[1:]
     timeout = aiohttp.ClientTimeout(total=900)
     async with aiohttp.ClientSession(timeout=timeout) as session:

@@ -102,7 +102,7 @@ class Peer:
 
 
 async def main() -> None:
-    """Serve until stdin ends."""
+    """Respond to requests on stdin until stdin ends."""
     peer = Peer(*sys.argv[1:])
     await serve({"together": peer.together})
 
