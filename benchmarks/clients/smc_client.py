@@ -46,7 +46,9 @@ class SmcClient:
 
 
 def _bytes(token: Any) -> bytes:
-    return bytes(token) if isinstance(token, bytes) else b""  # The end-of-text token is not bytes.
+    return (
+        bytes(token) if isinstance(token, bytes) else b""
+    )  # The end-of-text token is an object of genlm without bytes.
 
 
 def _load(model: str, redis: str | None) -> Any:

@@ -42,7 +42,7 @@ _MODEL = _KEYS.model(_INFO.name)
 _WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Numbers of workers, in full and in quick runs.
 _BATCH = 32  # Prompts per step of a worker.
 _READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.
-_READERS = 50  # Connections that block concurrently: a server checks for timed-out clients only ten times a second.
+_READERS = 50  # Blocked at once: a single one would measure the server's timer, which ends reads ten times a second.
 _COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in range(18)}
 
 

@@ -16,7 +16,7 @@ from benchmarks.measures.comparison import alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import CONCURRENCY_TINY, TINY_V, rate
 
-_WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Workers; milliseconds and prompts per step.
+_WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Number of workers; ms per step; prompts per step.
 # Requests in flight: of the measured client, of the bulk client, and of a client that is alone.
 _MEASURED_CONCURRENCY, _BULK_CONCURRENCY, _ALONE_CONCURRENCY = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}

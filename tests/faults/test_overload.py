@@ -44,7 +44,7 @@ async def test_a_single_prompt_is_computed_within_ten_batches_next_to_a_bulk_cli
         gate.let(1)
         await until_async(lambda: _is(len(backend.computed) > done), "a batch is computed")
 
-    # The worker shares this event loop with all requests: its lease and its patience with the server must not end.
+    # The worker shares this event loop with all requests: neither its lease nor its reply timeout may end.
     worker = gated_worker(pool, backend, lease_s=60.0)
     async with worker, pool.producer(timeout=3000) as greedy, pool.producer(timeout=3000) as modest:
         many = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]

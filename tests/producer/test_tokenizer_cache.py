@@ -69,7 +69,7 @@ async def has_started(reader: Reader, times: int = 1) -> bool:
 async def test_a_cancelled_caller_fails_no_other_caller_and_another_one_reads_again() -> None:
     reader = Reader()
     cache, (first, second, *others) = await asking(reader, 10)
-    # A caller that waits, and then the caller that reads.
+    # Cancel a caller that waits for another caller's read, and then the caller that reads.
     for task in (second, first):
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

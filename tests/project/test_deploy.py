@@ -356,7 +356,7 @@ def test_the_autoscaler_asks_for_what_there_is() -> None:
     assert demand_route(Server("redis://localhost"), Keys()).path_regex.match(path)
     (metric,) = re.findall(r"lmpool_\w+", to_many["metadata"]["query"])
     assert metric in exported()
-    # A time at the present number of workers, not a sum over them.
+    # The drain time is exported by every worker for all workers together, so panels must not add it up.
     assert to_many["metricType"] == "Value"
     # All of one model.
     (worker,) = [

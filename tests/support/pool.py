@@ -109,7 +109,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
 
 
 def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> None:
-    """Run a coroutine in such a loop."""
+    """Run a coroutine in an event loop with a clock that can be advanced."""
     with asyncio.Runner(loop_factory=SkippingLoop) as runner:
         loop = runner.get_loop()
         assert isinstance(loop, SkippingLoop)

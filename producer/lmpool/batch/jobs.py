@@ -258,7 +258,7 @@ def read_schedule(path: Path) -> list[Nightly]:
 
 
 def _nightly(entry: Nightly, number: int) -> Any:
-    """The cron job of an entry."""
+    """The cron job of one entry of a schedule."""
     pool = Pool(entry.model, entry.prefix)
     settings = BatchSettings(**{name: getattr(entry, name) for name in BatchSettings.__struct_fields__})
 

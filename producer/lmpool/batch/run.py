@@ -222,7 +222,7 @@ class _Item:
         shard: number of the shard.
         entry: the text or the failed line; None for the end of the shard.
         result: future of the result of this part.
-        part: positions of the text.
+        part: range of the text's positions that this part requests.
         is_last: whether the line ends with this part.
         size: estimated bytes of the item in memory.
     """

@@ -404,7 +404,7 @@ class Server:
         return is_not_now
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
-        """Close a client's idle connections if `is_not_now(error)`: the address may belong to another server now."""
+        """Close a client's idle connections after a temporary refusal: the address may belong to another server now."""
         if self.is_not_now(error) and not self.is_cluster:
             with suppress(RedisError, OSError):
                 await client.connection_pool.disconnect(inuse_connections=False)

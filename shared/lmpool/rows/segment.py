@@ -86,7 +86,7 @@ class Segment:
             return None
         with self._lock:
             first = self._last + 1
-            if (beyond := first % layout.slots + count) > layout.slots:  # No wrap-around: begin at the first slot.
+            if (beyond := first % layout.slots + count) > layout.slots:  # A batch is contiguous: begin at slot 0.
                 first += layout.slots - (beyond - count)
             if not self._take(first, count):
                 return None

@@ -75,7 +75,7 @@ class Striker:
             await asyncio.sleep(_TICK_S)
 
     async def end_clients(self) -> None:
-        """End the clients. If nothing was stolen yet, freeze a worker meanwhile: the others then empty its lane."""
+        """End the clients. If nothing was stolen yet, freeze a worker first: the others then empty its lane."""
         lanes = [] if self._observer.counted.stolen else await self._observer.full_lanes(START_S)
         frozen = [worker for worker in self._fleet.workers if lanes and worker.pid == lanes[0].pid]
         for worker in frozen:

@@ -120,7 +120,7 @@ def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
     for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
         way = way.replace(old, new)
     way = way.replace("user guest", f"user {name}")
-    # From the file with the passwords of others: none of them may be copied.
+    # The file also has the passwords of other users: the new line must not contain them.
     way = way.replace("PASSWORD-OF-guest", f"PASSWORD-OF-{name}")
     done = subprocess.run(["sh", "-c", way], cwd=server.folder, capture_output=True, text=True, check=True)
     line = done.stdout.split()
@@ -455,7 +455,7 @@ def add_tenants(server: SecureServer) -> list[str]:
     (way,) = re.findall(
         r"^(grep '\^user default '.*?>> tenants\.acl)$", (SHIPPED / "README.md").read_text(), re.M | re.S
     )
-    # From a file with the passwords of others: none of them may be copied.
+    # The file also has the passwords of other users: the new line must not contain them.
     (place := server.folder / "tenants").mkdir()
     users = re.sub("SHA256-OF-THE-PASSWORD-OF-[a-z-]+", 64 * "0", (SHIPPED / "users.acl").read_text())
     (place / "users.acl").write_text(users)

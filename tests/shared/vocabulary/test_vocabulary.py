@@ -251,7 +251,7 @@ def test_changed_bytes_are_refused_or_another_vocabulary(data: st.DataObject, to
             vocabulary = Vocabulary.unpack(changed)
         except ProtocolError:
             continue
-        # Every byte has a meaning: an accepted vocabulary packs to the same bytes.
+        # No byte is ignored: an accepted vocabulary packs to the same bytes.
         assert vocabulary.pack() == changed
         assert vocabulary == Vocabulary(vocabulary.tokens)
         assert vocabulary.digest != Vocabulary(tokens).digest

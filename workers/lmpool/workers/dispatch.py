@@ -503,7 +503,7 @@ class Dispatcher:
         now = time.monotonic()
         held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
-        # Sort by arrival before the first check, so that new prompts are not checked before all other prompts.
+        # A prompt without a check counts from its arrival, so that new prompts are not checked before old ones.
         first = nsmallest(
             MAX_CHECKED, due, lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values())
         )

@@ -80,7 +80,7 @@ def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
     """Read texts of the form name=source: name -> folder or hub name.
 
     Raises:
-        SettingsError: a text has another form, a name is invalid or occurs twice, or there are too many.
+        SettingsError: a text is not name=folder, a name is invalid or occurs twice, or there are too many adapters.
     """
     check_texts("adapters", given)
     folders: dict[str, str] = {}

@@ -343,7 +343,7 @@ async def loading(
 async def send_loading(
     redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str, model: str, started: float
 ) -> None:
-    """Write the heartbeat of a loading worker. One such worker, drawn at random, removes entries of killed workers."""
+    """Write the heartbeat of a loading worker. A loading worker, drawn at random, removes old ones."""
     lease_ms, loading = int(settings.lease_s * 1000), keys.loading()
     fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
     await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])

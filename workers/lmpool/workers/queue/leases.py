@@ -36,7 +36,7 @@ class Claimed(NamedTuple):
         taken: the jobs.
         alone: `taken` is one job that must run alone in this worker. If `taken` is empty: a job must run alone, and
             waits for a worker that holds no jobs.
-        further: number of claims that the worker should add, as its share of the search through all held entries.
+        further: number of claims to make after this one, so that all workers together check all held entries.
     """
 
     taken: Taken

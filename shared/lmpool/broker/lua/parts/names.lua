@@ -13,5 +13,5 @@ local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
--- Prefixes of waiting keys, of all reply keys, and of the reply keys of bulk clients.
+-- Prefixes of waiting keys (the clients that wait for a prompt), of reply keys, and of bulk clients' reply keys.
 local waiting_for, replies, bulk_replies = base .. ':waiting:', base .. ':reply', base .. ':reply:bulk:'

@@ -246,7 +246,7 @@ class KVBlock(NamedTuple):
 class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
     """One layer's view of a block, to which new keys and values are written in place.
 
-    The class of transformers would copy all earlier keys and values to append new ones.
+    `DynamicCache` of transformers would copy all earlier keys and values to append new ones.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, past: int) -> None:

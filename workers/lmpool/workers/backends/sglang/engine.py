@@ -216,7 +216,7 @@ class SglangEngine:
             processor._can_borrow_logprob_memory = lambda *_, **__: False
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs` holds SGLang's own aborts."""
+        """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs`: SGLang's own abort requests."""
         received, lost, is_idle = list(local_reqs or ()), dict[str, str](), self.scheduler.is_fully_idle()
         if is_idle:
             # An idle scheduler has dropped all requests without a result, and has reported this only to its socket.
