@@ -16,7 +16,6 @@ from lmpool.errors import LMPoolError
 
 Version = tuple[int, int, int]
 
-_NEARLY_FULL = 0.75  # Share of maxmemory up to which the server evicts nothing.
 # First version of each branch without CVE-2025-49844 and CVE-2025-46817, and so without the older CVE-2024-46981.
 # Branches newer than these never had the three vulnerabilities.
 _FIXED: dict[str, tuple[Version, ...]] = {
@@ -39,13 +38,6 @@ class ServerMemory(NamedTuple):
         limit = f"of {self.limit_bytes / 1e6:.1f} MB" if self.limit_bytes else "without a limit"
         evicted = f"{self.evicted_keys} keys evicted since its start"
         return f"{self.used_bytes / 1e6:.1f} MB used {limit} (maxmemory), {self.policy}, {evicted}"
-
-    def is_full_for(self, size: int) -> bool:
-        """Whether another value of `size` bytes may evict a value.
-
-        The server holds a value twice while it is received, and has free memory for a while after each eviction.
-        """
-        return self.used_bytes + 2 * size > _NEARLY_FULL * self.limit_bytes > 0
 
     def doubt(self) -> str | None:
         """A warning about settings that do not suit a pool, without a full stop; None if the settings suit it."""

@@ -28,7 +28,7 @@ from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
 from tests.support.pool import Pool
 
-QueryAnswerer = tuple[list[int], str]
+Request = tuple[list[int], str]
 
 _numbers = count()
 
@@ -64,7 +64,7 @@ def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> R
     return row
 
 
-def ask(backend: HfBackend, asked: Sequence[QueryAnswerer]) -> list[Row]:
+def ask(backend: HfBackend, asked: Sequence[Request]) -> list[Row]:
     """The rows of prompts (ids, "name@revision" or "") that are submitted together."""
     jobs = []
     for ids, adapter in asked:
