@@ -42,7 +42,7 @@ async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_as
 @pytest.fixture
 def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give a single client only the part of the streams that other clients get."""
-    source = scripts.SUBMIT.source.replace("SPARE_BATCHES = 1200,", "SPARE_BATCHES = 0,")
+    source = scripts.SUBMIT.source.replace("SOLE_EXTRA = 1200 ", "SOLE_EXTRA = 0 ")
     assert source != scripts.SUBMIT.source
     monkeypatch.setattr(scripts.SUBMIT, "source", source)
     monkeypatch.setattr(scripts.SUBMIT, "sha", hashlib.sha1(source.encode()).hexdigest())
