@@ -30,12 +30,12 @@ class Reader:
         reads: number of reads that have started.
     """
 
-    def __init__(self, text: str = TEXT) -> None:
+    def __init__(self, text: str = TEXT, pool: str = "a pool") -> None:
+        self.pool = pool
         self.gate = threading.Event()
         self.error: LMPoolError | None = None
         self.text = text
         self.reads = 0
-        self.reading = asyncio.Lock()
 
     async def tokenizer(self, digest: str, deadline: Deadline) -> str:
         """See `Vocabularies.tokenizer`."""
@@ -91,8 +91,8 @@ async def test_the_deadline_of_the_first_caller_does_not_apply_to_the_others() -
     assert isinstance(await patient, PublishedTokenizer)
 
 
-async def test_a_failed_read_is_not_cached_and_fails_no_other_session() -> None:
-    reader, elsewhere = Reader(), Reader()
+async def test_a_failed_read_is_not_cached_and_fails_no_caller_of_another_pool() -> None:
+    reader, elsewhere = Reader(), Reader(pool="another pool")
     reader.error = ServerUnreachable("no server")
     cache, tasks = await asking(reader, 5)
     other = ask(cache, elsewhere)
@@ -101,7 +101,7 @@ async def test_a_failed_read_is_not_cached_and_fails_no_other_session() -> None:
     reader.gate.set()
     with pytest.raises(ServerUnreachable, match="no server"):
         await tasks[0]
-    assert set(await asyncio.gather(*tasks[1:])) == {await other}, "the other session has read it"
+    assert set(await asyncio.gather(*tasks[1:])) == {await other}, "the caller of the other pool has read it"
 
 
 async def test_a_tokenizer_that_cannot_be_parsed_fails_all_callers_and_is_not_cached() -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from lmpool.errors import InvalidVocabulary, NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenizer
 from lmpool.producer.client.discovery import Vocabularies
@@ -142,6 +143,7 @@ class TokenizerCache:
 
     def __init__(self) -> None:
         self._kept: dict[str, PublishedTokenizer] = {}
+        self._locks = WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, asyncio.Lock]]()
         self.after_fork()
 
     def after_fork(self) -> None:
@@ -164,7 +166,7 @@ class TokenizerCache:
     async def get(self, digest: str, vocabularies: Vocabularies, deadline: Deadline) -> PublishedTokenizer:
         """Return the tokenizer with this digest from the cache or the pool; raises UnknownTokenizer for the digest "".
 
-        Callers of one session read a tokenizer one after the other, so all but the first usually find it in the cache.
+        Callers of one pool and event loop take turns, so all but the first one find the tokenizer in the cache.
 
         Raises:
             UnknownTokenizer, ServerError: as `Vocabularies.tokenizer`, or the tokenizer cannot be parsed.
@@ -172,7 +174,8 @@ class TokenizerCache:
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
-        async with deadline.limit(), vocabularies.reading:
+        lock = self._locks.setdefault(deadline.loop, {}).setdefault(vocabularies.pool, asyncio.Lock())
+        async with deadline.limit(), lock:
             if (tokenizer := self._kept.get(digest)) is None:
                 # Use a separate deadline: when the caller's deadline passes, do not report a failure of the server.
                 text = await vocabularies.tokenizer(digest, Deadline(ALONE_S))

@@ -155,7 +155,8 @@ class ModelInfo:
             try:  # Check the fields one by one, so that the error names the field and the value.
                 msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError as error:
-                raise ProtocolError(f"a model info has {name} = {shown(value)}: {error}") from error
+                reason = "there must be no control characters" if _TYPES[name] == _Name else error
+                raise ProtocolError(f"a model info has {name} = {shown(value)}: {reason}") from error
         return cls(**values)
 
 

@@ -85,7 +85,7 @@ class Connections(Tasks):
 
     def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
         super().__init__()
-        self._server = server
+        self.server = server
         self._keys = keys
         self._is_bulk = is_bulk
         self._client_id = secrets.token_hex(8)
@@ -103,7 +103,7 @@ class Connections(Tasks):
         for connection in (self.reader, self.commands):
             connection.reply_timeout_s = reply_timeout(info.lease_s)
             connection.key = keys.jobs
-        rows = RowCache(self._server, self._keys, info, self.segments)
+        rows = RowCache(self.server, self._keys, info, self.segments)
         # The reply key includes the host, so that scripts see which shared rows this client can read.
         host = self.segments.host if is_shared(info.vocab_size) else b""
         reply = keys.reply(f"{self._client_id}{host.decode()}", is_bulk=self._is_bulk)
@@ -137,7 +137,7 @@ class Connections(Tasks):
 
     def note(self, error: BaseException) -> None:
         """Record why the server cannot be used, for the error of requests that time out."""
-        self.trouble = self._server.explain(error)
+        self.trouble = self.server.explain(error)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -149,11 +149,11 @@ class Connections(Tasks):
 
     async def reconnect(self, error: BaseException) -> None:
         """Open new connections if this error requires new ones."""
-        await self._server.reconnect(self.redis, error)
+        await self.server.reconnect(self.redis, error)
 
     def explain(self, error: BaseException) -> errors.LMPoolError:
         """Convert an exception of redis-py or of the operating system to an LMPoolError."""
-        return self._server.explain(error)
+        return self.server.explain(error)
 
     def describe_full_queue(self) -> str:
         """Return the error text for a full queue."""
@@ -428,7 +428,7 @@ class Vocabularies:
         self._keys = keys
         self._sending = asyncio.Lock()
         self._sent: dict[str, float] = {}
-        self.reading = asyncio.Lock()
+        self.pool = str(connections.server)
 
     @asynccontextmanager
     async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
