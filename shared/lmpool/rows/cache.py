@@ -103,14 +103,17 @@ class RowConnection(Connection[RawRowCommands]):
                 raise self._server.explain(error)
         return replies
 
-    async def get(self, keys: Sequence[bytes], max_bytes: Sequence[int]) -> Sequence[Value]:
+    async def get(
+        self, keys: Sequence[bytes], max_bytes: Sequence[int], *, by_getrange: bool = False
+    ) -> Sequence[Value]:
         """Fetch one chunk of values. A value that is longer than its limit is returned whole or cut to that length.
 
+        `by_getrange`: fetch each value alone, because the user may not run MGET on these keys.
         Raises `ServerError` if the server cannot be used.
         """
         async with self._chunks:
             # A master of a cluster refuses an MGET of keys in several slots.
-            if not self._server.is_node:
+            if not (self._server.is_node or by_getrange):
                 with suppress(*self._apart):
                     if (largest := max(max_bytes)) > _SMALL_BYTES:
                         large = await self._large.open()

@@ -232,7 +232,7 @@ class TrieInputs:
         if trie is None:
             key = self._keys.vocabulary(digest)
             ((connection, _),) = await self._connections.split([key])
-            (data,) = await connection.get([key], [MAX_BYTES])
+            (data,) = await connection.get([key], [MAX_BYTES], by_getrange=True)
             packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
             try:
                 # Unpack in a thread: a large vocabulary would block the event loop.
