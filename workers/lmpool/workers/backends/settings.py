@@ -11,7 +11,7 @@ import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass
 from datetime import date, time
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -22,7 +22,7 @@ from typing import Any, ClassVar, cast
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import MAX_ADAPTERS, MAX_LOADED
-from lmpool.settings import check_choice, check_name, check_number, check_texts, shown
+from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
 from lmpool.workers.backends.checkpoint import local_path
 from lmpool.workers.backends.lora import read_adapter_folders
 from lmpool.workers.execution.contract import Backend
@@ -49,18 +49,6 @@ _VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
-_ADAPTERS_HELP = (
-    "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, "
-    "unless other adapters have these names."
-)
-_ENGINE_ARGS_HELP = (
-    "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given several times."
-)
-_PROCESSORS_HELP = (
-    "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "
-    "May be given several times."
-)
-
 # Max prompts per step that a setting accepts: more than any model on one device can batch.
 _MAX_BATCH = 65_536
 
@@ -73,26 +61,10 @@ _END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
-def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
-    """A field of a settings class, with the help text of its `lmpool worker` option and the limits of a number."""
-    return field(default=default, metadata={"help": description, "least": least, "most": most})
-
-
 def max_adapters_option(more: str = "", default: int = MAX_LOADED, most: int | None = None) -> Any:
     """The option for the max number of loaded adapters; `more` ends its help text. Without `most`, any value passes."""
     text = f"Adapters that are loaded at once, at least those of --adapters; the others are evicted.{more}"
     return option(text, default, None if most is None else 0, most)
-
-
-def check_numbers(settings: Any) -> None:
-    """Refuse numbers outside the limits of their fields in a settings class. None passes where it is the default.
-
-    A field whose default is no float accepts whole numbers only.
-    """
-    for each in fields(settings):
-        value, least = getattr(settings, each.name), each.metadata.get("least")
-        if least is not None and not (value is None and each.default is None):
-            check_number(each.name, value, least, each.metadata["most"], whole=not isinstance(each.default, float))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +88,11 @@ class ModelSettings:
     max_prompt_tokens: int | None = option(
         "Longest prompt to accept; None means the model's limit, which is the maximum.", None, least=1
     )
-    adapters: list[str] = field(default_factory=list, metadata={"help": _ADAPTERS_HELP})
+    adapters: list[str] = option(
+        "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, "
+        "unless other adapters have these names.",
+        [],
+    )
     max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
@@ -197,7 +173,10 @@ class EngineSettings(ModelSettings):
         "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None, least=1
     )
     max_adapters: int = max_adapters_option(" The engine reserves memory for them when it starts.", 0, MAX_ADAPTERS)
-    engine_args: list[str] = field(default_factory=list, metadata={"help": _ENGINE_ARGS_HELP})
+    engine_args: list[str] = option(
+        "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given several times.",
+        [],
+    )
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
@@ -216,7 +195,11 @@ class VllmSettings(EngineSettings):
         least=0,
         most=_MAX_BATCH,
     )
-    logits_processors: list[str] = field(default_factory=list, metadata={"help": _PROCESSORS_HELP})
+    logits_processors: list[str] = option(
+        "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "
+        "May be given several times.",
+        [],
+    )
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)

@@ -10,7 +10,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import ClassVar
@@ -22,12 +22,12 @@ from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
-from lmpool.settings import check_choice, check_name
+from lmpool.settings import check_choice, check_name, check_numbers, option
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import content_digest, read_adapter_folders
-from lmpool.workers.backends.settings import check_numbers, max_adapters_option, option
+from lmpool.workers.backends.settings import max_adapters_option
 from lmpool.workers.execution.contract import (
     QUERY_ERRORS,
     Backend,
@@ -37,9 +37,6 @@ from lmpool.workers.execution.contract import (
     failure_of,
 )
 
-_ADAPTERS_HELP = (
-    "An adapter, as name=folder; may be given several times. The content of the folder (or file) determines the rows."
-)
 _TOGETHER = 4  # Min rows of a small vocabulary to draw together: for fewer rows, drawing one by one is faster.
 _CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
@@ -75,7 +72,11 @@ class SyntheticSettings:
         "The step of a prompt that contains this id raises MemoryError; -1 for none.", -1, least=-1
     )
     hang_token: int = option("The step of a prompt with this id never ends; -1 for none.", -1, least=-1)
-    adapters: list[str] = field(default_factory=list, metadata={"help": _ADAPTERS_HELP})
+    adapters: list[str] = option(
+        "An adapter, as name=folder; may be given several times. The content of the folder (or file) determines the "
+        "rows.",
+        [],
+    )
     max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
