@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,11 @@ from lmpool.settings import shown
 
 Call = Callable[..., Awaitable[Any]]  # Runs one command: the method `call` of a connection.
 MAX_AT_ONCE = 200  # Max prompts in one call of a script: while a script runs, the server serves no other client.
+# Max lease of any worker, in ms: released jobs look idle for that long, so that a worker with any lease claims them.
+_MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
+_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why jobs were released; dead letters contain them.
+_MAX_REASONS = 1000  # Max reasons kept per model.
+_MAX_REASON_TEXT = 500  # Max characters of a reason.
 # Name of a script -> its file; names are unique across the folders.
 _FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
@@ -134,6 +139,24 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
     except (TypeError, ValueError, LookupError) as error:
         raise ProtocolError(f"no reply to a read of a stream: {shown(reply)}") from error
     return found
+
+
+async def release_jobs(
+    redis: Redis, keys: ModelKeys, worker_id: str, lanes: Iterable[bytes], max_deliveries: int, reason: str
+) -> int:
+    """Requeue a worker's jobs from the shared stream and from the lanes of these workers; return their number.
+
+    Their delivery counts stay. Clients receive `reason` if a job is given up later.
+    """
+    count = 0
+    for lane in {b"", *lanes}:
+        streams, begin = [keys.lane(lane) if lane else keys.jobs, keys.reasons], b"-"
+        tail = [max_deliveries, reason[:_MAX_REASON_TEXT], _REASONS_TTL_MS, _MAX_REASONS, b" " + lane if lane else b""]
+        while begin:
+            args = [GROUP, worker_id, _MAX_LEASE_MS, MAX_AT_ONCE, begin, *tail]
+            released, begin = await RELEASE(redis, streams, args)
+            count += released
+    return count
 
 
 async def read_hash(

@@ -31,7 +31,6 @@ from lmpool.cli import INTERRUPTED, LAUNCH, READY_VARIABLE, report_ready, say
 from lmpool.embedded import LOGS, EmbeddedServer, StateFile, User, ending, explained, runtime_dir, secure
 from lmpool.errors import LMPoolError, ServerError, SettingsError
 from lmpool.protocol.keys import GROUP, Keys
-from lmpool.protocol.model_info import LIMITS
 from lmpool.settings import count_cores, count_threads, shown
 from lmpool.workers.settings import WorkerSettings
 
@@ -50,9 +49,6 @@ _GAVE_UP = 1  # Exit code of the supervisor when the server or a worker was give
 _SECOND_SIGNAL_S = 0.25  # Seconds between the two SIGTERM of `lmpool down --now`; the kernel merges pending signals.
 _KILL_S = 5.0  # Seconds after which `lmpool down --now` sends SIGKILL.
 _MAX_LOGS = 10  # Max logs kept of ended `lmpool up --detach`.
-_IDLE_MS = int(LIMITS["lease_s"][1] * 1000)  # Idle ms of a requeued job: the max lease, so any worker claims it.
-_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons for released jobs, as in `leases.py`.
-_MAX_REASONS = 1000  # Max reasons for released jobs, as in `leases.py`.
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes, as in `heartbeat.py`.
 _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the set of workers, longer than any lease, as in `heartbeat.py`.
 
@@ -288,14 +284,8 @@ class Supervisor:
         try:
             # The worker may hold jobs of its own lane, of the shared stream, and of other lanes (claimed jobs).
             members = cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))
-            for lane in {b"", worker.worker_id.encode(), *members}:
-                streams = [keys.lane(lane) if lane else keys.jobs, keys.reasons]
-                begin, suffix = b"-", b" " + lane if lane else b""
-                end = [self.max_deliveries, reason, _REASONS_TTL_MS, _MAX_REASONS, suffix]
-                while begin:
-                    args = [GROUP, worker.worker_id, _IDLE_MS, scripts.MAX_AT_ONCE, begin, *end]
-                    released, begin = await scripts.RELEASE(redis, streams, args)
-                    count += released
+            lanes = [worker.worker_id.encode(), *members]
+            count = await scripts.release_jobs(redis, keys, worker.worker_id, lanes, self.max_deliveries, reason)
             await redis.delete(everything.worker(worker.worker_id))
             swept, moved = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time], 1
             while moved:

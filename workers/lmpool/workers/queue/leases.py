@@ -13,7 +13,6 @@ from lmpool.broker import scripts
 from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.job import MAX_JOB_BYTES
 from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, PRIORITY_FIELD, SINCE_FIELD
-from lmpool.protocol.model_info import LIMITS
 from lmpool.workers.queue.jobs import JobReader, Taken, dead_entry
 
 _log = logging.getLogger("lmpool.worker")
@@ -22,11 +21,6 @@ _log = logging.getLogger("lmpool.worker")
 _MAX_CLAIMED_BYTES = 512 * 1024
 # Lifetime in ms of the cursor that workers share when they search for expired leases: an hour.
 _CURSOR_TTL_MS = 3_600_000
-# Max lease of any worker, in ms: workers of one model may have different leases.
-_MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
-_REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why workers released entries; dead letters contain them.
-_MAX_REASONS = 1000  # Max reasons kept per model.
-_MAX_REASON_TEXT = 500  # Max characters of a reason.
 
 
 class Claimed(NamedTuple):
@@ -98,13 +92,5 @@ class Leases:
         Their delivery counts stay. Clients receive `reason` if a job is given up later. `in_flight`: ids of entries
         that this worker holds, which may be in lanes of other workers.
         """
-        own_lane = b" " + self._worker_id.encode()
-        head = [GROUP, self._worker_id, _MAX_LEASE_MS, scripts.MAX_AT_ONCE]
-        tail = [self._max_deliveries, reason[:_MAX_REASON_TEXT], _REASONS_TTL_MS, _MAX_REASONS]
-        count = 0
-        for of_lane in {b"", own_lane, *(b"".join(entry.partition(b" ")[1:]) for entry in in_flight)}:
-            keys, begin = [self._keys.lane(of_lane[1:]) if of_lane else self._keys.jobs, self._keys.reasons], b"-"
-            while begin:
-                released, begin = await scripts.RELEASE(self._redis, keys, [*head, begin, *tail, of_lane])
-                count += released
-        return count
+        lanes = [self._worker_id.encode(), *(entry.partition(b" ")[2] for entry in in_flight)]
+        return await scripts.release_jobs(self._redis, self._keys, self._worker_id, lanes, self._max_deliveries, reason)
