@@ -77,7 +77,7 @@ def test_infos_survive_the_wire(info: ModelInfo) -> None:
 @pytest.mark.parametrize("control", ["\x00", "\x1b", "\n", "\x7f", "\x9b", "\u2028", "\u2029"])
 def test_a_name_with_control_characters_is_refused(field: str, control: str) -> None:
     bad: dict[str, Any] = {field: f"a{control}b"}
-    with pytest.raises(ProtocolError, match=f"has {field} = .*: [Ee]xpected "):
+    with pytest.raises(ProtocolError, match=f"has {field} = .*: there must be no control characters"):
         ModelInfo.unpack(replace(INFO, **bad).pack())
 
 
