@@ -460,7 +460,8 @@ def test_ctrl_c_does_not_wait_for_requests(pool: Pool, folder: Path) -> None:
 
     presser = threading.Thread(target=press)
     presser.start()
-    gc.disable()  # Hypothesis has a callback in the collector, and an exception there is only printed: the signal is lost.
+    # Hypothesis has a callback in the collector, and an exception there is only printed: the signal would be lost.
+    gc.disable()
     try:
         with pytest.raises(KeyboardInterrupt):
             ours.loglikelihood(requests("loglikelihood", *(("The mill", " sang" * at) for at in range(1, 9))))
