@@ -85,9 +85,9 @@ _GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
 }
 _GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}
 _MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM}
-# The measures that need the peers' environment.
+# The measures that need the environment of the compared projects (peers).
 _WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
-_REPEATS, _QUICK_REPEATS = 5, 2  # Samples of each side, in a full run and in a quick run.
+_REPEATS, _QUICK_REPEATS = 5, 2  # Number of samples of each side, in a full run and in a quick run.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,14 +128,14 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
 
 
 def _versions_of_peers(names: Sequence[str]) -> dict[str, str]:
-    """The peers' versions if a measure needs them. Builds their environment before the first measure."""
+    """Versions of the compared projects (peers) if a measure needs them; builds their environment if it is missing."""
     if not any(name in _WITH_PEERS for name in names):
         return {}
     try:
         return versions(peers_python())
     except BenchmarkError as error:
         print(f"the peers' environment is missing: {error}", file=sys.stderr, flush=True)
-        return {}  # Measures that need the peers will fail with the same error.
+        return {}  # Report no versions: the measures that need the peers fail with the same error.
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""Adaptive weighted rejection sampling: continuations that match a regular expression, each with its weight.
+"""Adaptive weighted rejection sampling (AWRS): draws continuations that match a regular expression, each with a weight.
 
     python examples/awrs_regex.py "The meeting is on" " (Mon|Tues|Fri)day at [0-9]{1,2} (am|pm)\\."
 

@@ -1,11 +1,12 @@
-"""Byte-level beam search with genlm-bytes: it turns a model of tokens into a model of bytes.
+"""Byte-level beam search with genlm-bytes, which turns a model of tokens into a model of bytes.
 
     python examples/byte_beams.py "The capital of Fra" --bytes 16
 
 A text may end in the middle of a word, because bytes have no token boundaries. The beam keeps several ways to cut the
 text into tokens, and requests the rows of all these ways at once.
 
-Needs pip install genlm-bytes 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
+First run pip install genlm-bytes 'lmpool[genlm]' and start a pool: lmpool up .cache/models/smollm2-float32 --name
+smollm2
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python examples/distill.py texts.txt --steps 200 --save student --plot kl.png
 
 Each step takes some windows of the text. The teacher returns the most likely tokens at each position and their
-log-probabilities (`Producer.batch_positions`: one forward a window). The remaining probability counts as one more
-token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats a token. While the student
-learns from one batch, the pool computes the next.
+log-probabilities (`Producer.batch_positions`: one forward per window). The remaining probability counts as one more
+token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats per token. While the student
+learns from one batch, the pool computes the next batch.
 
 Needs a pool, such as `lmpool up .cache/models/smollm2-float32 --name smollm2`, pip install 'lmpool[hf]', and for --plot
 matplotlib. To write a teacher's data to disk, see `lmpool batch run`.
@@ -31,7 +31,7 @@ from lmpool.producer import Producer, TopK
 
 
 class Student:
-    """A Llama of some million parameters, most of them its embedding.
+    """A Llama model with some million parameters, most of them in its embedding.
 
     Args:
         vocab_size: V, the size of the teacher's vocabulary.

@@ -1,8 +1,8 @@
-"""The most likely next words of some texts.
+"""Prints the most likely next words of some texts.
 
     python examples/next_words.py "The capital of France is" "Two plus two is"
 
-One request carries all texts, and returns only the shown entries. Needs a pool, such as
+The program sends all texts at once, and receives only the entries that it prints. Needs a pool, such as
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 

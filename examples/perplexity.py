@@ -1,8 +1,8 @@
-"""The perplexity of a text file, in windows that overlap.
+"""Computes the perplexity of a text file, in windows that overlap.
 
     python examples/perplexity.py README.md --window 512 --overlap 256
 
-Every token but the first is scored once, after at least `--overlap` tokens if the file has them. Each window is one
+Every token except the first is scored once, after at least `--overlap` tokens if the file has them. Each window is one
 request, `producer.score(context, continuation)`, which returns only the scores. Needs a pool, such as
 
     lmpool up .cache/models/smollm2-float32 --name smollm2

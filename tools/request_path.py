@@ -1,18 +1,18 @@
 """Find the files of the package that one request enters, and the types that carry its prompt.
 
 A profile hook in all threads records frames while a real client and a real worker run in one event loop of this
-process, with the synthetic backend or a transformers model. The server is the one of `lmpool.testing`; its files are
-not counted. After some warm-up requests, each of several prompts is recorded from the call of `Producer.logprobs` to
-its return.
+process, with the synthetic backend or a transformers model. The server is the server of `lmpool.testing`, whose files
+are not counted. After some warm-up requests, each of several prompts is recorded from the call of `Producer.logprobs`
+to its return.
 
 - A file counts if one of its functions or coroutines runs, or resumes, in every one of these requests. This rule
   excludes periodic tasks that happen to run during one request.
-- Calls are the frames of these files that run; a coroutine that resumes several times is one call. The reported number
-  is that of the request with the fewest calls, because background tasks add calls to the other requests.
+- A call is a frame of these files that runs; a coroutine that resumes several times is one call. The program reports
+  the calls of the request with the fewest calls, because background tasks add calls to the other requests.
 - A type carries a prompt if it is a class of the package, an instance appears among the locals of these frames (or in
   an attribute of such an object), and one of its attributes holds the prompt's ids, its digest, or an object that holds
   either. The digest is found as a bytes value of at least 16 bytes next to the ids that belongs to no other prompt.
-  Objects that appear during two prompts are left out, and so are prompts inside a list or dict.
+  Objects that appear during two prompts do not count, and prompts inside a list or dict do not count either.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ import numpy as np
 WORKER = "lmpool.workers.worker"
 _PRODUCER = "lmpool.producer"
 _MODEL = "structure"  # The name of the served model.
-_WARM_UPS = 5  # Requests that are not recorded: the first ones open connections and load scripts.
-_REQUESTS = 100  # Recorded requests: on a busy machine, one periodic task may run during each of 20 slow requests.
+_WARM_UPS = 5  # Number of requests before recording starts: the first requests open connections and load scripts.
+_REQUESTS = 100  # Number of recorded requests: a periodic task may run during each of only 20 slow requests.
 _PROMPT_TOKENS = 12  # Tokens per prompt.
 _MIN_DIGEST_BYTES = 16  # Shorter byte strings next to the ids are not digests.
 
@@ -137,7 +137,7 @@ async def follow(root: Path, paths: Iterable[Path], hf: str | None) -> tuple[Req
         serving: asyncio.Future[Any] = asyncio.create_task(worker.run(ready.set_result))
         await asyncio.wait([ready, serving], return_when=asyncio.FIRST_COMPLETED)
         if serving.done():
-            await serving  # Raises the reason why the worker could not start.
+            await serving  # If the worker could not start, this `await` raises the reason.
         async with import_module(_PRODUCER).Producer(_MODEL, redis=pool.url) as producer:
 
             async def record(ids: list[int]) -> list[str]:

@@ -1,8 +1,8 @@
 """Build the documentation site: `make docs`.
 
 The pages are the files of `docs/` and the files in `PAGES`. The program rewrites their links for the site. A worker
-with a real model serves the tutorials. Errors are: a warning, a page that the navigation lacks, a public name that the
-reference lacks, and a resource that a browser would fetch from another host.
+with a real model serves the tutorials. The build fails on a warning, a page that the navigation lacks, a public name
+that the reference lacks, and a resource that a browser would fetch from another host.
 """
 
 from __future__ import annotations
@@ -84,11 +84,11 @@ def relinked(text: str, page: Path, source: Path) -> str:
         if re.match(r"[a-z]+:", path):
             return link[0]
         found = (page.parent / path).resolve()
-        if found.is_dir():  # The site cannot show a folder.
+        if found.is_dir():  # Remove the link: the site has no page for a folder.
             return words
         inside = staged(found)
         there = source / inside if inside is not None else found
-        # Keep the anchor of a page; a downloaded file has none.
+        # Keep the anchor of a link to a page; a link to a downloaded file has no anchor.
         return f"[{words}]({os.path.relpath(there, folder)}{anchor if inside is not None else ''})"
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
@@ -174,7 +174,7 @@ def await_model(up: subprocess.Popen[bytes]) -> None:
     """Wait until the model is served.
 
     Raises:
-        LMPoolError: the program that serves it ended, or takes more than `START_LIMIT_S`.
+        LMPoolError: the worker that serves the model ended, or is not ready after `START_LIMIT_S`.
     """
     deadline = time.monotonic() + START_LIMIT_S
     while True:
@@ -188,7 +188,7 @@ def await_model(up: subprocess.Popen[bytes]) -> None:
 
 @contextmanager
 def served(model: Path) -> Iterator[None]:
-    """A pool that serves a model as `smollm2`; programs find it without settings."""
+    """Run a pool that serves a model as `smollm2`, and that programs find without settings."""
     with tempfile.TemporaryDirectory(prefix="lmpool-site-") as folder:
         os.environ["LMPOOL_RUNTIME_DIR"] = os.environ["LMPOOL_SHM_DIR"] = folder
         os.environ.pop("LMPOOL_REDIS_URL", None)

@@ -86,7 +86,7 @@ def layout(root: Path) -> str:
 
 
 def _summary(path: Path) -> str:
-    """Return the first sentence of a file: of its docstring, or of the comment that begins a Lua file."""
+    """Return the first sentence of a Python file's docstring, or of the comment at the beginning of a Lua file."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         paragraph = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
@@ -159,7 +159,7 @@ def bare_constants(root: Path) -> list[str]:
 
 
 def shared_class_names(root: Path) -> list[str]:
-    """Return the names that several classes of the package have: a reader could not tell these apart."""
+    """Return the names that several classes of the package have, and that would confuse a reader."""
     trees = [ast.parse(path.read_text("utf-8")) for path in modules(root).values()]
     names = [node.name for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     return [name for name, count in Counter(names).items() if count > 1]

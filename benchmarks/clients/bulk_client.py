@@ -18,13 +18,13 @@ _CONCURRENCY = BatchSettings("scores").concurrency
 
 
 class BulkClient:
-    """Handlers that return timings. The producer is open and caches nothing."""
+    """Handlers that return timings of an open producer without a cache, and of runs over files."""
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer
 
     async def run(self, source: str, output: str, top: int) -> float:
-        """Seconds for a run over a file, until all shards are complete."""
+        """Seconds of a run over a file, from its start until all shards are complete."""
         start = time.perf_counter()
         outcome = await run_batch(self._producer, Path(source), Path(output), BatchSettings(f"topk:{top}"), Progress())
         if outcome.errors or outcome.resumed:

@@ -1,6 +1,6 @@
 """A process with one producer of the lmpool commit in its environment: `python -m benchmarks.clients.compare_client`.
 
-Uses only `Producer`, its `model` and its `stats()`, so that it runs with older commits.
+The program uses only `Producer`, its `model` and its `stats()`, so that it also runs with older commits.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Bursts:
         self._prompts: list[Ids] = []
 
     def handlers(self) -> list[Handler]:
-        """The handlers; a request names its handler by the name of the method."""
+        """The methods that requests may call, by name."""
         return [self.new, self.again, self.alone, self.together, self.extend]
 
     async def new(self, rows: int, concurrency: int) -> float:
-        """Seconds for new prompts with `concurrency` requests in flight; each row is discarded."""
+        """Seconds to request the rows of new prompts, with `concurrency` requests in flight; discards the rows."""
         self._prompts = self._fresh(rows)
         with self._computes(rows):
             return await self._stream(self._prompts, concurrency)
@@ -60,14 +60,14 @@ class Bursts:
         return await self.median(self._producer.logprobs(ids) for ids in self._fresh(requests))
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Seconds for prompts that are sent all at once, and the first entries of the last row."""
+        """Seconds to request the rows of prompts all at once, and the first entries of the last row."""
         with self._computes(len(prompts)):
             start = time.perf_counter()
             rows = await asyncio.gather(*[self._producer.logprobs(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def extend(self, shared: Ids, tokens: list[Ids]) -> dict[str, Any]:
-        """Seconds for contexts that share a prompt and grow token by token, and the first entries of the last row."""
+        """Seconds to request rows of contexts that share a prompt and grow by tokens; first entries of the last row."""
         with self._computes(len({tuple(suffix[:length]) for length in range(len(tokens[0])) for suffix in tokens})):
             start = time.perf_counter()
             for length in range(len(tokens[0])):

@@ -1,8 +1,8 @@
 """Prints how many ms of a step of the hf backend are not spent in the forward, one line per step.
 
-64 prompts wait; each extends a prompt of 2,000 tokens, whose keys and values are cached, by one token. The model is
-tiny, so that most of the time is the backend's. The times are processor times, of N rounds:
-`python -m benchmarks.clients.hf_steps N`.
+In each step 64 prompts wait; each extends a prompt of 2,000 tokens, whose keys and values are cached, by one token. The
+model is tiny, so that the backend's own code takes most of the time. `python -m benchmarks.clients.hf_steps N` prints
+the processor times of N steps.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(steps: int) -> None:
             finished = backend.step()
             outside = time.thread_time() - began - inside[0]
             waiting.difference_update(finished.digests)
-            if number:  # The first round fills the cache.
+            if number:  # Print nothing for the first step, which fills the cache.
                 print(1000 * outside)
         prompts = [[*prompt, random.randrange(_V)] for prompt in prompts]
 

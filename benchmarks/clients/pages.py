@@ -10,8 +10,8 @@ import uvloop
 
 from benchmarks.harness.line_protocol import serve
 
-_READY_S = 60.0  # Seconds in which the service must become ready.
-_POLL_S = 0.05  # Interval at which readiness is checked.
+_READY_S = 60.0  # Seconds in which `lmpool web` must become ready.
+_POLL_S = 0.05  # Seconds between two checks whether `lmpool web` is ready.
 _LINE_BYTES = 2**24  # Max bytes of a line of the event stream; each frame is one line.
 
 
@@ -19,7 +19,7 @@ class Pages:
     """Handlers that open pages."""
 
     async def until_ready(self, port: int) -> None:
-        """Wait until the service at a port of this machine has polled the pool."""
+        """Wait until the `lmpool web` service at a port of this machine has polled the pool."""
         async with asyncio.timeout(_READY_S):
             while not await _is_ready(port):  # noqa: ASYNC110 another process becomes ready
                 await asyncio.sleep(_POLL_S)

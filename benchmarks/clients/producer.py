@@ -14,7 +14,7 @@ from benchmarks.harness.line_protocol import Handler
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
 
-_LOCK_STEP_TEXTS = 32  # Texts whose prefixes are requested together.
+_LOCK_STEP_TEXTS = 32  # Number of texts whose prefixes are requested together.
 _LATE_S = 10.0  # Seconds for which `steady_load` waits for the last rows.
 _IN_FLIGHT_S = 0.5  # Seconds to wait until a worker computes a submitted prompt.
 
@@ -23,7 +23,7 @@ class Client(Bursts):
     """Handlers that use parts of the API that older commits do not have."""
 
     def handlers(self) -> list[Handler]:
-        """The handlers; a request names its handler by the name of the method."""
+        """The methods that requests may call, by name."""
         ours: list[Handler] = [self.entries, self.row_of, self.scored, self.generated, self.sampled, self.keys]
         ours += [
             self.top_tokens,
@@ -50,7 +50,7 @@ class Client(Bursts):
         return await self.median(self._producer.logprobs(ids) for ids in prompts)
 
     async def entries(self, times: int, concurrency: int, count: int) -> float:
-        """Like `again`, but for `count` entries of each row instead of the whole row."""
+        """Seconds to request `count` entries of each row of the last `new`, `times` times."""
         before = self._producer.stats().cache_hits
         requests = [(ids, [token % self._producer.model.vocab_size for token in ids[:count]]) for ids in self._prompts]
         waiting = iter(requests * times)
@@ -68,7 +68,7 @@ class Client(Bursts):
         return seconds
 
     async def row_of(self, prompts: list[Ids]) -> float:
-        """Median seconds of requests for one row, one after the other."""
+        """Median seconds to request the row of one prompt; the requests run one after the other."""
         return await self.median(self._producer.logprobs(ids) for ids in prompts)
 
     async def scored(self, prompts: list[Ids], tokens: int) -> float:
@@ -84,7 +84,7 @@ class Client(Bursts):
         return time.perf_counter() - start
 
     async def sampled(self, prompts: list[Ids], tokens: int) -> float:
-        """Like `generated`, with one request per token."""
+        """Seconds for a continuation of each prompt, with one request per token."""
         start, seed = time.perf_counter(), int(self._random.integers(2**32))
 
         async def grow(at: int, ids: Ids) -> None:
@@ -101,7 +101,8 @@ class Client(Bursts):
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
     async def top_tokens_by_prefix(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """Like `top_tokens`, with one prompt per position; the texts have equal lengths, and grow in lock step."""
+        """Like `top_tokens`, but request each prefix of a text as a prompt; texts of equal lengths grow in lock
+        step."""
         start = time.perf_counter()
         for first in range(0, len(texts), _LOCK_STEP_TEXTS):
             batch = texts[first : first + _LOCK_STEP_TEXTS]
@@ -119,7 +120,8 @@ class Client(Bursts):
         return [(prefix + prompt.digest).hex() for prompt in encoded]
 
     async def grow(self, contexts: list[Ids], steps: int) -> dict[str, Any]:
-        """Seconds for contexts that grow by one token `steps` times; the clock starts after their initial rows."""
+        """Seconds to extend contexts by one token `steps` times; the clock starts when their first rows have
+        arrived."""
         await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - steps]) for ids in contexts])
         start = time.perf_counter()
         for left in range(steps - 1, -1, -1):
@@ -127,7 +129,7 @@ class Client(Bursts):
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def with_short_prompts(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
-        """Seconds for a long prompt, and for short prompts that run next to it, one after the other."""
+        """Seconds for a long prompt, and for short prompts that are requested one after the other at the same time."""
         long = asyncio.create_task(self.together([prompt]))
         await asyncio.sleep(_IN_FLIGHT_S)
         latencies = []
@@ -173,7 +175,7 @@ class Client(Bursts):
 
         tasks = [asyncio.create_task(consume()) for _ in range(concurrency)]
         ended, late = await asyncio.wait(tasks, timeout=warm_s + seconds + _LATE_S)
-        for task in late:  # Long texts may take minutes and arrive after the clock stops.
+        for task in late:  # Cancel requests that did not end within `_LATE_S`: a long text may take minutes.
             task.cancel()
         await asyncio.wait(tasks)
         for task in ended:

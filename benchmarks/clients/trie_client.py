@@ -22,7 +22,7 @@ from lmpool.protocol.row import Values
 Ids = list[int]
 
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
-_PREFIXES = 2048  # Number of requested prefixes: those with the most children.
+_PREFIXES = 2048  # Number of prefixes that are requested: the prefixes with the most children.
 _TOLERANCE = 1e-4  # Max relative difference between the pool's and local values.
 
 
@@ -44,7 +44,7 @@ class TrieClient:
         return [structure.n_tokens, structure.n_nodes, structure.n_inner, round(children / _PREFIXES)]
 
     async def full(self, requests: int, concurrency: int) -> float:
-        """Seconds for the values of all nodes with `concurrency` requests in flight; each result is discarded."""
+        """Seconds to request the values of all nodes, with `concurrency` requests in flight; discards the results."""
         weights = itertools.islice(itertools.cycle(self._weights), requests)
         return await _stream((partial(self._trie.weight_sum, ws) for ws in weights), concurrency)
 
@@ -64,7 +64,7 @@ class TrieClient:
         return await self._request(self._pairs, requests, concurrency)
 
     async def by_lone_reference(self, requests: int, concurrency: int) -> float:
-        """Like `by_reference`, with many prompts in rotation."""
+        """Like `by_reference`, but with many prompts in rotation, so that no recent request used the same row."""
         return await self._request(self._lone, requests, concurrency)
 
     async def _request(self, pairs: Iterator[tuple[Ids, bytes]], requests: int, concurrency: int) -> float:

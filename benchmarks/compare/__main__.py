@@ -1,8 +1,8 @@
 """`make bench-compare BASE=<commit>`: check that the pool is not slower than at an earlier commit.
 
 Each of the two pools has its own environment, server, workers and client process. The pools run in turns; the other is
-idle. Both clients run the same program, and both servers the same binary. All packages but lmpool have the same version
-on both sides.
+idle. Both clients run the same program, and both servers the same binary. In both environments, all packages except
+lmpool have the same version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ Pair = tuple[Burst, Burst]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare, and print; return 1 if a measure is certainly worse, 2 if one failed, 130 on Ctrl-C, otherwise 0."""
+    """Compare two pools and print the ratios; return 1 if a measure is worse, 2 if one failed, 130 on Ctrl-C, else
+    0."""
     given = _parse(arguments)
     try:
         return _run(given)
@@ -74,7 +75,8 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environment]]) -> list[list[Pair]]:
-    """Take pairs of bursts in rounds. Each round has new processes: processes of one program are not equally fast."""
+    """Take pairs of bursts in rounds. Each round starts new processes, because processes of one program differ in
+    speed."""
     for testbed, _ in sides:
         testbed.refill()
     rounds = []

@@ -1,4 +1,5 @@
-"""Environments of commits, each built once in `.cache/compare`, with the same packages in all of them."""
+"""Virtual environments of commits, each built once in `.cache/compare`, all with the same versions of other
+packages."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _STAMP = "installed.json"
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """An environment with lmpool of one commit: a description of the commit, and the interpreter."""
+    """A virtual environment with lmpool of one commit: a description of the commit, and the path of the interpreter."""
 
     commit: str
     python: str
@@ -55,7 +56,7 @@ class Environment:
         Raises:
             BenchmarkError: the interpreter or the command `lmpool` next to it does not exist.
         """
-        # Do not resolve the link: only the path inside the environment selects the environment.
+        # Do not resolve the symbolic link: Python finds the environment only by the path inside the environment.
         environment = cls(f"lmpool of {python}", str(Path(python).absolute()))
         for program in (environment.python, environment.command):
             if not Path(program).exists():
@@ -73,7 +74,7 @@ def resolve(commit: str) -> str:
     try:
         return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
     except BenchmarkError as error:
-        # Git prints no message if only the name is wrong.
+        # Use this text if git prints no message, as for a commit that does not exist.
         why = str(error).partition("failed:\n")[2] or "`git log` lists the commits; a shallow clone has few"
         raise BenchmarkError(f"{REPOSITORY} has no commit {commit!r}: {why}") from None
 

@@ -66,8 +66,8 @@ def _draw(number: int, length: int) -> list[list[int]]:
 
 
 _TINY = ("--vocab-size", str(TINY_V))
-_CACHED_ROWS = 1024  # 192 MiB of float32 rows.
-_CONTEXTS, _SHARED_TOKENS = 16, 64  # Number of growing contexts, and of tokens that all contexts share.
+_CACHED_ROWS = 1024  # Number of rows that are cached before the bursts: 192 MiB of float32 rows.
+_CONTEXTS, _SHARED_TOKENS = 16, 64  # Number of growing contexts; number of tokens that all contexts share.
 
 MEASURES = {
     "tiny": Measure("new rows/s, V = 64", "new", _new(CONCURRENCY_TINY), 16_384, _TINY),
@@ -145,7 +145,7 @@ class Pool:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[None]:
-        """Run warm processes for the length of a `with` block."""
+        """Start and warm up the processes; they end with the `with` block."""
         measure = self._measure
         with ExitStack() as stack:
             workers = [stack.enter_context(self._worker()) for _ in range(measure.workers)]
@@ -176,7 +176,7 @@ class Pool:
         before = self._used()
         taken = self._client.request(self._measure.do, **arguments)
         seconds = float(taken["seconds"] if isinstance(taken, dict) else taken)
-        # `again` requests all cached rows `times` times.
+        # The handler `again` requests all cached rows `times` times.
         rows = arguments["times"] * _CACHED_ROWS if "times" in arguments else self._rows
         used = {name: (after - before[name]) / rows * 1e6 for name, after in self._used().items()}
         rate = 1 / seconds if self._measure.do == "alone" else rows / seconds

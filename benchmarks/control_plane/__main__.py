@@ -1,7 +1,7 @@
 """The server's time for the control plane, without rows: `python -m benchmarks.control_plane [--write FILE]`.
 
-Two tables: the server's processor time per worker and client, from `INFO cpu`, and the time for which single scripts
-block the server, from `INFO commandstats`.
+The program prints two tables: the server's processor time per worker and client, from `INFO cpu`, and the time for
+which single scripts block the server, from `INFO commandstats`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MODEL = _KEYS.model(_INFO.name)
 _WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Numbers of workers, in full and in quick runs.
 _BATCH = 32  # Prompts per step of a worker.
 _READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.
-_READERS = 50  # Blocked at once: a single one would measure the server's timer, which ends reads ten times a second.
+_READERS = 50  # Reads that block at once: a single read would measure the server's timer of 10 ticks per second.
 _COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in range(18)}
 
 
@@ -103,7 +103,7 @@ class _Fleet:
         self._settings = WorkerSettings(lease_s=_INFO.lease_s)
 
     async def row(self) -> str:
-        """One row of the table."""
+        """The row of the first table for this number of workers."""
         await self._workers[0][1].ensure_group()
         for heartbeat, _, _ in self._workers:
             await heartbeat.join(_COUNTERS)
@@ -123,7 +123,7 @@ class _Fleet:
         return f"| {' | '.join(cells)} |"
 
     async def _hold(self, worker: str) -> list[bytes]:
-        """Let a worker hold two batches of jobs; return the entries of these jobs."""
+        """Make a worker hold two batches of jobs; return the stream entries of these jobs."""
         async with self._client.pipeline(transaction=False) as pipe:
             for _ in range(2 * _BATCH):
                 pipe.xadd(_MODEL.jobs, {"m": b"x" * 512})

@@ -16,9 +16,9 @@ from lmpool.protocol.keys import GROUP, Keys
 _KEYS = Keys()
 _MODEL = _KEYS.model("m")
 _BATCH = 32  # Prompts that a worker may hold.
-_LEASE_MS = 15_000  # The default lease.
+_LEASE_MS = 15_000  # The default lease of a worker, in ms.
 _LONG_MS = 10_000_000  # A lifetime that does not end during the benchmark.
-REPEATS = 7  # Min calls of each kind.
+REPEATS = 7  # Min number of calls of each kind that are measured.
 
 
 class _Queue:
@@ -66,7 +66,7 @@ class _Queue:
         return self.ms(scripts.SUBMIT, keys, 10**6, _LONG_MS, "", 0, len(digests), *[os.urandom(size)] * len(digests))
 
     def hold(self, count: int) -> list[bytes]:
-        """Let a worker hold prompts of 128 tokens; return their entries."""
+        """Make a worker hold prompts of 128 tokens; return their stream entries."""
         for at in range(0, count, 5000):
             with self.client.pipeline(transaction=False) as pipe:
                 for _ in range(min(5000, count - at)):
@@ -204,7 +204,7 @@ def _finish_ms(queue: _Queue, entries: Sequence[bytes], digests: Sequence[bytes]
 
 
 def _take(queue: _Queue, count: int) -> list[bytes]:
-    """Let workers read the shared stream and their lanes; return the entries."""
+    """Make workers read the shared stream and their lanes; return the entries that they read."""
     entries = _read(queue, b"w0", _MODEL.jobs, count)
     for worker, lane in queue.lanes.items():
         entries += [entry + b" " + worker for entry in _read(queue, worker, lane, count)]

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1  # The constant of prctl(2).
+_PR_SET_PDEATHSIG = 1  # The option PR_SET_PDEATHSIG of prctl(2).
 
 
 def main() -> None:

@@ -14,15 +14,15 @@ from typing import Any
 
 Handler = Callable[..., Awaitable[Any]]
 
-_MAX_LINE_BYTES = 64 * 2**20  # Max bytes of a request, which has at most some thousand prompts.
+_MAX_LINE_BYTES = 64 * 2**20  # Max bytes of a request; a request has at most some thousand prompts.
 
 
 async def serve(handlers: dict[str, Handler]) -> None:
     """Respond to requests until stdin ends.
 
     A request is `{"do": name, ...}`: the name of a handler and its keyword arguments. The response is the handler's
-    result. The first line of stdout, null, reports that this process is ready. An exception ends the process; its
-    traceback goes to stderr, which is the log.
+    result. The first line of stdout, null, reports that this process is ready. An exception ends the process, and its
+    traceback is written to stderr, which is the log.
     """
     # Redirect stdout to stderr: output of a library must not mix with the responses.
     responses = os.fdopen(os.dup(1), "w")

@@ -15,7 +15,7 @@ _RESAMPLES = 2000  # Bootstrap samples: enough for two digits of a 95 % interval
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Samples of one side, at least one, in order of time."""
+    """The samples of one side (A or B) in order of time, at least one."""
 
     name: str
     unit: str
@@ -128,5 +128,5 @@ class Interval:
 
 
 def show(value: float) -> str:
-    """A figure with three significant digits, or with all digits before the point."""
+    """Format a number with three significant digits, or with all digits before the decimal point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

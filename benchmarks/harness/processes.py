@@ -20,8 +20,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 _FINISH_S = 2.0  # Seconds in which a child must end after the end of its input.
 _STOP_S = 10.0  # Seconds between SIGTERM and SIGKILL, in which a worker drains.
-_START_S = 180.0  # Seconds in which a child must be ready: some load models.
-_LOG_LINES = 15  # Last lines of the log in an error message.
+_START_S = 180.0  # Seconds in which a child must be ready; some children load models.
+_LOG_LINES = 15  # Number of last lines of the log in an error message.
 
 
 class BenchmarkError(Exception):
@@ -33,7 +33,7 @@ class Skipped(Exception):
 
 
 def run(*command: str) -> str:
-    """Run a program and return its output; without PYTHONPATH, because the program may be of another environment.
+    """Run a program without PYTHONPATH, because it may belong to another environment, and return its output.
 
     Raises:
         BenchmarkError: the program cannot start, or its exit code is not 0.
@@ -93,13 +93,13 @@ class Process:
             raise self._failure(f"ended with exit code {code}")
 
     def terminate(self) -> None:
-        """Send SIGTERM without waiting for the end, so that several processes end concurrently. Then call `stop`."""
+        """Send SIGTERM but do not wait, so that several processes end concurrently. The caller then calls `stop`."""
         if not self._is_terminated:
             self._is_terminated = True
             self._process.terminate()
 
     def stop(self) -> None:
-        """Close the input, which ends a `Child`; then send SIGTERM, and SIGKILL after 10 s."""
+        """Close the standard input, which ends a `Child`; then send SIGTERM, and after 10 s SIGKILL."""
         process = self._process
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -135,7 +135,7 @@ class Process:
 
 
 class Child(Process):
-    """A process that responds to requests with the protocol of `line_protocol.py`; it must be ready in 3 minutes."""
+    """A process that responds to requests with the protocol of `line_protocol.py`; must be ready in 3 minutes."""
 
     _answers = True
 

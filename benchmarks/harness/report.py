@@ -53,7 +53,7 @@ below 0.98. The default base is the fastest commit so far, `{best}`. COMPARE pas
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The measures without a result: name -> reason."""
+    """The measures that have no result: name -> reason."""
 
     failed: dict[str, str]
     skipped: dict[str, str]
@@ -78,7 +78,7 @@ def describe_run(url: str, peers: Mapping[str, str]) -> dict[str, str]:
 
 
 def render(results: Sequence[Result], failures: Failures, run: Mapping[str, str], repeats: int, notes: str) -> str:
-    """The page; `notes` is the text between the markers of the previous page."""
+    """The Markdown page of results; `notes` is the text between the markers of the previous page."""
     table = ["| measure | goal | ratio | | A | B |", "|---|---|---|---|---|---|"]
     table += [_row(result) for result in results]
     table += [f"| {name} | | | **failed** | | |" for name in failures.failed]

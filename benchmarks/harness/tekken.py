@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-N_TOKENS = 131_072  # Tokens of the vocabulary.
-N_ROWS = 64  # Distinct rows of weights.
+N_TOKENS = 131_072  # Number of tokens in the vocabulary.
+N_ROWS = 64  # Number of distinct rows of weights.
 
 _FILE = "tekken_240911.json"
-_SPREAD = 3.0  # Standard deviation of the logits, similar to a language model's.
+_SPREAD = 3.0  # Standard deviation of the logits, similar to the logits of a language model.
 
 
 class Inputs(NamedTuple):
@@ -33,7 +33,7 @@ class Inputs(NamedTuple):
     weights: NDArray[np.float32]
 
     def batches(self, size: int) -> list[NDArray[np.float32]]:
-        """The weights in batches of `size` rows; rows repeat if there are fewer."""
+        """The weights in batches of `size` rows; if there are fewer rows, rows repeat."""
         rows = len(self.weights)
         wanted = np.arange(max(size, rows - rows % size)).reshape(-1, size) % rows
         return [self.weights[batch] for batch in wanted]

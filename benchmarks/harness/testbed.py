@@ -20,17 +20,17 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE
 
-# The server's memory limit: rows of several seconds. Its LRU clock ticks once a second: with less memory it would evict
-# unread rows.
+# The server's memory limit, enough for the rows of several seconds. With less memory, the server would evict unread
+# rows, because its LRU clock ticks only once a second.
 MEMORY_BYTES = 4 * 2**30
 _FILLER_BYTES = 196_608  # Size of a filler value: a float32 row of 49,152 entries.
 _FILLER_TTL_S = 3600  # Lifetime of filler values in seconds: longer than a measure takes.
 _WORKERS_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
-_POLL_S = 0.05  # Interval at which a condition is checked.
-_WAVE = 8  # Max processes that start concurrently: dozens would each take a minute.
+_POLL_S = 0.05  # Seconds between two checks of a condition.
+_WAVE = 8  # Max processes that start concurrently: if dozens start at once, each takes a minute.
 _HEARTBEATS_S = 60.0  # Seconds in which every worker must send a heartbeat.
-_IDLE_S = 180.0  # Seconds to become idle. Workers check every 30 s for held prompts without a client.
-_SCANNED = 10_000  # COUNT of SCAN: large, so that scanning a full server takes few round trips.
+_IDLE_S = 180.0  # Seconds for workers to become idle. Every 30 s a worker checks its held prompts for clients.
+_SCANNED = 10_000  # COUNT of the SCAN command: large, so that a scan of a full server takes few round trips.
 
 # Spinning OpenMP threads would take the cores from the other processes.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
@@ -38,7 +38,7 @@ _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 @dataclass(slots=True)
 class Testbed:
-    """The server and the processes of a measure.
+    """The Redis server of a measure, and methods that start the processes of both sides.
 
     Attributes:
         url: address of the server that both sides use.
@@ -67,7 +67,7 @@ class Testbed:
         return Child(command, self._log(module), {**_ENVIRONMENT, **environment})
 
     def process(self, name: str, *command: str, **environment: str) -> Process:
-        """Start any other program."""
+        """Start a program that is not a module of this package."""
         return Process(command, self._log(name), {**_ENVIRONMENT, **environment})
 
     def producer(self, model: str, *options: str) -> Child:
@@ -84,7 +84,7 @@ class Testbed:
             wait_until(have_segments, _HEARTBEATS_S, f"shared memory of the workers that serve {name!r}")
 
     def wait_until_idle(self, name: str) -> None:
-        """Wait up to three minutes until the workers that serve `name` hold no prompts, cancelled ones included."""
+        """Wait up to three minutes until the workers that serve `name` hold no prompts, not even cancelled prompts."""
 
         def are_idle() -> bool:
             return all(fields.get("in_flight") == "0" for fields, _ in _heartbeats(server, name).values())
@@ -93,7 +93,7 @@ class Testbed:
             wait_until(are_idle, _IDLE_S, f"the end of all prompts of the workers that serve {name!r}")
 
     def refill(self) -> None:
-        """Empty the server, then store filler values until it evicts, so that all measures begin in the same state.
+        """Empty the server, then store filler values until it evicts keys, so that all measures begin in one state.
 
         A full cache that evicts is the steady state of a cache.
         """
@@ -136,7 +136,7 @@ class Testbed:
 
     @contextmanager
     def trie_worker(self, *options: str) -> Iterator[None]:
-        """Start one trie worker; it is ready when the block begins."""
+        """Start one trie worker; the trie worker is ready when the `with` block begins."""
         with self._serving(TRIE_SERVICE, [_own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
             yield
 
@@ -187,7 +187,7 @@ class Testbed:
 
 @contextmanager
 def open_testbed(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) -> Iterator[Testbed]:
-    """Start a server in a temporary folder."""
+    """Start a Redis server in a temporary folder, and stop it at the end of the `with` block."""
     with tempfile.TemporaryDirectory(prefix="lmpool-bench-") as name:
         folder = Path(name)
         os.environ["LMPOOL_RUNTIME_DIR"] = str(folder / "server")

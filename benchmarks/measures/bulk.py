@@ -1,4 +1,4 @@
-"""Runs over files: speed against a producer with the same requests, and peak memory."""
+"""Measures runs over files: their speed against a producer with the same requests, and their peak memory."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from benchmarks.measures.real_model import smollm2_folder
 
 _V, _FIRST_ORDINARY_ID = 512, 3  # Vocabulary size; token ids below 3 are special in SmolLM2.
 _SHORT_TOKENS, _STEP_MS = 12, 5  # Tokens per short text; milliseconds per synthetic step.
-_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts of the real model, tokens per text, top-k tokens per position.
-_MAX_MB, _LINES = 300, 1_000_000  # Memory goal in megabytes, for a run over this many texts.
+_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts for the real model; tokens per text; top-k tokens per position.
+_MAX_MB, _LINES = 300, 1_000_000  # Max megabytes of memory of a run; number of texts in this run.
 
 
 def bulk_run(testbed: Testbed) -> list[Result]:
-    """Many short texts on a synthetic worker with slow steps, and longer texts on a real model."""
+    """Measure many short texts on a synthetic worker with slow steps, and longer texts on a real model."""
     results = []
     for name, model, options, lines, tokens, top in (
         ("bulk-run", "synthetic", ("--vocab-size", str(_V), "--step-ms", str(_STEP_MS)), 40_000, _SHORT_TOKENS, 8),
@@ -67,7 +67,7 @@ def bulk_memory(testbed: Testbed) -> list[Result]:
 
 
 class _Pair:
-    """A bulk run and a producer; a sample computes the top-`top` tokens of `count` new texts of `tokens` tokens."""
+    """A bulk run and a producer; each sample computes the top-`top` tokens of `count` new texts of `tokens` tokens."""
 
     def __init__(self, testbed: Testbed, client: Child, count: int, tokens: int, top: int) -> None:
         self._folder = testbed.folder

@@ -14,8 +14,8 @@ Ids = list[int]
 
 PROMPT_TOKENS = 32  # Tokens per random prompt.
 _FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
-_TOLERANCE = 1e-2  # Max difference of two float32 log-probabilities of one token.
-_NARROW_TOLERANCE = 0.25  # Max difference of two log-probabilities of one token if both are computed in 16 bits.
+_TOLERANCE = 1e-2  # Max difference between the two sides' float32 log-probabilities of a token.
+_NARROW_TOLERANCE = 0.25  # Max difference of a token's log-probability between two sides that compute in 16 bits.
 
 
 class PromptSource:

@@ -27,8 +27,8 @@ _PROMPT_TOKENS = 32  # Tokens per random prompt.
 # Prompts per sample of each measure.
 _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
 _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
-_LONG_TOKENS = 256  # Tokens per context: more than a step recomputes for all contexts with sessions a few steps old.
-_HTTP_REPEATS = 2  # Samples of vLLM's own server: one takes about a minute.
+_LONG_TOKENS = 256  # Tokens per context: more than a step recomputes for all contexts with old sessions.
+_HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
 _SERVER_READY_S = 180.0  # Seconds in which vLLM's own server must become ready.
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
 # On a CPU SGLang's attention is many small operations; threads cost more than they save.
@@ -70,7 +70,7 @@ def vllm_grow(testbed: Testbed) -> list[Result]:
 
 
 def vllm_sessions(testbed: Testbed) -> list[Result]:
-    """Whether contexts that grow in lock step find their sessions on a pool of two workers."""
+    """Measure which share of prompts finds its session, for contexts in lock step on a pool of two workers."""
     name, model, ports = "two", str(_dummy_model(testbed.folder)), [free_port() for _ in range(2)]
     # Disable prefix caching, so that only sessions can save computation.
     options = (*_VLLM, "--engine-args", "load_format=dummy enable_prefix_caching=false")
@@ -96,8 +96,8 @@ def _found(testbed: Testbed, producer: Child, ports: list[int], new: int) -> Res
             producer.request("together", prompts=[ids[:length] for ids in contexts])
             computed = sum(map(_computed_tokens, ports)) - before
             if length > _LONG_TOKENS:
-                # A prompt without a session computes its whole prefix. A prompt with an older session computes `new`
-                # more tokens per missed step.
+                # For a prompt without a session, vLLM computes the whole prefix. For a prompt with an older session,
+                # vLLM computes `new` more tokens per missed step.
                 whole, more = divmod(computed - _CONTEXTS * new, length - new)
                 found += max(0, _CONTEXTS - whole - math.ceil(more / new))
         samples["found"].append(found)
@@ -215,9 +215,9 @@ def engine_python(engine: str) -> str:
 
 
 def _pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: str) -> Child:
-    """A producer, and a worker of an engine behind it.
+    """Start a worker with an engine, and a producer for its model.
 
-    The producer caches no rows. Until a cache is full each row takes new memory, which is not a steady state.
+    The producer caches no rows: until a cache is full, each row allocates new memory, which takes additional time.
     """
     command, environment = _command(options[options.index("--backend") + 1])
     stack.enter_context(testbed.workers(name, model, *options, command=command, environment=environment))
@@ -240,7 +240,7 @@ def _server(stack: ExitStack, testbed: Testbed) -> Child:
 def _command(engine: str) -> tuple[list[str], dict[str, str]]:
     """The command in place of `lmpool` that starts an engine's worker, and the worker's environment."""
     python = engine_python(engine)
-    if engine == "sglang":  # On a CPU SGLang needs a shim, which the tests provide.
+    if engine == "sglang":  # On a CPU SGLang needs stubs of missing packages, which the tests provide.
         return [python, "-m", "tests.engines.sglang_cpu"], _SGLANG_ENVIRONMENT
     return [str(Path(python).with_name("lmpool"))], {}
 

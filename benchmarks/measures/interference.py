@@ -16,8 +16,8 @@ from benchmarks.measures.comparison import alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import CONCURRENCY_TINY, TINY_V, rate
 
-_WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Number of workers; ms per step; prompts per step.
-# Requests in flight: of the measured client, of the bulk client, and of a client that is alone.
+_WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Number of workers; milliseconds per step; prompts per step.
+# Requests in flight of the measured client, of the bulk client, and of a client that is alone on the pool.
 _MEASURED_CONCURRENCY, _BULK_CONCURRENCY, _ALONE_CONCURRENCY = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
 """Requests in flight of the other interactive clients. The two workers compute 64 prompts per step."""
@@ -25,7 +25,7 @@ _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
 _TEXTS_CONCURRENCY, _TEXT_TOKENS, _QUESTION_TOKENS, _PAUSE_S = 256, 500, 5, 0.1
 _WARM_S = 2.0  # Seconds of load before the clock starts.
 _PAGES = 100  # Open pages of `lmpool web`.
-_PAIRS_A_REPEAT = 4  # Pairs per repeat: many, because single samples differ by as much as the goal of 2 %.
+_PAIRS_A_REPEAT = 4  # Pairs per repeat: many, because single samples differ by 2 %, as much as the goal allows.
 _MIN_FRAMES = 0.5  # Min frames per second and page: on busy cores, a poll of the pool may time out.
 
 
@@ -106,7 +106,7 @@ def _long_texts(testbed: Testbed) -> Result:
 
 
 def bulk_alone(testbed: Testbed) -> list[Result]:
-    """A bulk client alone on the pool, against an interactive client alone."""
+    """Compare a bulk client that is alone on the pool with an interactive client that is alone."""
     results = []
     for name, options in {"": ("--step-ms", "20"), "-tiny": ()}.items():
         with ExitStack() as stack:
@@ -131,7 +131,8 @@ def bulk_alone(testbed: Testbed) -> list[Result]:
 
 
 def web_pages(testbed: Testbed) -> list[Result]:
-    """Throughput while pages are open: on workers that wait in each step, as for a GPU, and on workers that do not."""
+    """Throughput while pages are open, for workers that wait in each step, as for a GPU, and for workers without
+    waits."""
     results = []
     for name, step, options in (
         ("web-pages", "steps of 20 ms", ("--step-ms", "20")),
@@ -166,7 +167,7 @@ class _WebPair:
         self._seconds = seconds
 
     def without(self) -> float:
-        """Rows per second while no service runs."""
+        """Rows per second while no `lmpool web` runs."""
         options = {"concurrency": CONCURRENCY_TINY, "warm_s": _WARM_S, "seconds": self._seconds}
         return float(self._producer.request("steady_load", **options)) / self._seconds
 

@@ -1,4 +1,4 @@
-"""The pool against a job queue: the same rows as the results of arq jobs."""
+"""The pool against the job queue arq, whose jobs return the same rows as the pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.peers.environment import peers_python
 _DEFAULT_MAX_JOBS = 10  # arq's default of concurrent jobs per worker.
 _RAISED_MAX_JOBS = 1000  # Concurrent jobs per worker in the tuned configuration.
 _TRIED_CONCURRENCY = (30, 100, 300, 1000)  # Numbers of concurrently awaited results; the fastest number is measured.
-_WAVES = 2  # A trial runs this many jobs per concurrently awaited result.
+_WAVES = 2  # Number of jobs of a trial, per concurrently awaited result.
 
 
 def arq(testbed: Testbed) -> list[Result]:

@@ -12,7 +12,7 @@ _JOB_BYTES = 100  # Bytes of a job in the bare queue, about the size of a short 
 
 
 def alone(testbed: Testbed) -> list[Result]:
-    """One request alone: full-size rows, tiny rows, and a cached full-size row."""
+    """Measure single requests without other requests: full-size rows, tiny rows, and a cached full-size row."""
     return [
         *_alone(testbed, "alone-f32", FULL_V, Goal(7, at_most=True)),
         *_alone(testbed, "alone-tiny", TINY_V, Goal(6.5, at_most=True)),

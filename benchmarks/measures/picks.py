@@ -13,17 +13,17 @@ from benchmarks.measures.comparison import PromptSource, agree, alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
-_TARGETS = 4  # Entries requested of each row.
+_TARGETS = 4  # Number of entries that are requested of each row.
 _CONCURRENCY = 256  # Requests in flight.
 _PROMPT, _CONTINUATION = 32, 64  # Tokens of a prompt, and of the continuation that is scored.
-_CONTINUATIONS, _GENERATED = 16, 32  # Concurrent continuations, and tokens of each.
+_CONTINUATIONS, _GENERATED = 16, 32  # Number of concurrent continuations; tokens per continuation.
 _SMALL_V, _STEP_MS = 8192, 2  # Vocabulary and milliseconds per step of the fast synthetic model.
-_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts, tokens per text, top-k per position.
-_PREFIX_REPEATS = 2  # Samples of the side with one request per position: a sample takes half a minute.
+_TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Number of texts; tokens per text; top-k tokens per position.
+_PREFIX_REPEATS = 2  # Number of samples with one request per position: such a sample takes half a minute.
 
 
 def targets(testbed: Testbed) -> list[Result]:
-    """A few entries of cached rows."""
+    """Measure requests for a few entries of cached rows."""
     with ExitStack() as stack:
         stack.enter_context(
             testbed.workers("synthetic", "synthetic", "--backend", "synthetic", "--vocab-size", str(FULL_V))
@@ -53,7 +53,7 @@ def targets(testbed: Testbed) -> list[Result]:
 
 
 def score(testbed: Testbed) -> list[Result]:
-    """The score of a continuation against the row of the same prompt."""
+    """Compare the score of a continuation with the row of the same prompt."""
     source = PromptSource()
     with ExitStack() as stack:
         stack.enter_context(testbed.workers("smollm2", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
@@ -77,7 +77,7 @@ def score(testbed: Testbed) -> list[Result]:
 
 
 def generate(testbed: Testbed) -> list[Result]:
-    """One request per continuation against one request per token."""
+    """Compare one request per continuation with one request per token."""
     source, results = PromptSource(), []
     for name, goal, described, options in (
         ("generate", Goal(1.05), "SmolLM2-135M f32, hf", (str(smollm2_folder()), "--backend", "hf", "--device", "cpu")),
@@ -167,7 +167,7 @@ class TopTokens:
         return take
 
     def sides(self, samples: dict[str, list[float]]) -> list[Side]:
-        """The sides of a result."""
+        """The two sides of a `Result`, from their samples."""
         return [Side(name, "positions/s", taken) for name, taken in samples.items()]
 
     def _request(self, side: Child, do: str) -> dict[str, Any]:

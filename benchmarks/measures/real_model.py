@@ -21,10 +21,10 @@ from benchmarks.peers.environment import peers_python
 
 Ids = list[int]
 
-_PROMPTS, _PROMPT_TOKENS = 64, 32  # Random prompts per sample, and tokens of each.
+_PROMPTS, _PROMPT_TOKENS = 64, 32  # Number of random prompts per sample; tokens per prompt.
 _CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16  # 16 contexts share 64 tokens and grow by 16 tokens.
-_LONG_TOKENS, _QUICK_LONG_TOKENS = 8192, 2048  # Tokens of the long prompt, in full and in quick runs.
-_SHORT_TOKENS, _LONG_REPEATS = 3, 2  # Tokens of a short prompt; number of samples, which take 90 s each.
+_LONG_TOKENS, _QUICK_LONG_TOKENS = 8192, 2048  # Tokens of the long prompt, in a full run and in a quick run.
+_SHORT_TOKENS, _LONG_REPEATS = 3, 2  # Tokens of a short prompt; number of samples, each of which takes 90 s.
 _FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
 
 
@@ -47,7 +47,7 @@ def hf_shared(testbed: Testbed) -> list[Result]:
     """Contexts that share a prompt and grow token by token."""
     with ExitStack() as stack:
         contest = _Contest(stack, testbed)
-        # Two steps are enough for the warm-up: the peer with its defaults takes half a minute for all steps.
+        # Warm up with two steps only: with its defaults, the peer takes half a minute for all steps.
         contest.pool_shared(2), contest.peer_shared(2, cache_kv=False), contest.peer_shared(2, cache_kv=True)
         samples = alternate(
             {
@@ -138,7 +138,7 @@ def hf_waiting(bed: Testbed) -> list[Result]:
 
 
 class _Contest:
-    """Both sides with the model loaded. They run in turns, and receive the same prompts in a round."""
+    """Two sides that have loaded the model. The sides run in turns; in a round both receive the same prompts."""
 
     def __init__(self, stack: ExitStack, testbed: Testbed) -> None:
         model = str(smollm2_folder())

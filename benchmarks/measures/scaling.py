@@ -20,13 +20,13 @@ from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.comparison import Ids, alternated
 from benchmarks.measures.transport import TINY_V, rate
 
-_WORKERS = 4  # Workers that are compared with one.
+_WORKERS = 4  # Number of workers that are compared with one worker.
 _WITHIN_S = 900.0  # Seconds in which a client must respond; the longest request takes minutes.
 
 # Prompts that share no prefix: milliseconds per step, and requests in flight.
 _STEP_MS, _CONCURRENCY = 20, 1024
 
-# Growing contexts: new tokens take most of a step.
+# The next constants are for growing contexts, where new tokens take most of the time of a step.
 _V = 256  # Vocabulary size: small, so that rows cost almost nothing.
 _PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step, and per new token.
 _PREFIX_OPTIONS = ("--step-ms", str(_PREFIX_STEP_MS), "--token-ms", str(_TOKEN_MS))
@@ -48,7 +48,7 @@ _LEASE = ("--lease-s", "5")
 
 
 def distinct(testbed: Testbed) -> list[Result]:
-    """Prompts that share no prefix."""
+    """Measure prompts that share no prefix."""
     rows = testbed.scaled(4096, 2048)
     with ExitStack() as stack:
         sides = _synthetic(stack, testbed, {"four": _WORKERS, "one": 1}, TINY_V, "--step-ms", str(_STEP_MS))
@@ -97,7 +97,7 @@ def tokens(testbed: Testbed) -> list[Result]:
 
 
 def lock_step(testbed: Testbed) -> list[Result]:
-    """Contexts that grow in lock step."""
+    """Measure contexts that grow in lock step: each request waits for the last row of all contexts."""
     steps, number = testbed.scaled(2 * _STEPS, _STEPS // 3), _CONTEXTS[-1]
 
     def take(side: Child) -> float:
@@ -167,7 +167,7 @@ def hot_tree(testbed: Testbed) -> list[Result]:
 
 
 def fleet(testbed: Testbed) -> list[Result]:
-    """More workers and clients than cores, on one server."""
+    """Measure more workers and clients than the machine has cores, on one server."""
     seconds = testbed.scaled(20, 8)
 
     def take(clients: list[Child], weight: int) -> float:

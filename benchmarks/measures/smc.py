@@ -19,7 +19,7 @@ _TOPICS = ["river", "winter", "garden", "letter", "market", "harbour", "window",
 
 
 def smc(testbed: Testbed) -> list[Result]:
-    """One process on the pool against one on genlm-backend, and two concurrent processes on one worker against one."""
+    """Compare a process on the pool with a process on genlm-backend, and two concurrent processes with one."""
     steps = testbed.scaled(_STEPS, 6)
     with ExitStack() as stack:
         model = str(smollm2_folder())
@@ -45,7 +45,7 @@ def smc(testbed: Testbed) -> list[Result]:
     two = f"seconds of two concurrent processes on one worker, each with its own prompt ÷ of one process; {task}"
     same = f"texts that both sides generated ÷ all texts; {task}"
     pool, genlm, both = (Side(name, "s", samples[name]) for name in ("pool", "genlm", "two"))
-    # Count the warm-up round too: both sides ran it with the same seeds.
+    # Count texts of the warm-up round too, because both sides had the same seeds.
     equal = Side("same", "texts", [share * _PARTICLES for share in contest.shares])
     return [
         Result("smc", alone, Goal(0.5, at_most=True), pool, genlm),
@@ -58,7 +58,7 @@ class _Contest:
     """Runs both sides with the same prompts and seeds, in turns.
 
     Attributes:
-        shares: for each round, the share of texts that both sides generated.
+        shares: share of texts that both sides generated, for each round.
     """
 
     def __init__(self, steps: int) -> None:

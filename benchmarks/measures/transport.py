@@ -9,18 +9,18 @@ from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
 
-FULL_V = 49_152  # Vocabulary of SmolLM2.
-LARGE_V = 152_064  # Vocabulary of Qwen2.5.
-TINY_V = 64  # Rows of 256 bytes, so that only the control plane costs.
+FULL_V = 49_152  # Vocabulary size of SmolLM2.
+LARGE_V = 152_064  # Vocabulary size of Qwen2.5.
+TINY_V = 64  # Vocabulary size for rows of 256 bytes, so that most of the cost is the control plane.
 
 CONCURRENCY = 512  # Requests in flight for full-size rows.
 CONCURRENCY_TINY = 1024  # Requests in flight for tiny rows.
-_PRIMED_ROWS = 256  # Rows stored before the clock starts, one per key.
+_PRIMED_ROWS = 256  # Number of rows that are stored before the clock starts, one per key.
 _BATCH = 256  # Prompts per call of `batch_logprobs`.
 
 
 def new_f32(testbed: Testbed) -> list[Result]:
-    """New float32 rows."""
+    """Measure new float32 rows of SmolLM2's vocabulary size."""
     return _new(testbed, "new-f32", FULL_V, "f32", Goal(1.6), testbed.scaled(8192, 2048))
 
 
@@ -35,7 +35,7 @@ def new_bf16(testbed: Testbed) -> list[Result]:
 
 
 def tiny(testbed: Testbed) -> list[Result]:
-    """New tiny rows, so that only the control plane costs."""
+    """Measure new tiny rows, so that most of the cost is the control plane."""
     return _new(testbed, "tiny", TINY_V, "f32", Goal(0.5), testbed.scaled(61_440, 12_288))
 
 
@@ -79,7 +79,7 @@ def cached(testbed: Testbed) -> list[Result]:
 
 
 def row_link(testbed: Testbed) -> list[Result]:
-    """The pool's row transport alone."""
+    """Measure only the transport of the pool's rows, without queue and notifications."""
     rows = testbed.scaled(8192, 2048)
     with ExitStack() as stack:
         links = [stack.enter_context(testbed.child("clients.row_link", testbed.url, str(FULL_V))) for _ in range(2)]

@@ -21,12 +21,12 @@ from benchmarks.peers.environment import peers_python
 _BATCH, _DEVICE_BATCH = 32, 256  # Rows of weights per call, on the CPU and on a device.
 _GOALS = {"sum": 12.0, "max": 8.0}
 _WITHIN_S = 600.0  # Seconds in which a peer must respond: genlm-backend is slow on a busy machine.
-_TOLERANCE = 1e-4  # Max relative difference of two sides' values.
-_PROBES = 200  # Nodes compared.
+_TOLERANCE = 1e-4  # Max relative difference between the values of the two sides.
+_PROBES = 200  # Number of nodes whose values are compared.
 _TASK = f"batches of {_BATCH}, tekken's first {N_TOKENS:,} tokens, values of all nodes as a numpy array"
 
-_HEADER_BYTES = 16  # Bytes of the header that the pool adds to a value's numbers.
-_PROMPTS, _LONE_PROMPTS = 64, 1024  # Prompts with many requested prefixes, and prompts requested in rotation.
+_HEADER_BYTES = 16  # Bytes of the header that the pool adds to the numbers of a stored value.
+_PROMPTS, _LONE_PROMPTS = 64, 1024  # Number of prompts with many requested prefixes; number of prompts in rotation.
 _CONCURRENCY = N_ROWS  # Requests in flight for the values of all nodes: one per row of weights.
 _SMALL_CONCURRENCY = 512  # Requests in flight for the values of few nodes.
 
@@ -80,7 +80,7 @@ def _errors(ours: Child, peer: Child, inputs: str, rows: int) -> Result:
 
 
 def build(testbed: Testbed) -> list[Result]:
-    """Building the trie."""
+    """Measure the time to build a trie."""
     with ExitStack() as stack:
         inputs = str(_inputs(testbed))
         ours = stack.enter_context(testbed.child("clients.trie_kernels", inputs))
@@ -100,7 +100,7 @@ def build(testbed: Testbed) -> list[Result]:
 
 
 def cuda(testbed: Testbed) -> list[Result]:
-    """Sums and maxima on a CUDA device."""
+    """Measure sums and maxima of weights on a CUDA device."""
     for python in (sys.executable, peers_python()):
         if not _has_cuda(python):
             raise Skipped(f"torch finds no CUDA device in the environment {Path(python).parents[1].name}")
@@ -108,7 +108,7 @@ def cuda(testbed: Testbed) -> list[Result]:
 
 
 def on_device(testbed: Testbed, device: str) -> list[Result]:
-    """Like `cuda`, on any torch device."""
+    """Measure sums and maxima of weights on any torch device."""
     with ExitStack() as stack:
         inputs = str(_inputs(testbed))
         ours = stack.enter_context(testbed.child("clients.trie_kernels", inputs, device))
@@ -131,7 +131,7 @@ def on_device(testbed: Testbed, device: str) -> list[Result]:
 
 
 def worker(testbed: Testbed) -> list[Result]:
-    """Requests that send weights to a trie worker and receive the values of all nodes."""
+    """Measure requests that send weights to a trie worker and receive the values of all nodes."""
     requests = testbed.scaled(1024, 256)
     with ExitStack() as stack:
         client = _client(stack, testbed, "tries")
@@ -166,7 +166,7 @@ def worker(testbed: Testbed) -> list[Result]:
 
 
 def reference(testbed: Testbed) -> list[Result]:
-    """Values of few nodes for prompts with cached rows, against weights sent for all nodes."""
+    """Compare requests for few nodes of prompts with cached rows, and requests that send weights for all nodes."""
     few, many = testbed.scaled(1024, 256), testbed.scaled(16_384, 2048)
     with ExitStack() as stack:
         client = _client(stack, testbed, "tries")
@@ -239,7 +239,7 @@ def _requests_per_second(client: Child, do: str, requests: int, concurrency: int
 
 
 def _ceiling(ends: Sequence[Child], requests: int, there: int, back: int) -> Take:
-    """Requests per second until both ends have moved all bytes."""
+    """Requests per second of two processes that move all bytes of the requests through Redis."""
     sizes = {"there": 4 * there + _HEADER_BYTES, "back": 4 * back + _HEADER_BYTES}
 
     def take() -> float:

@@ -1,6 +1,6 @@
 """arq, used as in its documentation: a worker's settings, and a process that enqueues jobs and awaits their results.
 
-Runs in the peers' environment, so it does not import lmpool:
+The program runs in the environment of the compared projects (peers), so it does not import lmpool:
 
     arq benchmarks.peers.arq_peer.WorkerSettings      the worker
     python -m benchmarks.peers.arq_peer               the client
@@ -24,7 +24,7 @@ from benchmarks.harness.line_protocol import serve
 
 _REDIS = RedisSettings(unix_socket_path=os.environ["BENCH_ARQ_SOCKET"])
 _QUEUE = os.environ["BENCH_ARQ_QUEUE"]
-_VOCAB_SIZE = 49_152  # Entries of a row, as in the pool.
+_VOCAB_SIZE = 49_152  # Number of entries of a row, as in the pool.
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
 _BASE = np.tile(np.random.default_rng(0).standard_normal(_VOCAB_SIZE, dtype=np.float32), 2)
 
@@ -51,7 +51,7 @@ class Client:
         self._redis = redis
 
     async def new(self, rows: int, concurrency: int) -> float:
-        """Seconds for jobs with new prompts, `concurrency` of them in flight; each row is discarded."""
+        """Seconds for jobs with new prompts, with `concurrency` jobs in flight; discards the rows."""
         drawn = np.random.default_rng(secrets.randbits(64)).integers(0, _VOCAB_SIZE, (rows, _PROMPT_TOKENS))
         waiting = iter(drawn.tolist())
         start = time.perf_counter()

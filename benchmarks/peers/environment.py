@@ -1,4 +1,4 @@
-"""The environment of the peers, with packages from PyPI; built once and kept."""
+"""The virtual environment of the compared projects (peers), with packages from PyPI; built once and kept."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STAMP = "lmpool-requirements.json"
 
 
 def peers_python() -> str:
-    """The interpreter of the environment that LMPOOL_BENCH_PEERS names, or of `.cache/peers-venv`, built if missing."""
+    """The interpreter that LMPOOL_BENCH_PEERS names, or that of `.cache/peers-venv`, which is built if missing."""
     if named := os.environ.get(VARIABLE):
         python = Path(named) / "bin" / "python"
         if not python.exists():

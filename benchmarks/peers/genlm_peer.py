@@ -1,6 +1,6 @@
 """A process with genlm-backend's `AsyncTransformer`: `python -m benchmarks.peers.genlm_peer MODEL`.
 
-Runs in the peers' environment, so it does not import lmpool.
+The program runs in the environment of the compared projects (peers), so it does not import lmpool.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class PlainRedis:
             await self._redis.set(bytes.fromhex(key), row, ex=_TTL_S)
 
     async def get(self, rows: int, row_bytes: int) -> None:
-        """MGET the values that `put` stores, in calls of the same size, and view each value as an array."""
+        """MGET the values that `put` stores, in calls of equal size, and view each value as an array."""
         missing = 0
         for start in range(0, rows, _PIPELINE):
             values: list[Any] = await self._redis.mget(_keys(start))
@@ -61,7 +61,8 @@ class PlainRedis:
             raise RuntimeError(f"{missing} of {rows} values were missing")
 
     async def get_keys(self, keys: list[str], times: int) -> float:
-        """Seconds to MGET the values of the given keys (hexadecimal), `times` times, and to view each as an array."""
+        """Seconds to MGET the values of the given keys (hexadecimal) `times` times, and to view each value as an
+        array."""
         names = [bytes.fromhex(key) for key in keys]
         start = time.perf_counter()
         for _ in range(times):

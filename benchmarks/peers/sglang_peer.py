@@ -1,7 +1,7 @@
 """A process that calls SGLang's scheduler directly: `python -m benchmarks.peers.sglang_peer MODEL`.
 
-The minimal program for rows in one process: no queue, no cache, no checks. It replaces the scheduler's receiver and its
-processing of results. Runs in SGLang's environment on a CPU, and imports only the shim of the tests.
+This is the minimal program for rows in one process: no queue, no cache, no checks. It replaces the scheduler's receiver
+and its processing of results. It runs in SGLang's environment on a CPU, and imports only stubs of the tests.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ids = list[int]
 
 
 class Receiver:
-    """Takes the place of SGLang's receiver of requests, and passes on the requests of this process."""
+    """Replaces SGLang's receiver of requests, and passes the requests of this process to the scheduler."""
 
     def __init__(self, inner: Any, receive: Any) -> None:
         self._inner, self.recv_requests = inner, receive

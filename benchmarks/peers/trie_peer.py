@@ -1,7 +1,7 @@
 """A process with one of genlm-backend's tries: `python -m benchmarks.peers.trie_peer INPUTS KIND [DEVICE]`.
 
-Runs in the peers' environment, so it does not import lmpool. The benchmark starts one process per kind; an idle process
-uses no processor time.
+The program runs in the environment of the compared projects (peers), so it does not import lmpool. The benchmark starts
+one process per kind of trie; an idle process uses no processor time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peer:
         return (time.perf_counter() - start) / times
 
     async def compute(self, op: str, batch: int, times: int) -> float:
-        """Same as `Kernels.compute` in `trie_kernels.py`."""
+        """Return the same figure as `Kernels.compute` in `trie_kernels.py`."""
         batches = [self._given(rows) for rows in self._inputs.batches(batch)]
         start = time.perf_counter()
         for index in range(times):
@@ -49,7 +49,7 @@ class Peer:
         return time.perf_counter() - start
 
     async def probe(self, op: str, prefixes: list[str], row: int = 0) -> list[float]:
-        """Same as `Kernels.probe`."""
+        """Return the same values as `Kernels.probe` in `trie_kernels.py`."""
         values = self._values(op, self._given(self._inputs.weights[row : row + 1]))[0]
         return [float(values[self._node(bytes.fromhex(prefix))]) for prefix in prefixes]
 

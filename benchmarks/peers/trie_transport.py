@@ -1,4 +1,4 @@
-"""A process that moves the bytes of trie jobs, weights and values, in both directions at once.
+"""A process that moves the bytes of trie jobs (weights and values) through Redis, in both directions at once.
 
 `python -m benchmarks.peers.trie_transport URL` uses redis-py's asyncio client with hiredis on uvloop.
 """
@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from benchmarks.harness.line_protocol import serve
 
-_PIPELINE_BYTES = 4 * 2**20  # Bytes per pipeline: the fastest size.
+_PIPELINE_BYTES = 4 * 2**20  # Bytes per pipeline; this size was the fastest.
 _KEYS = 64  # Distinct keys, which are overwritten in rotation.
 _TTL_S = 600  # Lifetime of values in seconds: longer than a measure takes.
 

@@ -1,6 +1,6 @@
 """A client of vLLM's own server: `python -m benchmarks.peers.vllm_http_peer URL V`.
 
-It requests whole rows, or the top-k tokens at every position of a text.
+The client requests whole rows, or the top-k tokens at every position of a text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Peer:
         """The top-k tokens at every position, (n, top), from the response's prompt and from the generated token."""
         choice = await self._request(ids, prompt_logprobs=top, logprobs=top)
         values, tokens = np.empty((len(ids), top), np.float32), np.empty((len(ids), top), np.int64)
-        # The response also has the value of the prompt's own token, whatever its rank.
+        # Skip entries whose rank exceeds `top`: vLLM also returns the prompt's own token, whatever its rank.
         for at, entries in enumerate(choice["prompt_logprobs"][1:]):
             for token, entry in entries.items():
                 if entry["rank"] <= top:

@@ -1,7 +1,7 @@
 """A process with vLLM's engine core and a capturing logits processor.
 
 `python -m benchmarks.peers.vllm_peer MODEL DTYPE` is the minimal program for rows in one process: no queue, no cache,
-no checks. Runs in vLLM's environment and does not import lmpool.
+no checks. The program runs in vLLM's environment and does not import lmpool.
 """
 
 from __future__ import annotations
