@@ -1,5 +1,4 @@
-"""Start the worker, trie worker and web images of docker/Dockerfile on a server with users, and send requests to
-them."""
+"""Start the worker, trie worker and web images of docker/Dockerfile on a server with users, and send requests."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
         _check(demand["workers"] == 1, "the web service sees one worker")
         for container in (worker, trie):
             container.stop()
-        # The web service's process ends by the signal itself, so buildah returns 1.
+        # After its last response the signal ends the web service's process, so buildah returns 1.
         web.stop(code=1)
     print(f"all images work: {time.monotonic() - began:.0f} s", flush=True)
 

@@ -1,8 +1,7 @@
 """Write the hashes of the wheels into docker/requirements.txt: `make pin-hashes`.
 
-A line of this file has one version and the SHA-256 hashes of its wheels for Linux on x86-64 and ARM, from the package
-index. Change versions in the file by hand, then run this program. torch has no hash: its build is an argument of
-docker/Dockerfile.
+Each line has one version and the SHA-256 hashes of its wheels for Linux on x86-64 and ARM, from the index. Change
+versions in the file by hand, then run this program. torch has no hash: its build is an argument of docker/Dockerfile.
 """
 
 from __future__ import annotations

@@ -101,8 +101,7 @@ class Client(Bursts):
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
     async def top_tokens_by_prefix(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """Like `top_tokens`, but request each prefix of a text as a prompt; texts of equal lengths grow in lock
-        step."""
+        """Like `top_tokens`, but request each prefix of a text; the texts have equal lengths, and grow in lock step."""
         start = time.perf_counter()
         for first in range(0, len(texts), _LOCK_STEP_TEXTS):
             batch = texts[first : first + _LOCK_STEP_TEXTS]
@@ -120,8 +119,7 @@ class Client(Bursts):
         return [(prefix + prompt.digest).hex() for prompt in encoded]
 
     async def grow(self, contexts: list[Ids], steps: int) -> dict[str, Any]:
-        """Seconds to extend contexts by one token `steps` times; the clock starts when their first rows have
-        arrived."""
+        """Seconds to extend contexts by one token `steps` times; the clock starts after their first rows."""
         await asyncio.gather(*[self._producer.logprobs(ids[: len(ids) - steps]) for ids in contexts])
         start = time.perf_counter()
         for left in range(steps - 1, -1, -1):

@@ -1,8 +1,8 @@
 """`make bench-compare BASE=<commit>`: check that the pool is not slower than at an earlier commit.
 
 Each of the two pools has its own environment, server, workers and client process. The pools run in turns; the other is
-idle. Both clients run the same program, and both servers the same binary. In both environments, all packages except
-lmpool have the same version.
+idle. Both clients run the same program, and both servers the same binary. All packages except lmpool have the same
+version in both environments.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ Pair = tuple[Burst, Burst]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two pools and print the ratios; return 1 if a measure is worse, 2 if one failed, 130 on Ctrl-C, else
-    0."""
+    """Compare two pools and print ratios; return 1 if a measure is worse, 2 if one failed, 130 on Ctrl-C, else 0."""
     given = _parse(arguments)
     try:
         return _run(given)
@@ -75,8 +74,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environment]]) -> list[list[Pair]]:
-    """Take pairs of bursts in rounds. Each round starts new processes, because processes of one program differ in
-    speed."""
+    """Take pairs of bursts in rounds. Each round starts new processes, because two processes differ in speed."""
     for testbed, _ in sides:
         testbed.refill()
     rounds = []

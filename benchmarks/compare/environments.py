@@ -1,5 +1,4 @@
-"""Virtual environments of commits, each built once in `.cache/compare`, all with the same versions of other
-packages."""
+"""Virtual environments of commits, each built once in `.cache/compare`, with the same versions of other packages."""
 
 from __future__ import annotations
 

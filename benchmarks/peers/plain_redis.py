@@ -61,8 +61,7 @@ class PlainRedis:
             raise RuntimeError(f"{missing} of {rows} values were missing")
 
     async def get_keys(self, keys: list[str], times: int) -> float:
-        """Seconds to MGET the values of the given keys (hexadecimal) `times` times, and to view each value as an
-        array."""
+        """Seconds to MGET the values of the given keys (hexadecimal) `times` times, each viewed as an array."""
         names = [bytes.fromhex(key) for key in keys]
         start = time.perf_counter()
         for _ in range(times):
