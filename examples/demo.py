@@ -63,7 +63,7 @@ def prompts_of(tokenizer: PublishedTokenizer) -> list[list[int]]:
 
 
 async def client() -> None:
-    """One client process: wait for the start signal, send all requests at once, print the results as JSON."""
+    """Run one client process: wait for the start signal, send all requests at once, print the results as JSON."""
     async with Producer() as producer:
         tokenizer = await producer.tokenizer()
         prompts = prompts_of(tokenizer)

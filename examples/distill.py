@@ -2,7 +2,7 @@
 
     python examples/distill.py texts.txt --steps 200 --save student --plot kl.png
 
-Each step takes some windows of the text. The teacher returns the most likely tokens at each position and their
+Each training step takes some windows of the text. The teacher returns the most likely tokens at each position and their
 log-probabilities (`Producer.batch_positions`: one forward per window). The remaining probability counts as one more
 token. The loss is the Kullback-Leibler divergence from the teacher to the student, in nats per token. While the student
 learns from one batch, the pool computes the next batch.

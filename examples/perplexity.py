@@ -2,8 +2,8 @@
 
     python examples/perplexity.py README.md --window 512 --overlap 256
 
-Every token except the first is scored once, after at least `--overlap` tokens if the file has them. Each window is one
-request, `producer.score(context, continuation)`, which returns only the scores. Needs a pool, such as
+Every token except the first is scored once, after at least `--overlap` tokens if the file has them. Each window of the
+text is one request, `producer.score(context, continuation)`, which returns only the scores. Needs a pool, such as
 
     lmpool up .cache/models/smollm2-float32 --name smollm2
 

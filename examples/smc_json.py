@@ -3,7 +3,7 @@
     python examples/smc_json.py --particles 16
 
 Each process runs SMC with genlm-control, under a regular expression that describes the JSON. Both processes start from
-the same prompt and often write the same prefixes; each process gets cached rows that the other has requested.
+the same prompt and often write the same prefixes; each gets rows that the other has requested.
 
 Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
 """

@@ -126,7 +126,7 @@ def _have_base(buildah: Buildah) -> None:
         tar = f"{folder}/base.tar"
         sources = [f"deb {_MIRROR} {suite} main", f"deb {_MIRROR} {suite}-updates main"]
         sources.append(f"deb {_SECURITY} {suite}-security main")
-        # Like Debian's slim images: no documentation and no translations.
+        # As in Debian's slim images, omit documentation and translations.
         options = [f"--dpkgopt=path-exclude=/usr/share/{name}/*" for name in ("doc", "man", "locale", "info")]
         options.append("--dpkgopt=path-include=/usr/share/doc/*/copyright")
         # Avoid the package usrmerge, which requires all of Perl.

@@ -143,8 +143,8 @@ class Client(Bursts):
     async def particles(self, prompt: Ids, number: int, steps: int) -> float:
         """Rows per second of a particle filter, which requests the rows of all distinct contexts in every step.
 
-        All contexts begin with the prompt. Every second step resamples them with cubes of random numbers as weights,
-        so that few contexts have most children. Each context then grows by a random token.
+        All contexts begin with the prompt. Every second step resamples the contexts with cubes of random numbers as
+        weights, so that few contexts have most children. In each step every context grows by a random token.
         """
         contexts, requests = np.tile(np.asarray(prompt), (number, 1)), 0
         start = time.perf_counter()

@@ -1,7 +1,7 @@
 """A process that stores or fetches rows with the pool's row cache, without its control plane.
 
-`python -m benchmarks.clients.row_link` does the same work as `put` and `get` of `plain_redis.py`. Its rate is the rate
-that the pool would reach if its control plane cost no time.
+`python -m benchmarks.clients.row_link` does the same work as `put` and `get` of `plain_redis.py`. The measured rate is
+the rate that the pool would reach if its control plane cost no time.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _processor_line(process: str, rounds: Sequence[Sequence[Pair]]) -> str:
     if math.isnan(used(rounds[0][0][0])):
         return f"  processor time, {process}: unknown on {sys.platform}"
     if not all(used(base) for pairs in rounds for _, base in pairs):
-        # Some kernels count in ticks of 10 ms; a server that stores few rows may use less than one tick.
+        # Some kernels count in ticks of 10 ms; in a burst, a server that stores few rows may use less than one tick.
         return f"  processor time, {process}: less than one clock tick; µs per row: {_medians(rounds, used)}"
     ratio = Interval.of([[used(new) / used(base) for new, base in pairs] for pairs in rounds])
     return f"  processor time, {process}: {ratio}; µs per row: {_medians(rounds, used)}"

@@ -154,7 +154,8 @@ class _Fleet:
             await consumer.keep_queue()
 
     async def _claims(self) -> None:
-        """All workers, three times per lease: renew held entries, claim expired entries, remove expired workers."""
+        """Run what all workers do three times per lease: renew entries, claim expired entries, remove expired
+        workers."""
         for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
             further = (await leases.claim(_BATCH, held)).further

@@ -183,7 +183,7 @@ def _finish_many_clients(queue: _Queue) -> list[float]:
 
 def _finish_failures(queue: _Queue) -> list[float]:
     queue.empty()
-    # One worker must hold all prompts: a failure counts only if the worker holds the job.
+    # Make one worker hold all prompts: `finish.lua` accepts the failure of a job only from the worker that holds it.
     queue.resize("w0", scripts.MAX_AT_ONCE)
     digests = _digests(scripts.MAX_AT_ONCE)
     queue.submit("a", digests, 540)

@@ -47,7 +47,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One row of the report: the ratios of A to B.
+    """A row of the report: the samples of A and B, and the ratios A ÷ B.
 
     Attributes:
         name: name of the measure.

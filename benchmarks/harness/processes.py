@@ -1,4 +1,4 @@
-"""Child processes of the benchmark. Each ends when the benchmark ends, even by SIGKILL."""
+"""Child processes of the benchmark, which end when the benchmark ends, even if SIGKILL ends the benchmark."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def processor_seconds(pid: int) -> float:
 
 
 class Process:
-    """One process, from construction to `stop`, or for the length of a `with` block.
+    """A child process that runs from construction to `stop`, or for the length of a `with` block.
 
     Args:
         command: path of the program, and arguments.

@@ -1,4 +1,4 @@
-"""The report of a group of measures. Each run rewrites the page and keeps its notes."""
+"""The report of a group of measures. A run of the benchmark rewrites the page and keeps the page's notes."""
 
 from __future__ import annotations
 

@@ -195,7 +195,8 @@ def fleet(testbed: Testbed) -> list[Result]:
 def _synthetic(
     stack: ExitStack, testbed: Testbed, numbers: Mapping[str, int], vocab_size: int, *options: str
 ) -> dict[str, Child]:
-    """One producer per model. Each model has the given number of synthetic workers, and its own rows."""
+    """One producer per model. Each model has the given number of synthetic workers, and its rows differ from the rows
+    of other models."""
     sides = {}
     for seed, (name, number) in enumerate(numbers.items()):
         more = ("--backend", "synthetic", "--vocab-size", str(vocab_size), "--seed", str(seed), *options)

@@ -15,7 +15,7 @@ VARIABLE = "LMPOOL_BENCH_PEERS"
 # Install torch first: packages that need torch must not choose another version.
 _STEPS = (
     ("torch==2.13.0",),
-    # The same transformers as in constraints.txt, so that both sides run the same model code.
+    # Install the version of transformers in constraints.txt, so that both sides run the same model code.
     ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "arq==0.28.0"),
     ("torch==2.13.0", "transformers==5.19.0", "genlm-backend==0.3.1", "genlm-control==0.4.1"),
 )

@@ -1,7 +1,7 @@
 """A process that moves values with plain redis-py, the ceiling for the pool's transport.
 
 `python -m benchmarks.peers.plain_redis URL` uses redis-py's asyncio client with hiredis on uvloop, with default
-settings. It does not import lmpool.
+settings. This program does not import lmpool.
 """
 
 from __future__ import annotations

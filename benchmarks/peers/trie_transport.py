@@ -20,7 +20,7 @@ _TTL_S = 600  # Lifetime of values in seconds: longer than a measure takes.
 
 
 class TrieTransport:
-    """One end of the ceiling: each end fetches the values that the other end stores."""
+    """One of the two processes of the ceiling: each process fetches the values that the other process stores."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
