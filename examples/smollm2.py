@@ -5,8 +5,7 @@ extra `gguf` of lmpool reads GGUF files.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16
 
-The program never changes an existing folder, because a worker may serve it. The program refuses a folder with another
-dtype.
+An existing folder is never changed, because a worker may serve it. The program refuses a folder with another dtype.
 """
 
 from __future__ import annotations

@@ -154,8 +154,7 @@ class _Fleet:
             await consumer.keep_queue()
 
     async def _claims(self) -> None:
-        """Run what all workers do three times per lease: renew entries, claim expired entries, remove expired
-        workers."""
+        """Run what workers do three times per lease: renew entries, claim expired entries, remove expired workers."""
         for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
             further = (await leases.claim(_BATCH, held)).further

@@ -32,14 +32,14 @@ _PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step, and per new token.
 _PREFIX_OPTIONS = ("--step-ms", str(_PREFIX_STEP_MS), "--token-ms", str(_TOKEN_MS))
 _CONTEXT_TOKENS, _STEPS = 128, 24  # Initial tokens of a context, and tokens by which the context grows.
 _CONTEXTS = (16, 128)  # Numbers of contexts measured.
-_PROMPT_TOKENS = 64  # Tokens of a shared prompt.
+_PROMPT_TOKENS = 64  # Tokens of a prompt that contexts share.
 # The smaller particle filter: number of particles and steps.
 _PARTICLES, _PARTICLE_STEPS = 128, 64
 _MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger filter: particles, steps, workers.
 # 10 trees have 8 contexts each; the hot tree has 10 times as many contexts; each context grows by 64 tokens.
 _TREES, _IN_A_TREE, _TIMES_AS_HOT, _TREE_STEPS = 10, 8, 10, 64
 
-_FLEET, _FLEET_CLIENTS = 64, 32  # Workers and clients of the fleet: many more than cores.
+_FLEET, _FLEET_CLIENTS = 64, 32  # Workers and clients of the measure `fleet`: many more than cores.
 _FLEET_STEP_MS, _FLEET_BATCH = 500, 16  # Milliseconds and prompts per step: long, so that cores stay idle.
 _FLEET_CONCURRENCY, _FLEET_WARM_S = 128, 4.0  # Requests in flight per client; seconds before the clock starts.
 
@@ -195,8 +195,7 @@ def fleet(testbed: Testbed) -> list[Result]:
 def _synthetic(
     stack: ExitStack, testbed: Testbed, numbers: Mapping[str, int], vocab_size: int, *options: str
 ) -> dict[str, Child]:
-    """One producer per model. Each model has the given number of synthetic workers, and its rows differ from the rows
-    of other models."""
+    """One producer per model. Each model has `workers` synthetic workers, and rows unlike those of other models."""
     sides = {}
     for seed, (name, number) in enumerate(numbers.items()):
         more = ("--backend", "synthetic", "--vocab-size", str(vocab_size), "--seed", str(seed), *options)

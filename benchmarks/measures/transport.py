@@ -25,12 +25,12 @@ def new_f32(testbed: Testbed) -> list[Result]:
 
 
 def new_f32_large(testbed: Testbed) -> list[Result]:
-    """New float32 rows of a large vocabulary."""
+    """Measure new float32 rows of a large vocabulary."""
     return _new(testbed, "new-f32-large", LARGE_V, "f32", Goal(3), testbed.scaled(4096, 1024))
 
 
 def new_bf16(testbed: Testbed) -> list[Result]:
-    """New bfloat16 rows."""
+    """Measure new bfloat16 rows."""
     return _new(testbed, "new-bf16", FULL_V, "bf16", Goal(1), testbed.scaled(12_288, 3072))
 
 
@@ -40,7 +40,7 @@ def tiny(testbed: Testbed) -> list[Result]:
 
 
 def cached(testbed: Testbed) -> list[Result]:
-    """Rows in the pool's cache, with single requests and in batches."""
+    """Measure rows in the pool's cache, with single requests and in batches."""
     rows, times = 1024, testbed.scaled(8, 2)
     with ExitStack() as stack:
         stack.enter_context(testbed.workers("cached", "cached", "--backend", "synthetic", "--seed", "3"))

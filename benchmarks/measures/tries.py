@@ -28,7 +28,7 @@ _TASK = f"batches of {_BATCH}, tekken's first {N_TOKENS:,} tokens, values of all
 _HEADER_BYTES = 16  # Bytes of the header that the pool adds to the numbers of a stored value.
 _PROMPTS, _LONE_PROMPTS = 64, 1024  # Number of prompts with many requested prefixes; number of prompts in rotation.
 _CONCURRENCY = N_ROWS  # Requests in flight for the values of all nodes: one per row of weights.
-_SMALL_CONCURRENCY = 512  # Requests in flight for the values of few nodes.
+_SMALL_CONCURRENCY = 512  # Requests in flight when each request is for the values of few nodes.
 
 
 def kernels(testbed: Testbed) -> list[Result]:

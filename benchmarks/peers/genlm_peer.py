@@ -32,14 +32,14 @@ class Peer:
         self._lm = AsyncTransformer(loaded, tokenizer, batch_size=_BATCH, timeout=_TIMEOUT_S)
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Same as `Bursts.together` in `clients/compare_client.py`."""
+        """Seconds to compute the rows of prompts all at once, and the first entries of the last row."""
         self._lm.clear_cache()
         start = time.perf_counter()
         rows = await asyncio.gather(*[self._lm.next_token_logprobs(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": _probe(rows[-1])}
 
     async def extend(self, shared: Ids, tokens: list[Ids], cache_kv: bool) -> dict[str, Any]:
-        """Same as `Bursts.extend`; `cache_kv` caches the shared prompt's keys and values before the clock starts."""
+        """Like `Bursts.extend` of the pool's client; `cache_kv` caches the shared prompt before the clock starts."""
         self._lm.clear_cache()
         if cache_kv:
             self._lm.cache_kv(shared)

@@ -27,7 +27,7 @@ class Peer:
         self._device = device
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Same as `Bursts.together` in `clients/compare_client.py`, for prompts of equal length."""
+        """Seconds to compute the rows of prompts of equal length, and the first entries of the last row."""
         start = time.perf_counter()
         with torch.inference_mode():
             for at in range(0, len(prompts), _BATCH):
@@ -37,7 +37,7 @@ class Peer:
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
     async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """Same as `Client.top_tokens` in `clients/producer.py`, for texts of equal length."""
+        """Seconds for the top-k tokens of each position of equally long texts, and values at the last position."""
         found: list[tuple[Any, Any]] = []
         start = time.perf_counter()
         with torch.inference_mode():

@@ -59,7 +59,7 @@ class Peer:
         ready.result()
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Same as `Bursts.together` in `clients/compare_client.py`."""
+        """Seconds to compute the rows of prompts all at once, and the first entries of the last row."""
         start = time.perf_counter()
         rows = [future.result() for future in [self._request(ids) for ids in prompts]]
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}

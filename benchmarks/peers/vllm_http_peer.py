@@ -32,13 +32,13 @@ class Peer:
         self._free = asyncio.Semaphore(_CONCURRENCY)
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Same as `Bursts.together` in `clients/compare_client.py`."""
+        """Seconds to request the rows of prompts all at once, and the first entries of the last row."""
         start = time.perf_counter()
         rows = await asyncio.gather(*[self._row(ids) for ids in prompts])
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in rows[-1][:8]]}
 
     async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
-        """Same as `Client.top_tokens` in `clients/producer.py`."""
+        """Seconds for the top-k tokens at every position of texts, and the values at the last position."""
         start = time.perf_counter()
         found = await asyncio.gather(*[self._top_tokens(ids, top) for ids in texts])
         values, _ = found[-1]

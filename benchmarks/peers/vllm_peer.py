@@ -71,7 +71,7 @@ class Peer:
         self._numbers = count()
 
     async def together(self, prompts: list[Ids]) -> dict[str, Any]:
-        """Same as `Bursts.together` in `clients/compare_client.py`."""
+        """Seconds to compute the rows of prompts all at once, and the first entries of the last row."""
         start = time.perf_counter()
         keys = [self._submit(ids) for ids in prompts]
         left = set(keys)
