@@ -1,4 +1,4 @@
-"""The pool with vLLM and SGLang against the same engines called directly, and against vLLM's own server."""
+"""Compares the pool with vLLM and SGLang, the same engines called directly, and vLLM's own server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Latency of one request when no other request is in flight."""
+"""Measures the latency of one request when no other request is in flight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for parts of a row (entries, scores, samples, top-k) against requests for whole rows."""
+"""Compares requests for parts of a row (entries, scores, samples, top-k) with requests for whole rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool with a real model against genlm-backend in one process."""
+"""Compares the pool with genlm-backend in one process, both with a real model."""
 
 from __future__ import annotations
 

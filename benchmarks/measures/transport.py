@@ -1,4 +1,4 @@
-"""Throughput of the pool against the ceiling that Redis and redis-py can reach."""
+"""Compares the throughput of the pool with the ceiling that Redis and redis-py can reach."""
 
 from __future__ import annotations
 

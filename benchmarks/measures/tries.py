@@ -1,4 +1,4 @@
-"""lmpool's tries against genlm-backend's, and trie workers against the ceiling of Redis and redis-py."""
+"""Compares lmpool's tries with genlm-backend's tries, and trie workers with the ceiling of Redis and redis-py."""
 
 from __future__ import annotations
 
