@@ -154,10 +154,11 @@ class Queries:
         session, deadline = self.session, self.deadline
         row = session.cached(prompt)
         if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-            entries = await session.read_entries(prompt, targets, deadline)
+            read = partial(session.entries.read, prompt.digest, targets, deadline.end)
+            entries = await read()
             if entries is None:
                 await session.answer(prompt, deadline, warm=True)
-                entries = await session.read_entries(prompt, targets, deadline)
+                entries = await read()
             elif not isinstance(entries, errors.CorruptRow):
                 session.count_hits(deadline.end - deadline.seconds)
             if entries is not None and not isinstance(entries, errors.CorruptRow):

@@ -16,15 +16,6 @@ from lmpool import errors
 from lmpool.aio import delays
 from lmpool.broker.scripts import stream_entries
 from lmpool.broker.server import Server
-from lmpool.errors import (
-    CorruptRow,
-    DeadlineExceeded,
-    LMPoolError,
-    ModelMismatch,
-    ProtocolError,
-    QueueFull,
-    WorkerError,
-)
 from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
 from lmpool.producer.client.requests import (
     BatchWaiter,
@@ -47,7 +38,7 @@ from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges,
 from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
-FoundEntries = Row | CorruptRow | None
+FoundEntries = Row | errors.CorruptRow | None
 """Entries of a row, float32 (k,); None if the row is not in the cache; an error if the cached row is damaged."""
 
 _log = logging.getLogger("lmpool.producer")
@@ -105,7 +96,7 @@ class Requester:
         self._requests = PendingRequests(settings.cache, settings.counters)
         waits = settings.when_full == "wait"
         self._submitter = Submitter(connections, self._requests, waits_when_full=waits, traces=settings.traces)
-        self._entries = EntryReader(connections)
+        self.entries = EntryReader(connections)
         self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
         self._batch_memory = RowMemory()
         self._lookups_left = _MAX_LOOKUPS_PER_TICK
@@ -142,10 +133,6 @@ class Requester:
         self._stats.requests += count
         self._stats.cache_hits += count
         self._settings.counters.seconds["cache_hits"].observe(self.loop.time() - began, count)
-
-    def read_entries(self, prompt: Prompt, ids: Sequence[int], deadline: Deadline) -> asyncio.Future[FoundEntries]:
-        """Read entries of a cached row; the result is None if the row is not cached or cannot be read in time."""
-        return self._entries.read(prompt.digest, ids, deadline.end)
 
     async def answer(
         self,
@@ -229,7 +216,14 @@ class Requester:
             rows = memory.view(np.float32).reshape(len(prompts), vocab_size)
         else:
             rows = np.empty((len(prompts), vocab_size), np.float32)
-        copied = await self._copy_shared(prompts, rows) if is_sharing else set[int]()
+        began, copied = self.loop.time(), set[int]()
+        for index, prompt in enumerate(prompts if is_sharing else ()):
+            is_kept = self._cache.get(prompt.digest) is not None
+            if not is_kept and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
+                copied.add(index)
+            if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
+                await asyncio.sleep(0)
+        self.count_hits(began, len(copied))
         batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
         for index, prompt in enumerate(prompts):
             waiter = batch.at(index)
@@ -242,13 +236,11 @@ class Requester:
             else:
                 waits.append((self._add(prompt, waiter, deadline.end), waiter))
 
-        def expire_first() -> None:
+        def expire() -> None:
             for request, waiter in waits:
-                if waiter in request.waiters:
-                    self._expire(request, waiter, deadline.seconds)
-                    return
+                self._expire(request, waiter, deadline.seconds)
 
-        timer = self.loop.call_at(deadline.end, expire_first)
+        timer = self.loop.call_at(deadline.end, expire)
         try:
             await batch.future
         finally:
@@ -258,32 +250,20 @@ class Requester:
                     self._remove_waiter(request, waiter)
         return rows
 
-    async def _copy_shared(self, prompts: Sequence[Prompt], out: NDArray[np.float32]) -> set[int]:
-        """Copy rows from shared memory into `out`, float32 (n, V); returns the indices of the copied rows."""
-        began, copied = self.loop.time(), set[int]()
-        for index, prompt in enumerate(prompts):
-            is_kept = self._cache.get(prompt.digest) is not None
-            if not is_kept and self._segments.find(prompt.digest, out.shape[1], out[index]) is not None:
-                copied.add(index)
-            if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
-                await asyncio.sleep(0)
-        self.count_hits(began, len(copied))
-        return copied
-
     def _expire(self, request: PendingRequest, waiter: Waiter, timeout_s: float) -> None:
         """End a wait at its deadline, with an error that says why the request has no row yet."""
         if waiter not in request.waiters:
             return
         connections, text = self._connections, f"no row within {timeout_s:g} s"
         is_refused = request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN)
-        error: LMPoolError
+        error: errors.LMPoolError
         if connections.trouble is not None:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
         elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
-            error = QueueFull(f"{text}: {connections.describe_full_queue()}")
+            error = errors.QueueFull(f"{text}: {connections.describe_full_queue()}")
         elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
             why = connections.describe_lost_row(request.lost, request.prompt.length)
-            error = DeadlineExceeded(f"{text}: {why}")
+            error = errors.DeadlineExceeded(f"{text}: {why}")
         else:
             error = self._liveness.deadline_error(text)
         self._remove_waiter(request, waiter, type(error).__name__)
@@ -294,16 +274,12 @@ class Receiver:
     """Reads the notifications in the reply stream of one session."""
 
     def __init__(
-        self,
-        connections: Connections,
-        requests: PendingRequests,
-        submitter: Submitter,
-        on_other_model: Callable[[], None],
+        self, connections: Connections, requests: PendingRequests, submitter: Submitter, on_change: Callable[[], None]
     ) -> None:
         self._connections = connections
         self._requests = requests
         self._submitter = submitter
-        self._on_other_model = on_other_model
+        self._on_change = on_change  # Called when the model has other weights.
         self._announced: list[bytes] = []
         self._has_announced = asyncio.Event()
 
@@ -318,7 +294,7 @@ class Receiver:
                 entries = stream_entries(reply)
             except TROUBLE as error:
                 connections.note(error)
-                is_damaged = isinstance(error, ProtocolError) or connections.reader.ended_within_reply
+                is_damaged = isinstance(error, errors.ProtocolError) or connections.reader.ended_within_reply
                 if is_damaged:
                     connections.reader.hang_up(error)
                 # A lost connection damages one reply. Two damaged replies in a row mean that the stream is damaged.
@@ -399,7 +375,15 @@ class Receiver:
         if worker := fields.get(b"w"):
             self._submitter.homes.note([request.prompt for request in requests], worker)
         if carried := fields.get(b"v"):
-            self._read_carried(digests, requests, carried)
+            lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
+            count, size = len(digests), len(carried) // len(digests)
+            # All rows of one model have the same size. The results of queries have headers that contain their sizes.
+            parts = (
+                split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
+            )
+            if parts is not None:
+                self._requests.resolve_found(digests, read_values(digests, parts, lengths, model.info.vocab_size))
+                self._requests.counters.fetched_bytes += len(carried)
         elif len(places := fields.get(b"s", b"")) == len(joined):
             place_of = {
                 joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)
@@ -415,34 +399,23 @@ class Receiver:
                 self._requests.is_resolving = False
         self._announce([request.prompt.digest for request in requests if request.waiters])
 
-    def _read_carried(self, digests: Sequence[bytes], requests: Sequence[PendingRequest], carried: bytes) -> None:
-        """Resolve the requests whose rows and results are inside a message."""
-        lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
-        count, size = len(digests), len(carried) // len(digests)
-        # All rows of one model have the same size. The results of queries have headers that contain their sizes.
-        parts = split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
-        if parts is not None:
-            found = read_values(digests, parts, lengths, self._connections.model.info.vocab_size)
-            self._requests.resolve_found(digests, found)
-            self._requests.counters.fetched_bytes += len(carried)
-
     def _restart(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests again whose jobs ended because the model has other weights now."""
         for request in requests:
             request.stage = Stage.UNSENT
-        self._on_other_model()
+        self._on_change()
 
     def _on_failure(self, requests: Sequence[PendingRequest], packed: bytes) -> None:
         try:
             failure = unpack_failure(packed)
-        except ProtocolError as error:
-            failure = Failure(WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
-        if failure.kind == ModelMismatch.__name__:
+        except errors.ProtocolError as error:
+            failure = Failure(errors.WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
+        if failure.kind == errors.ModelMismatch.__name__:
             self._restart(requests)
             return
         kind = getattr(errors, failure.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, LMPoolError)):
-            kind = WorkerError
+        if not (isinstance(kind, type) and issubclass(kind, errors.LMPoolError)):
+            kind = errors.WorkerError
         for request in requests:
             self._requests.resolve(request, kind(failure.text))
 
@@ -482,19 +455,15 @@ class EntryReader:
 
     async def _answer(self, reads: list[_EntryRead]) -> None:
         results: list[FoundEntries] = [None] * len(reads)
-
-        def resolve() -> None:
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(read.until for read in reads)):
+                    with self._connections.noting():
+                        results = await self._read(reads)
+        finally:  # Resolve the calls also when the session ends, which cancels this task.
             for read, result in zip(reads, results, strict=True):
                 if not read.result.done():  # The caller may have been cancelled before.
                     read.result.set_result(result)
-
-        timer = self._connections.loop.call_at(min(read.until for read in reads), resolve)
-        try:
-            with self._connections.noting():
-                results = await self._read(reads)
-        finally:  # Resolve the calls also when the session ends, which cancels this task.
-            timer.cancel()
-            resolve()
 
     async def _read(self, reads: list[_EntryRead]) -> list[FoundEntries]:
         model = self._connections.model
@@ -510,7 +479,6 @@ class EntryReader:
             if reply is not None:
                 try:
                     results[at] = decode_entries(reply, vocab_size, len(read.ids))
-                except ProtocolError as error:
-                    text = f"the cached row of prompt {read.digest.hex()} is damaged: {error}"
-                    results[at] = CorruptRow(text)
+                except errors.ProtocolError as error:
+                    results[at] = errors.CorruptRow(f"the cached row of prompt {read.digest.hex()} is damaged: {error}")
         return results
