@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, Unpack
@@ -20,7 +20,7 @@ from lmpool.producer.metrics import Traces
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.protocol.job import list_prompts
 from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
-from lmpool.protocol.row import Head
+from lmpool.protocol.row import Head, width_of
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
 
@@ -276,8 +276,7 @@ class PartialRows:
             SettingsError: `start` or `top` is out of range, or not exactly one of the four options is given.
             NotTokenIds, TokenOutOfRange: `targets` are not token ids of the model.
         """
-        (found,) = await self.batch_positions([ids], start, **options)
-        return found
+        return (await self.batch_positions([ids], start, **options))[0]
 
     async def batch_positions(
         self, texts: Iterable[Any], start: int = 0, **options: Unpack[PositionOptions]
@@ -306,12 +305,11 @@ class PartialRows:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
-                why = f"the model or its adapter has changed before position {parts[at].start}: ask again"
-                raise ModelMismatch(why)
-            text, wanted = (
-                arguments.check_start(start, queries.encode(ids)),
-                arguments.read_wanted(options, queries.vocab_size),
-            )
+                raise ModelMismatch(
+                    f"the model or its adapter has changed before position {parts[at].start}: ask again"
+                )
+            text = arguments.check_start(start, queries.encode(ids))
+            wanted = arguments.read_wanted(options, queries.vocab_size)
             if version is None:
                 parts, version = queries.parts(text, start, wanted), now
             part = parts[at]
@@ -319,10 +317,10 @@ class PartialRows:
             queries.check_same_model(now[0])
             return Positions(part.start, values)
 
-        adapter, timeout = options.get("adapter", ""), options.get("timeout")
         at = 0
         while at == 0 or at < len(parts):
-            yield await self._request(adapter, timeout, partial(ask, at=at), "stream_positions")
+            work = partial(ask, at=at)
+            yield await self._request(options.get("adapter", ""), options.get("timeout"), work, "stream_positions")
             at += 1
 
     async def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
@@ -357,7 +355,9 @@ class PartialRows:
         """
 
         async def ask(queries: Queries) -> NDArray[Any]:
-            return await queries.hidden(arguments.check_start(start, queries.encode(ids)), start)
+            text, info = arguments.check_start(start, queries.encode(ids)), queries.session.info
+            wanted = Wanted(values="hidden", size=width_of(info.hidden, info.dtype) if info.hidden else 1)
+            return await queries.positions(text, start, wanted)  # type: ignore[return-value]
 
         return await self._request(adapter, timeout, ask)
 
@@ -383,16 +383,14 @@ class PartialRows:
         """
 
         async def ask(queries: Queries) -> None:
-            await queries.warm(queries.encode(ids))
+            prompt = queries.encode(ids)
+            if queries.session.cached(prompt) is None:
+                await queries.session.answer(prompt, queries.deadline, warm=True)
 
         await self._request(adapter, timeout, ask)
 
     async def _request(
-        self,
-        adapter: object,
-        timeout: float | None,
-        ask: Callable[[Queries], Coroutine[Any, Any, T]],
-        operation: str = "",
+        self, adapter: object, timeout: float | None, ask: Callable[[Queries], Awaitable[T]], operation: str = ""
     ) -> T:
         """Call `ask` as `SessionPerLoop.request` does, in a span with the name of the method that defines `ask`."""
         deadline = Deadline.of(timeout, self._timeout)
@@ -400,6 +398,6 @@ class PartialRows:
         if self._traces is None:
             return await work
         # Example: from `PartialRows.batch_topk.<locals>.ask`, take the name `batch_topk`.
-        operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2].lstrip("_")
+        operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
         with self._traces.span(operation):
             return await work

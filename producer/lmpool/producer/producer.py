@@ -15,17 +15,10 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
-from lmpool.producer.client.queries import Mode, Queries, entries_of
+from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
 from lmpool.producer.client.receive import SessionSettings
 from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
-from lmpool.producer.client.session import (
-    CopiedAsItself,
-    Priority,
-    Session,
-    SessionPerLoop,
-    WhenAbsent,
-    WhenFull,
-)
+from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
 from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
 from lmpool.producer.partial import PartialRows
@@ -127,9 +120,9 @@ class Producer(CopiedAsItself, PartialRows):
         # the pool's cache.
         no_cache = RowLRU(0)
         of_tries = replace(settings, cache=no_cache, counters=Counters(ProducerStats(), no_cache), traces=None)
-        make, make_for_tries = partial(Session, settings=settings), partial(Session, settings=of_tries)
-        self._sessions = SessionPerLoop(lambda: Server(redis), make, model, when_absent)
-        self._trie_sessions = SessionPerLoop(lambda: Server(redis), make_for_tries, TRIE_SERVICE, when_absent)
+        server, waits = partial(Server, redis), when_absent == "wait"
+        self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
+        self._trie_sessions = SessionPerLoop(server, partial(Session, settings=of_tries), TRIE_SERVICE, waits)
 
     async def logprobs(
         self,
@@ -166,23 +159,18 @@ class Producer(CopiedAsItself, PartialRows):
         # The usual request takes this faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
-        if session is None or session.closed or not is_usual or self._traces is not None:
-            return await self._logprobs(ids, targets, mode, fresh, adapter, timeout)
-        timeout_s = self._timeout if timeout is None else check_timeout(timeout)
-        info = session.info
-        prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-        row = session.cached(prompt)
-        if row is not None:
-            return row
-        waiter = session.begin(prompt, session.loop.time() + timeout_s, timeout_s)
-        try:
-            return await waiter.future
-        finally:
-            session.end(waiter)
-
-    async def _logprobs(
-        self, ids: Any, targets: Any, mode: Mode, fresh: bool, adapter: str, timeout: float | None
-    ) -> NDArray[np.float32]:
+        if is_usual and session is not None and not session.closed and self._traces is None:
+            timeout_s = self._timeout if timeout is None else check_timeout(timeout)
+            info = session.info
+            prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            row = session.cached(prompt)
+            if row is not None:
+                return row
+            waiter = session.begin(prompt, session.loop.time() + timeout_s, timeout_s)
+            try:
+                return await waiter.future
+            finally:
+                session.end(waiter)
         check_flag("fresh", fresh)
         if check_mode(mode) == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
@@ -191,7 +179,10 @@ class Producer(CopiedAsItself, PartialRows):
             prompt = queries.encode(ids)
             entries = None if targets is None else read_targets(targets, queries.vocab_size)
             if mode == "logits":
-                return await queries.logits(prompt, entries or [])
+                found: NDArray[np.float32] = await queries.last(
+                    prompt, Wanted(targets=tuple(entries or ()), values=mode)
+                )
+                return found
             if fresh:
                 row = await queries.fresh(prompt)
                 return row if entries is None else entries_of(row, entries)
@@ -225,7 +216,7 @@ class Producer(CopiedAsItself, PartialRows):
         async def ask(queries: Queries) -> NDArray[np.float32]:
             encoded = queries.encode_all(listed)
             if targets is None and not logits:
-                return await queries.rows(encoded)
+                return await queries.session.answer_all(encoded, queries.deadline)
             entries, count = [list[int]()] * len(encoded), queries.vocab_size
             if targets is not None:
                 entries, count = read_batch_targets(targets, len(encoded), queries.vocab_size)

@@ -215,7 +215,7 @@ class Adapters:
                     except TROUBLE as error:
                         trouble = error
                         connections.note(error)
-                        explained = connections.explain(error)
+                        explained = connections.server.explain(error)
                         if is_change and isinstance(explained, errors.AuthenticationFailed):
                             raise errors.AuthenticationFailed(
                                 f"{explained}; changing adapters is a right of its own: name the server as the user "
@@ -225,7 +225,7 @@ class Adapters:
         except errors.DeadlineExceeded as late:
             # A request that waited while another request read the registry has seen no error itself.
             if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
-                raise copy_error(connections.explain(why)) from late
+                raise copy_error(connections.server.explain(why)) from late
             raise
         raise AssertionError("the waits never end")
 

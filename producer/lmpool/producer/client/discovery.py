@@ -147,14 +147,6 @@ class Connections(Tasks):
         except TROUBLE as error:
             self.note(error)
 
-    async def reconnect(self, error: BaseException) -> None:
-        """Open new connections if this error requires new ones."""
-        await self.server.reconnect(self.redis, error)
-
-    def explain(self, error: BaseException) -> errors.LMPoolError:
-        """Convert an exception of redis-py or of the operating system to an LMPoolError."""
-        return self.server.explain(error)
-
     def describe_full_queue(self) -> str:
         """Return the error text for a full queue."""
         info = self.model.info
@@ -266,7 +258,16 @@ class Discovery:
 
         A waiting client calls this every second, so its cost must not grow with the number of loading workers.
         """
-        loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
+        loading = {name} if name and (await self.alive(name)).loading else set[str]()
+        if not loading:
+            key = self._keys.loading()
+            with suppress(NoPermissionError):
+                workers = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
+                entries = await read_texts(self._redis, key, [worker.decode("utf-8", "replace") for worker in workers])
+                for model in sorted(set(entries.values())):
+                    # A worker that was killed while it loaded a model may still have an entry: check for a heartbeat.
+                    if (await self.alive(model)).loading:
+                        loading.add(model)
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
             error = errors.UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
@@ -275,19 +276,6 @@ class Discovery:
         if self._keys != Keys():
             advice += f", or correct prefix={self._keys.prefix!r}, which names the pool"
         return errors.UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
-
-    async def _some_loading(self) -> set[str]:
-        """Return some of the models that workers are loading and that this user may read."""
-        key, loading = self._keys.loading(), set[str]()
-        with suppress(NoPermissionError):
-            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
-            workers = [name.decode("utf-8", "replace") for name in names]
-            models = await read_texts(self._redis, key, workers) if workers else {}
-            for model in sorted(set(models.values())):
-                # A worker that was killed while it loaded a model may still have an entry, so check for a heartbeat.
-                if (await self.alive(model)).loading:
-                    loading.add(model)
-        return loading
 
     async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return infos of the models `names` (empty: all models) by name, and errors of unreadable infos by name."""
@@ -361,6 +349,7 @@ class Liveness:
 
     Attributes:
         count: number of live workers at the last check.
+        missing_since: loop time of the first check without workers, or None.
     """
 
     def __init__(self, connections: Connections, discovery: Discovery) -> None:
@@ -368,16 +357,8 @@ class Liveness:
         self._discovery = discovery
         self.count = 0
         self._is_loading = False
-        self._missing_since: float | None = None
+        self.missing_since: float | None = None
         self._checked_at = -math.inf
-
-    async def start(self, model: str) -> None:
-        """Count the workers for the first time."""
-        self.count = (await self._discovery.alive(model)).serving
-
-    def pause(self) -> None:
-        """Reset the time without workers, because no request is pending or the server cannot be read."""
-        self._missing_since = None
 
     async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
@@ -391,13 +372,13 @@ class Liveness:
         alive = await self._discovery.alive(info.name)
         self.count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self.count or self._is_loading:
-            self._missing_since = None
+            self.missing_since = None
             return None
         # Heartbeats are writes: if the server refuses writes, live workers cannot be seen, so none counts as missing.
         await self._connections.check_writes(info.name)
-        if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
-            self._missing_since = now
-        elif (seconds := now - self._missing_since) >= max(info.lease_s, _RESTART_S):
+        if self.missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
+            self.missing_since = now
+        elif (seconds := now - self.missing_since) >= max(info.lease_s, _RESTART_S):
             return errors.NoWorker(
                 f"no live worker has served {info.name!r} for {seconds:.0f} s: start one with `{info.start_command}`"
             )
@@ -418,9 +399,6 @@ class Vocabularies:
     """Reads and registers vocabularies, tokenizers and token sets, for one session.
 
     All methods raise ServerError or DeadlineExceeded if the server cannot be used or does not reply in time.
-
-    Attributes:
-        reading: lock that a caller holds while it reads a tokenizer.
     """
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
@@ -438,7 +416,7 @@ class Vocabularies:
                 yield
         except TROUBLE as error:
             is_late = isinstance(error, errors.DeadlineExceeded) and error.__cause__ is not None
-            raise self._connections.explain(TimeoutError(str(error)) if is_late else error) from error
+            raise self._connections.server.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
         """Return the vocabulary of the model; raises UnknownVocabulary if its workers publish none."""

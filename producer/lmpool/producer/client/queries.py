@@ -47,11 +47,6 @@ class Allowed(NamedTuple):
     packed: bytes = b""
     tokens: TokenSet | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether this process has the members of the set, so that it can compute the result from a cached row."""
-        return not self.packed or self.tokens is not None
-
 
 _ALL = Allowed()
 
@@ -131,23 +126,10 @@ class Queries:
         row = self.session.cached(prompt)
         return row if row is not None else await self.session.answer(prompt, self.deadline)
 
-    async def rows(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        """Return the rows of several prompts: float32 (n, V)."""
-        return await self.session.answer_all(prompts, self.deadline)
-
-    async def warm(self, prompt: Prompt) -> None:
-        """Have a worker compute and cache a row that is not cached yet."""
-        if self.session.cached(prompt) is None:
-            await self.session.answer(prompt, self.deadline, warm=True)
-
     async def fresh(self, prompt: Prompt) -> Row:
         """Return a row that a worker computes now, without any cache."""
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
-
-    async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
-        """Return the logits after a prompt, float32 (V,), or the logits of `targets`, (k,)."""
-        return await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))  # type: ignore[no-any-return]
 
     async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return some entries of a row: float32 (k,)."""
@@ -169,20 +151,16 @@ class Queries:
         return entries_of(row, targets)
 
     async def all_entries(
-        self,
-        prompts: Sequence[Prompt],
-        targets: Sequence[list[int]],
-        count: int,
-        *,
-        logits: bool = False,
-        name: str = "",
+        self, prompts: Sequence[Prompt], targets: Sequence[list[int]], k: int, *, logits: bool = False, name: str = ""
     ) -> NDArray[np.float32]:
-        """Return `count` entries of each row: float32 (n, count). Error texts name the prompt: "prompts[3]"."""
-        out = np.empty((len(prompts), count), np.float32)
-        read = self.logits if logits else self.entries
+        """Return `k` entries of each row: float32 (n, k). Error texts name the prompt: "prompts[3]"."""
+        out = np.empty((len(prompts), k), np.float32)
 
         async def put(at: int) -> None:
-            out[at] = await read(prompts[at], targets[at])
+            if logits:
+                out[at] = await self.last(prompts[at], Wanted(targets=tuple(targets[at]), values="logits"))
+            else:
+                out[at] = await self.entries(prompts[at], targets[at])
 
         named = len(prompts) if name else 0
         await gather(map(put, range(len(prompts))), lambda error, at: errors.of_prompt(error, name, at, named))
@@ -219,8 +197,10 @@ class Queries:
         if values == "logits":
             return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
         row = self.session.cached(prompt)
-        if row is not None and allowed.is_known:
-            return wire.top(row, k) if allowed.tokens is None else wire.top_of(row, k, allowed.tokens.ids)
+        if row is not None and not allowed.packed:
+            return wire.top(row, k)
+        if row is not None and allowed.tokens is not None:
+            return wire.top_of(row, k, allowed.tokens.ids)
         query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
@@ -228,12 +208,10 @@ class Queries:
     async def sample(self, prompt: Prompt, sampling: Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
-        if row is not None and allowed.is_known:
-            return (
-                wire.sample(row, sampling)
-                if allowed.tokens is None
-                else wire.sample_of(row, sampling, allowed.tokens.ids)
-            )
+        if row is not None and not allowed.packed:
+            return wire.sample(row, sampling)
+        if row is not None and allowed.tokens is not None:
+            return wire.sample_of(row, sampling, allowed.tokens.ids)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
@@ -302,8 +280,9 @@ class Queries:
     def check_same_model(self, fingerprint: str) -> None:
         """Raise ModelMismatch if the fingerprint has changed, because the parts of a result may be of two models."""
         if (info := self.session.info).fingerprint != fingerprint:
-            text = f"the model {info.name!r} has changed while parts of a result arrived: ask again"
-            raise errors.ModelMismatch(text)
+            raise errors.ModelMismatch(
+                f"the model {info.name!r} has changed while parts of a result arrived: ask again"
+            )
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
         """Return the values at the last positions of a text, the range `part`; `private` is as for `Session.answer`."""
@@ -332,15 +311,12 @@ class Queries:
             return wire.stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
         if wanted.targets:
             return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
-        return await self.rows(prefixes)
+        return await self.session.answer_all(prefixes, self.deadline)
 
-    def _unsupported(self, values: PositionValues) -> errors.SettingsError:
-        """Return the error for values other than log-probabilities, if the backend does not support positions."""
-        info = self.session.info
-        if values == "hidden":
-            name, only, support = "hidden", "no hidden states", "them"
-        else:
-            name, only, support = "logz" if values == "logz" else "mode", "log-probabilities only", "positions"
+    def _unsupported(self, values: PositionValues, name: str = "") -> errors.SettingsError:
+        """Return the error for values that the backend does not support; `name` is the option or the call."""
+        info, name = self.session.info, name or {"logits": "mode"}.get(values, values)
+        only, support = ("no hidden states", "them") if values == "hidden" else ("log-probabilities only", "positions")
         text = f"the workers of {info.name!r} return {only}: their backend {info.backend!r} does not support {support}"
         return errors.SettingsError(f"{name}: {text}")
 
@@ -349,12 +325,6 @@ class Queries:
         last = len(prompt.ids) // 4 - 1
         found = await self.part(prompt, range(last, last + 1), wanted)
         return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
-
-    async def hidden(self, text: Prompt, start: int) -> NDArray[Any]:
-        """Return the last hidden states of a text from `start` on: (n, d)."""
-        info = self.session.info
-        size = width_of(info.hidden, info.dtype) if info.hidden else 1
-        return await self.positions(text, start, Wanted(values="hidden", size=size))  # type: ignore[return-value]
 
     # The head
 
@@ -378,8 +348,7 @@ class Queries:
     async def _fetch_head(self) -> Head:
         info, prompt = self.session.info, self.session.encode([0])
         if not info.hidden:
-            text = f"the workers of {info.name!r} do not return it: their backend {info.backend!r} does not support it"
-            raise errors.SettingsError(f"head: {text}")
+            raise self._unsupported("hidden", "head")
         width, size = width_of(info.hidden, info.dtype), info.vocab_size
 
         async def ask(query: wire.HeadQuery, length: int, read: Callable[[Row], T]) -> T:

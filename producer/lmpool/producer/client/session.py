@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
@@ -67,7 +67,8 @@ class Session(Requester):
         self.adapters = Adapters(self._connections)
         self.fetching_head = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
-        self._is_following = self._has_logged_absence = False
+        self._following: asyncio.Task[None] | None = None
+        self._has_logged_absence = False
         self._alone_since: float | None = None
         self._next_recheck = 0
 
@@ -90,11 +91,11 @@ class Session(Requester):
                 if model and self._waits_when_absent:
                     await self._discovery.want(model)
                 raise
-            await self._liveness.start(info.name)
+            self._liveness.count = (await self._discovery.alive(info.name)).serving
         except errors.LMPoolError:
             raise
         except (RedisError, OSError) as error:
-            raise self._connections.explain(error) from error
+            raise self._connections.server.explain(error) from error
         self._submitter.homes.has_choice = self._liveness.count > 1
         self._adopt(info)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
@@ -160,7 +161,7 @@ class Session(Requester):
                     if self._requests:
                         absence = await self._liveness.check(self.loop.time())
                     else:
-                        self._liveness.pause()
+                        self._liveness.missing_since = None
                     if absence is not None and not self._waits_when_absent:
                         self._give_up(list(self._requests), absence)
                     elif absence is not None and not self._has_logged_absence:
@@ -177,9 +178,9 @@ class Session(Requester):
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
             except TROUBLE as error:
-                self._liveness.pause()  # The heartbeats could not be read, so no worker counts as missing.
+                self._liveness.missing_since = None  # The heartbeats could not be read, so no worker counts as missing.
                 self._connections.note(error)
-                await self._connections.reconnect(error)
+                await self._connections.server.reconnect(self._connections.redis, error)
             self._end_endless(absence or self._connections.trouble)
 
     async def _recheck(self) -> None:
@@ -224,24 +225,15 @@ class Session(Requester):
         self._settings.counters.model = info.name
         self.info = info
 
-    def _renew(self, info: ModelInfo) -> None:
-        """Replace the model info by a newer one for the same weights."""
-        self._connections.model = replace(self._connections.model, info=info)
-        self.info = info
-
     def _follow_model(self) -> None:
         """Read the info of the changed model and send all requests again."""
 
         async def reload() -> None:
-            try:
-                with self._connections.noting():
-                    await self._reload_info()
-            finally:
-                self._is_following = False
+            with self._connections.noting():
+                await self._reload_info()
 
-        if not self._is_following:
-            self._is_following = True
-            self._connections.spawn(reload())
+        if self._following is None or self._following.done():
+            self._following = self._connections.spawn(reload())
         self._submitter.retry_soon()
 
     async def _reload_info(self) -> None:
@@ -249,7 +241,8 @@ class Session(Requester):
         if info is None:
             return  # No worker serves at the moment; requests wait for the next one.
         if info.fingerprint == self.info.fingerprint:
-            self._renew(info)
+            self._connections.model = replace(self._connections.model, info=info)
+            self.info = info
             return
         _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
         self._adopt(info)
@@ -296,16 +289,12 @@ class SessionPerLoop:
     """
 
     def __init__(
-        self,
-        server: Callable[[], Server],
-        make: Callable[[Server], Session],
-        model: str | None,
-        when_absent: WhenAbsent = "raise",
+        self, server: Callable[[], Server], make: Callable[[Server], Session], model: str | None, waits: bool = False
     ) -> None:
         self._server = server
         self._make = make
         self._model = model
-        self._waits = when_absent == "wait"
+        self._waits = waits  # Whether `open` waits while no worker serves the model.
         # `close_soon` may run in another thread. The lock is reentrant, because the garbage collector may call
         # `close_soon` while this thread holds the lock.
         self._lock = threading.RLock()
@@ -341,9 +330,7 @@ class SessionPerLoop:
                 if part is deadline or not isinstance(absence, errors.UnknownModel) or not absence.is_loading:
                     raise
 
-    async def request(
-        self, adapter: object, deadline: Deadline, ask: Callable[[Session, str], Coroutine[Any, Any, T]]
-    ) -> T:
+    async def request(self, adapter: object, deadline: Deadline, ask: Callable[[Session, str], Awaitable[T]]) -> T:
         """Call `ask` in a session, and again whenever a worker reports that the adapter has changed.
 
         Args:
@@ -397,25 +384,16 @@ class SessionPerLoop:
         finally:
             attempt.waiting -= 1
             if not attempt.waiting:
-                self._abandon(attempt, loop)
+                with self._lock:
+                    if self._opening.get(loop) is attempt:
+                        del self._opening[loop]
+                if not attempt.task.done() and not loop.is_closed():
+                    # Without callers, end the attempt, so that the next caller does not wait for a dead server.
+                    attempt.is_over = True
+                    attempt.task.cancel()
         if attempt.is_over:
             raise errors.ProducerClosed(CLOSED)
         return outcome(attempt.task)
-
-    def _abandon(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel an attempt without callers, so that the next caller does not wait for a dead server."""
-
-        def forget(_: object) -> None:
-            with self._lock:
-                if self._opening.get(loop) is attempt:
-                    del self._opening[loop]
-
-        if attempt.task.done() or loop.is_closed():
-            forget(None)
-        else:
-            attempt.is_over = True
-            attempt.task.add_done_callback(forget)
-            attempt.task.cancel()
 
     async def _connect(self, attempt: _Attempt) -> Session:
         session = None
@@ -426,7 +404,13 @@ class SessionPerLoop:
                         attempt.server = self._server()
                         session = self._make(attempt.server)
                     await session.open(self._model)
-                    self._hold(attempt, session)
+                    with self._lock:
+                        if attempt.is_over:
+                            raise errors.ProducerClosed(CLOSED)
+                        for loop, old in list(self.by_loop.items()):
+                            if old.closed or loop.is_closed():
+                                self.by_loop.pop(loop, None)
+                        self.by_loop[session.loop] = self.session = session
                     return session
                 except (errors.UnknownModel, errors.ServerError) as error:
                     # Wait and try again if no worker serves the model yet, or if the server is starting.
@@ -449,16 +433,6 @@ class SessionPerLoop:
             if session is not None and not session.loop.is_closed():
                 await finish(session.close())
             raise
-
-    def _hold(self, attempt: _Attempt, session: Session) -> None:
-        """Keep an open session; raises ProducerClosed if the producer was closed."""
-        with self._lock:
-            if attempt.is_over:
-                raise errors.ProducerClosed(CLOSED)
-            for loop, old in list(self.by_loop.items()):
-                if old.closed or loop.is_closed():
-                    self.by_loop.pop(loop, None)
-            self.by_loop[session.loop] = self.session = session
 
     def close_soon(self) -> None:
         """Close all sessions, each in its own event loop, without waiting. Any thread may call this."""

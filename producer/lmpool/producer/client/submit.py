@@ -306,7 +306,7 @@ class Submitter:
             weights = [request.weights for request in waited_for if request.weights is not None]
             if weights:
                 if refused := await self._connections.model.rows.put_weights(weights):
-                    raise self._connections.explain(ResponseError(next(iter(refused.values()))))
+                    raise self._connections.server.explain(ResponseError(next(iter(refused.values()))))
                 for request in waited_for:
                     request.weights = None
                 waited_for = [request for request in waited_for if request.waiters]
