@@ -133,7 +133,7 @@ class Answering(Tasks):
 
 
 def submitter_of(table: Table, connections: Any, *, waits_when_full: bool = True) -> Submitter:
-    return Submitter(connections, table.requests, waits_when_full=waits_when_full)
+    return Submitter(connections, table.requests, waits=waits_when_full)
 
 
 async def change_of_hit_rate(table: Table, connections: Any, *, way: str = "") -> float:

@@ -95,7 +95,7 @@ class Requester:
         self._segments.counts = settings.counters.shared
         self._requests = PendingRequests(settings.cache, settings.counters)
         waits = settings.when_full == "wait"
-        self._submitter = Submitter(connections, self._requests, waits_when_full=waits, traces=settings.traces)
+        self._submitter = Submitter(connections, self._requests, waits=waits, traces=settings.traces)
         self.entries = EntryReader(connections)
         self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
         self._batch_memory = RowMemory()

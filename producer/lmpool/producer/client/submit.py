@@ -76,26 +76,18 @@ class Homes:
     def note(self, prompts: Sequence[Prompt], worker: bytes) -> None:
         """Record the worker that computed some prompts."""
         self.workers.add(worker)
-        if self.has_choice:
-            for prompt in prompts:
-                self._note(prompt, worker)
-
-    def _note(self, prompt: Prompt, worker: bytes) -> None:
-        homes, ids = self._homes, prompt.ids
-        size = len(ids)
-        for end in {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}:
-            key = _prefix_key(ids, end, prompt.adapter)
-            homes[key] = worker
-            homes.move_to_end(key)
-            self._lengths.add(end)
-        if size >= _BLOCK_BYTES:
-            head = hash((ids[:_BLOCK_BYTES], prompt.adapter))
-            self._heads[head] = None
-            self._heads.move_to_end(head)
-        if prompt.adapter:
-            homes[key := hash(prompt.adapter)] = worker
-            homes.move_to_end(key)
-        for entries in (homes, self._heads):
+        for prompt in prompts if self.has_choice else ():
+            ids, size, adapter = prompt.ids, len(prompt.ids), prompt.adapter
+            ends = {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}
+            self._lengths |= ends
+            for key in [_prefix_key(ids, end, adapter) for end in ends] + [hash(adapter)] * bool(adapter):
+                self._homes[key] = worker
+                self._homes.move_to_end(key)
+            if size >= _BLOCK_BYTES:
+                head = hash((ids[:_BLOCK_BYTES], adapter))
+                self._heads[head] = None
+                self._heads.move_to_end(head)
+        for entries in (self._homes, self._heads):
             while len(entries) > _MAX_HOMES:
                 entries.popitem(last=False)
 
@@ -167,18 +159,13 @@ class Submitter:
     """
 
     def __init__(
-        self,
-        connections: Connections,
-        requests: PendingRequests,
-        *,
-        waits_when_full: bool = True,
-        traces: Traces | None = None,
+        self, connections: Connections, requests: PendingRequests, *, waits: bool = True, traces: Traces | None = None
     ) -> None:
         self.homes = Homes()
         self.is_full = self.is_retrying = False
         self._connections = connections
         self._requests = requests
-        self._waits_when_full = waits_when_full
+        self._waits = waits  # Whether requests wait while the queue is full.
         self._traces = traces
         self._unsent: deque[PendingRequest] = deque()
         self._is_flushing = self._is_cancelling = False
@@ -298,7 +285,7 @@ class Submitter:
         stored, is_full = list[bytes](), False
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
-            if is_full and self._waits_when_full:
+            if is_full and self._waits:
                 # The full queue would refuse these requests too, so do not send them now.
                 for request in waited_for:
                     request.stage = Stage.REFUSED
@@ -321,7 +308,7 @@ class Submitter:
         requests, homes = self.homes.arrange(requests)
         outcome = await self._call_script(requests, homes, is_damaged, again)
         self.is_full = b"F" in outcome
-        if self.is_full and self._waits_when_full:
+        if self.is_full and self._waits:
             self.retry_soon()
         stored, abandoned = list[bytes](), list[bytes]()
         now, waiting, pending = self._connections.loop.time(), Stage.WAITING, self._requests.get
@@ -341,7 +328,7 @@ class Submitter:
                     stored.append(request.prompt.digest)
             elif code == "F":  # The queue is full.
                 request.stage = Stage.REFUSED
-                if not self._waits_when_full:
+                if not self._waits:
                     self._requests.resolve(request, QueueFull(self._connections.describe_full_queue()))
             if not request.waiters and code in "QJ" and pending(request.prompt.digest) is None:
                 abandoned.append(request.prompt.digest)
@@ -360,19 +347,12 @@ class Submitter:
         keys = [model.keys.jobs, model.reply, *[prefix + digest for digest in digests]]
         if lookup == "rows":
             keys += model.rows.keys_of(digests)
-        fingerprint, host = model.fingerprint, model.host
-        unpacked = [
-            Job(
-                request.prompt.ids,
-                request.prompt.adapter,
-                fingerprint,
-                request.damaged,
-                request.prompt.query,
-                # Without a host, the worker stores the row itself, not a reference to shared memory.
-                b"" if request.whole or request.lost else host,
-            )
-            for request in requests
-        ]
+        unpacked = list[Job]()
+        for request in requests:
+            ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
+            # Without a host, the worker stores the row itself, not a reference to shared memory.
+            host = b"" if request.whole or request.lost else model.host
+            unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host))
         jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:
             jobs = self._traces.mark(requests, jobs)
