@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lmpool import errors
@@ -162,8 +164,7 @@ class PooledTrie(CopiedAsItself):
             else:
                 values = np.empty((len(weights), call.choice.size), np.float32)
                 if values.size:
-                    pairs = zip(weights, values, strict=True)
-                    await gather([self._of_weights(call, weight, out) for weight, out in pairs])
+                    await gather(map(partial(self._of_weights, call), weights, values))
         else:
             listed = list_prompts(prompts) if is_batch else [prompts]
 
@@ -185,14 +186,12 @@ class PooledTrie(CopiedAsItself):
             return _Choice(trie.n_nodes, None, "inner", b"")
         if not isinstance(under, bytes):
             raise errors.SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
-        choice = self._under.get(under)
-        if choice is None:
+        if under not in self._under:
             if len(self._under) >= _MAX_CHOICES:
                 self._under.clear()
-            node = trie.node(under)
-            children = trie.children(node)
-            choice = self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
-        return choice
+            children = trie.children(node := trie.node(under))
+            self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
+        return self._under[under]
 
     def _compute(self, call: _Call, weights: Values) -> Values:
         """Compute the values in this process: (n, V) -> (n, number of requested nodes)."""
@@ -239,8 +238,7 @@ class PooledTrie(CopiedAsItself):
             return await asyncio.to_thread(self._compute, call, rows)
         values = np.empty((len(prompts), call.choice.size), np.float32)
         if values.size:
-            pairs = zip(prompts, values, strict=True)
-            await gather([self._of_row(call, session, prompt, out) for prompt, out in pairs])
+            await gather(map(partial(self._of_row, call, session), prompts, values))
         return values
 
     async def _of_row(self, call: _Call, session: Session, prompt: Prompt, out: Values) -> None:
@@ -250,11 +248,9 @@ class PooledTrie(CopiedAsItself):
         length = trie.n_inner + trie.n_tokens if is_whole else choice.size
         query = TrieQuery(call.op, trie.digest, "values" if is_whole else choice.select, choice.sent)
 
-        async def ask_model_workers() -> Values:
-            return await session.answer(prompt.with_query(query.pack(), length), deadline)
-
         values: Values | None = None
         if session.info.answers_tries:
+            ask_model_workers = partial(session.answer, prompt.with_query(query.pack(), length), deadline)
             with suppress(errors.SourceMissing):  # A worker of this model was started without --with-trie.
                 values = await self._insist(session, ask_model_workers, deadline, 1)
         if values is None:
@@ -262,37 +258,27 @@ class PooledTrie(CopiedAsItself):
 
             async def ask_trie_workers() -> Values:
                 # Read the fingerprint at each try: it changes when the model is served with other weights.
-                source = session.info.fingerprint, prompt.digest
-                packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
-                return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
+                packed = structs.replace(query, rows=session.info.fingerprint, source=prompt.digest).pack()
+                try:
+                    return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
+                except (errors.SourceMissing, errors.CorruptRow) as error:
+                    # Have the row stored again. Fetching a damaged row makes a worker compute it again.
+                    is_missing = isinstance(error, errors.SourceMissing)
+                    await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
+                    raise
 
-            async def compute(error: errors.RequestFailed) -> None:
-                # Fetching a damaged row makes a worker compute it again.
-                is_missing = isinstance(error, errors.SourceMissing)
-                await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
-
-            values = await self._insist(trie_session, ask_trie_workers, deadline, repair=compute)
+            values = await self._insist(trie_session, ask_trie_workers, deadline)
         if is_whole:
             trie.expand(values[: trie.n_inner], values[trie.n_inner :], out)
         else:
             out[:] = values
 
     async def _insist(
-        self,
-        session: Session,
-        ask: Callable[[], Awaitable[Values]],
-        deadline: Deadline,
-        missing: int = _MAX_MISSING,
-        repair: Callable[[errors.RequestFailed], Awaitable[None]] | None = None,
+        self, session: Session, ask: Callable[[], Awaitable[Values]], deadline: Deadline, missing: int = _MAX_MISSING
     ) -> Values:
         """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
-        `missing` is the number of times that the row or the weights may be missing or damaged. `repair` stores the row
-        or the weights again; without `repair`, `ask` does so.
-
-        Raises:
-            UnknownVocabulary: the pool does not keep the vocabulary although this client sent it.
-            SourceMissing, CorruptRow: the row or the weights were missing or damaged too often.
+        The row or the weights may be missing or damaged `missing` times; `ask` stores them again.
         """
         is_registered = False
         while True:
@@ -303,12 +289,10 @@ class PooledTrie(CopiedAsItself):
                     raise
                 is_registered = True
                 await session.vocabularies.register(self.structure.vocabulary, deadline)
-            except (errors.SourceMissing, errors.CorruptRow) as error:
+            except (errors.SourceMissing, errors.CorruptRow):
                 missing -= 1
                 if not missing:
                     raise
-                if repair is not None:
-                    await repair(error)
 
     def __repr__(self) -> str:
         return f"PooledTrie({self.structure!r})"
@@ -327,7 +311,4 @@ def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
         InvalidVocabulary: `vocabulary` does not consist of byte strings, or exceeds a limit.
     """
     known = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-    trie = _tries.get(known.digest)
-    if trie is None:
-        trie = _tries[known.digest] = Trie(known)
-    return trie
+    return _tries.get(known.digest) or _tries.setdefault(known.digest, Trie(known))
