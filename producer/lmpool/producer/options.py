@@ -18,6 +18,20 @@ from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.settings import check_choice, check_kind, check_known, check_number, shown
 
 
+class QueryOptions(TypedDict, total=False):
+    """Options of most calls.
+
+    Attributes:
+        mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
+        adapter: as for `Producer.logprobs`.
+        timeout: as for `Producer.logprobs`.
+    """
+
+    mode: Mode
+    adapter: str
+    timeout: float | None
+
+
 class DrawOptions(TypedDict, total=False):
     """Options of all calls that sample tokens.
 
@@ -61,8 +75,8 @@ class GenerateOptions(DrawOptions, total=False):
     stop: Sequence[int | Sequence[int]]
 
 
-class PositionOptions(TypedDict, total=False):
-    """Options of `Producer.positions`, `batch_positions` and `stream_positions`.
+class PositionOptions(QueryOptions, total=False):
+    """Options of `Producer.positions`, `batch_positions` and `stream_positions`, in addition to `QueryOptions`.
 
     Exactly one of `top`, `targets`, `full` and `logz` selects the values.
 
@@ -71,18 +85,12 @@ class PositionOptions(TypedDict, total=False):
         targets: return the entries of these token ids.
         full: True to return whole rows.
         logz: True to return the logarithm of the sum of the exponentials of the logits, float32 (n,).
-        mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
-        adapter: as for `Producer.logprobs`.
-        timeout: as for `Producer.logprobs`.
     """
 
     top: int
     targets: Any
     full: bool
     logz: bool
-    mode: Mode
-    adapter: str
-    timeout: float | None
 
 
 class Positions(NamedTuple):
@@ -113,6 +121,12 @@ def check_k(k: Any, vocab_size: int, name: str = "k") -> int:
 def check_start(start: Any, text: Prompt) -> Prompt:
     check_whole("start", start, 0, len(text.ids) // 4 - 1, ", the last position")
     return text
+
+
+def read_options(options: QueryOptions) -> tuple[Mode, str, float | None]:
+    """Return the mode, adapter and timeout of a call."""
+    check_known(options, QueryOptions.__annotations__)
+    return check_mode(options.get("mode", "logprobs")), options.get("adapter", ""), options.get("timeout")
 
 
 def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from lmpool.producer.client.receive import SessionSettings
 from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
-from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
+from lmpool.producer.options import QueryOptions, check_flag, check_mode, read_batch_targets, read_options, read_targets
 from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
 from lmpool.producer.trie import PooledTrie, trie_of
@@ -191,36 +191,29 @@ class Producer(CopiedAsItself, PartialRows):
         return await self._request(adapter, timeout, ask)
 
     async def batch_logprobs(
-        self,
-        prompts: Iterable[Any],
-        *,
-        targets: Any = None,
-        mode: Mode = "logprobs",
-        adapter: str = "",
-        timeout: float | None = None,
+        self, prompts: Iterable[Any], *, targets: Any = None, **options: Unpack[QueryOptions]
     ) -> NDArray[np.float32]:
         """Return the rows of several prompts: float32 (n, V), writable. All prompts are checked before one is sent.
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
             targets: token ids, to return only their entries, (n, k): k ids for all prompts, or (n, k), k per prompt.
-            mode, adapter: as for `logprobs`.
-            timeout: seconds for all prompts together, or None for the producer's timeout.
+            options: mode, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
 
         Raises:
             As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
             such as "prompts[3]: ".
         """
-        listed, logits = list_prompts(prompts), check_mode(mode) == "logits"
+        listed, (mode, adapter, timeout) = list_prompts(prompts), read_options(options)
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             encoded = queries.encode_all(listed)
-            if targets is None and not logits:
+            if targets is None and mode == "logprobs":
                 return await queries.session.answer_all(encoded, queries.deadline)
             entries, count = [list[int]()] * len(encoded), queries.vocab_size
             if targets is not None:
                 entries, count = read_batch_targets(targets, len(encoded), queries.vocab_size)
-            return await queries.all_entries(encoded, entries, count, logits=logits, name="prompts")
+            return await queries.all_entries(encoded, entries, count, logits=mode == "logits", name="prompts")
 
         return await self._request(adapter, timeout, ask)
 
