@@ -383,5 +383,5 @@ class Producer(CopiedAsItself, PartialRows):
         return partial(type(self), **self._options, redis=self._redis), (self._name,)
 
     def __repr__(self) -> str:
-        state = "open" if self._sessions.is_open else "closed"
-        return f"Producer({self._name!r}, redis={where(self._redis)!r}, {state})"
+        is_open = any(not session.closed for session in list(self._sessions.by_loop.values()))
+        return f"Producer({self._name!r}, redis={where(self._redis)!r}, {'open' if is_open else 'closed'})"

@@ -52,20 +52,14 @@ _MIN_GAP_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """The model that a session uses, with one fingerprint, which changes with the weights.
+    """The model that a session uses, with one fingerprint, which changes with the weights."""
 
-    Attributes:
-        info: the model info that was read last.
-        reply: key of this client's reply stream.
-        host: identifier of this machine's shared memory; b"" if rows are too small to be shared.
-    """
-
-    info: ModelInfo
+    info: ModelInfo  # The model info that was read last.
     fingerprint: str
     keys: ModelKeys
-    reply: bytes
+    reply: bytes  # Key of this client's reply stream.
     rows: RowCache
-    host: bytes = b""
+    host: bytes = b""  # Identifier of this machine's shared memory; b"" if rows are too small to be shared.
 
 
 class Connections(Tasks):
@@ -149,11 +143,8 @@ class Connections(Tasks):
 
     def describe_full_queue(self) -> str:
         """Return the error text for a full queue."""
-        info = self.model.info
-        return (
-            f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; "
-            "ask for less at once, add workers, or raise the workers' --queue-limit"
-        )
+        info, advice = self.model.info, "ask for less at once, add workers, or raise the workers' --queue-limit"
+        return f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; {advice}"
 
     def describe_lost_row(self, times: int, length: int = 0) -> str:
         """Return the error text for a row, or a result of `length` entries, that was lost before it was fetched."""
@@ -213,11 +204,9 @@ class Discovery:
         if name is not None and name in infos:
             return infos[name]  # The model was registered after `find` had read the infos.
         if name == TRIE_SERVICE:
-            raise errors.UnknownModel(
-                "no trie worker serves: start one with `lmpool trie-worker`, or pass "
-                f"{errors.argument('local', 'True')} (calls with prompt= are answered by a model's workers too, if "
-                "they run with --with-trie)"
-            )
+            otherwise = f"{errors.argument('local', 'True')} (workers with --with-trie answer calls with prompt= too)"
+            text = f"no trie worker serves: start one with `lmpool trie-worker`, or pass {otherwise}"
+            raise errors.UnknownModel(text)
         infos.pop(TRIE_SERVICE, None)
         if not infos:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
@@ -333,10 +322,10 @@ class Discovery:
     async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
         """Return the seconds since each worker's last heartbeat; leaves out heartbeats that do not state a lease."""
         silences = {}
-        for worker in workers:
-            left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
+        for name, fields in workers:
+            left_ms = await self._redis.pttl(self._keys.worker(name))
             with suppress(KeyError, ValueError):
-                silences[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
+                silences[name] = max(0.0, float(fields["lease_s"]) - max(0, left_ms) / 1000)
         return silences
 
     async def queue(self, model: str) -> QueueState:
@@ -379,9 +368,8 @@ class Liveness:
         if self.missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self.missing_since = now
         elif (seconds := now - self.missing_since) >= max(info.lease_s, _RESTART_S):
-            return errors.NoWorker(
-                f"no live worker has served {info.name!r} for {seconds:.0f} s: start one with `{info.start_command}`"
-            )
+            text = f"no live worker has served {info.name!r} for {seconds:.0f} s"
+            return errors.NoWorker(f"{text}: start one with `{info.start_command}`")
         return None
 
     def deadline_error(self, text: str) -> errors.DeadlineExceeded:
@@ -422,10 +410,8 @@ class Vocabularies:
         """Return the vocabulary of the model; raises UnknownVocabulary if its workers publish none."""
         info = self._connections.model.info
         if not info.vocabulary:
-            raise errors.UnknownVocabulary(
-                f"the model {info.name!r} publishes no vocabulary, because its workers found no tokenizer with "
-                "the bytes of its tokens: pass the byte strings yourself"
-            )
+            why = "because its workers found no tokenizer with the bytes of its tokens: pass the byte strings yourself"
+            raise errors.UnknownVocabulary(f"the model {info.name!r} publishes no vocabulary, {why}")
         async with self._limited(deadline):
             return await look_up(self._connections.redis, self._keys, info.vocabulary)
 
@@ -436,10 +422,8 @@ class Vocabularies:
             UnknownTokenizer: the digest is "" (no tokenizer is published), or the pool holds other content under it.
         """
         if not digest:
-            name = self._connections.model.info.name
-            raise errors.UnknownTokenizer(
-                f"the model {name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
-            )
+            name, advice = self._connections.model.info.name, "(the log of its workers says why): pass token ids"
+            raise errors.UnknownTokenizer(f"the model {name!r} publishes no tokenizer {advice}")
         async with self._limited(deadline):
             return await look_up_tokenizer(self._connections.redis, self._keys, digest)
 

@@ -145,16 +145,10 @@ class Requester:
         whole: bool = False,
         weights: SentWeights | None = None,
     ) -> Row:
-        """Request a row, or the result of the prompt's query.
+        """Request a row, or the result of the prompt's query. Some options are attributes of `PendingRequest`.
 
-        Args:
-            prompt: the prompt and its query.
-            deadline: time by which the result must arrive.
-            warm: the caller only needs the row to be in the pool's cache; the returned row is empty.
-            private: no other client can make this request; the result is removed from the cache once it has been read.
-            damaged: the cached result is damaged and must be overwritten.
-            whole: the cache must hold the row itself, not a reference to shared memory that the reader cannot read.
-            weights: weights of a trie job, which must not change until the result arrives. The result is private.
+        With `warm`, the returned row is empty. A `private` result is removed from the cache once it has been read.
+        `weights` must not change until the result arrives, which is private.
         """
         self._connections.check_open()
         waiter = self.begin(prompt, deadline.end, deadline.seconds, warm=warm)
@@ -171,14 +165,7 @@ class Requester:
             self.end(waiter)
 
     def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
-        """Start to wait for a row. The caller awaits the waiter's future, and then always calls `end`.
-
-        Args:
-            prompt: the prompt and its query.
-            until: loop time of the deadline.
-            seconds: timeout, for the error text.
-            warm: as for `answer`.
-        """
+        """Start to wait for a row. The caller awaits the waiter's future, and then always calls `end`."""
         waiter = SingleWaiter(self.loop, seconds)
         waiter.request = self._add(prompt, waiter, until, warm)
         self._deadlines.add(waiter, until)
@@ -389,14 +376,10 @@ class Receiver:
                 joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)
             }
             segments, vocab_size = self._connections.segments, model.info.vocab_size
-            self._requests.is_resolving = True
-            try:
-                await self._requests.resolve_by(
-                    [request.prompt.digest for request in requests if not request.warm],
-                    lambda digest: segments.read_at(place_of[digest], digest, vocab_size),
-                )
-            finally:
-                self._requests.is_resolving = False
+            wanted = [request.prompt.digest for request in requests if not request.warm]
+            await self._requests.resolve_by(
+                wanted, lambda digest: segments.read_at(place_of[digest], digest, vocab_size), "announced"
+            )
         self._announce([request.prompt.digest for request in requests if request.waiters])
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,9 @@ from lmpool.settings import shown
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
 """A function that a request calls once, with the row or a copy of the exception, unless it was removed before."""
+
+RowKind = Literal["unsent", "announced"]
+"""Whether a row in shared memory is looked up before its request is sent, or was announced by a worker."""
 
 ENDLESS_S = 9e8
 """Timeout in seconds that means "no deadline". Finite, because infinity breaks the arithmetic of deadlines."""
@@ -135,14 +138,15 @@ class RowLRU:
     reused for the next row, so it stays in the processor's cache; copying a row again takes a few µs.
 
     Attributes:
+        owner: fingerprint of the model.
         size: bytes of all rows.
     """
 
-    __slots__ = ("_limit", "_owner", "_rows", "_used_once", "size")
+    __slots__ = ("_limit", "_rows", "_used_once", "owner", "size")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._owner = ""
+        self.owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self.size = 0
         # Digests of rows from shared memory that were used once; at most as many as rows fit into this cache.
@@ -177,12 +181,6 @@ class RowLRU:
         self.size += size
         while self.size > self._limit:
             self.size -= rows.popitem(last=False)[1].nbytes
-
-    def belong_to(self, fingerprint: str) -> None:
-        """Drop all rows if they belong to a model with another fingerprint."""
-        if fingerprint != self._owner:
-            self._owner = fingerprint
-            self.clear()
 
     def clear(self) -> None:
         """Drop all rows."""
@@ -247,8 +245,7 @@ class PendingRequests:
     Attributes:
         get: returns the pending request of a digest, or None.
         on_end: function to call when a request ends, or None while no request waits for a free slot.
-        is_looking_up: whether rows of unsent requests are being read from shared memory.
-        is_resolving: whether announced rows are being read from shared memory.
+        reading: the kinds of rows that are being read from shared memory.
     """
 
     def __init__(self, cache: RowLRU, counters: Counters) -> None:
@@ -256,7 +253,7 @@ class PendingRequests:
         self.get = self._requests.get
         self.counters = counters
         self.on_end: Callable[[], None] | None = None
-        self.is_looking_up = self.is_resolving = False
+        self.reading: set[RowKind] = set()
         self._cache = cache
         self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
@@ -328,7 +325,7 @@ class PendingRequests:
         if ended and self.on_end is not None:
             self.on_end()
 
-    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]) -> None:
+    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None], kind: RowKind) -> None:
         """Resolve the requests whose rows `read` returns, a few at a time.
 
         After every few rows, the callers of these rows run: they use the rows while these are in the processor's cache,
@@ -336,16 +333,20 @@ class PendingRequests:
         """
         # Read the first row alone, to measure the size of rows.
         at, size = 0, 1
-        while at < len(digests):
-            begin, at = at, at + size
-            pending = [digest for digest in digests[begin:at] if digest in self._requests]
-            pairs = zip(pending, map(read, pending), strict=True)
-            found = {digest: row for digest, row in pairs if row is not None}
-            if found:
-                size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
-                self.resolve_found(list(found), list(found.values()), are_shared=True)
-                found.clear()
-                await asyncio.sleep(0)
+        self.reading.add(kind)
+        try:
+            while at < len(digests):
+                begin, at = at, at + size
+                pending = [digest for digest in digests[begin:at] if digest in self._requests]
+                pairs = zip(pending, map(read, pending), strict=True)
+                found = {digest: row for digest, row in pairs if row is not None}
+                if found:
+                    size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
+                    self.resolve_found(list(found), list(found.values()), are_shared=True)
+                    found.clear()
+                    await asyncio.sleep(0)
+        finally:
+            self.reading.discard(kind)
 
     def resolve(self, request: PendingRequest, answer: Answer) -> None:
         """End a request and call its waiters. A newer request for the same prompt stays pending."""
@@ -363,7 +364,9 @@ class PendingRequests:
 
     def restart(self, fingerprint: str) -> None:
         """Mark all requests as unsent, because the model has changed to this fingerprint."""
-        self._cache.belong_to(fingerprint)
+        if fingerprint != self._cache.owner:
+            self._cache.clear()
+            self._cache.owner = fingerprint
         for request in self._requests.values():
             request.stage = Stage.UNSENT
             request.origin = None

@@ -61,7 +61,6 @@ class Session(Requester):
     def __init__(self, server: Server, settings: SessionSettings) -> None:
         super().__init__(server, settings)
         self.closed = False
-        self._waits_when_absent = settings.when_absent == "wait"
         self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
         self.vocabularies = Vocabularies(self._connections, settings.keys)
         self.adapters = Adapters(self._connections)
@@ -75,12 +74,7 @@ class Session(Requester):
     # Opening and closing
 
     async def open(self, model: str | None) -> None:
-        """Connect and read the model info. After a failure the caller may try again.
-
-        Raises:
-            ServerError: the server cannot be used.
-            UnknownModel, AmbiguousModel: the model is not served, or `model` is None and several models are.
-        """
+        """Connect and read the model info. After a failure the caller may try again."""
         try:
             try:
                 info = await self._discovery.info(model)
@@ -88,7 +82,7 @@ class Session(Requester):
                 if not error.is_loading:
                     # If the server refuses writes, no model info can be stored: report this instead of UnknownModel.
                     await self._connections.check_writes(model or "")
-                if model and self._waits_when_absent:
+                if model and self._settings.when_absent == "wait":
                     await self._discovery.want(model)
                 raise
             self._liveness.count = (await self._discovery.alive(info.name)).serving
@@ -118,19 +112,14 @@ class Session(Requester):
             self.closed = self._connections.closed = True
             # If the program closed the loop without cancelling its tasks, no cleanup can run any more.
             if not self.loop.is_closed():
-                await self._shut_down()
-
-    async def _shut_down(self) -> None:
-        await self._connections.end_tasks()
-        try:
-            async with asyncio.timeout(_GOODBYE_S):
-                await self._submitter.cancel_all()
-                await self._connections.redis.unlink(self._connections.model.reply)
-        except (*TROUBLE, TimeoutError):
-            pass  # The reply stream and registrations of this client expire on the server.
-        for request in self._requests:
-            self._requests.resolve(request, errors.ProducerClosed(CLOSED))
-        await self._connections.close()
+                await self._connections.end_tasks()
+                with suppress(*TROUBLE):  # The reply stream and registrations of this client expire on the server.
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await self._submitter.cancel_all()
+                        await self._connections.redis.unlink(self._connections.model.reply)
+                for request in self._requests:
+                    self._requests.resolve(request, errors.ProducerClosed(CLOSED))
+                await self._connections.close()
 
     async def close(self) -> None:
         """End all requests, remove this client from the server, and close the connections."""
@@ -162,7 +151,7 @@ class Session(Requester):
                         absence = await self._liveness.check(self.loop.time())
                     else:
                         self._liveness.missing_since = None
-                    if absence is not None and not self._waits_when_absent:
+                    if absence is not None and self._settings.when_absent == "raise":
                         self._give_up(list(self._requests), absence)
                     elif absence is not None and not self._has_logged_absence:
                         _log.warning("%s; requests wait until their deadlines", absence)
@@ -266,7 +255,6 @@ class _Attempt:
 
     Attributes:
         waiting: number of callers that wait for the session.
-        timeout_s: longest timeout of these callers.
         server: the server to connect to, or None before the first try.
         absence: the last error that says that the server is unreachable or the model is not served.
         is_over: whether the producer was closed, or all callers have given up.
@@ -274,7 +262,6 @@ class _Attempt:
 
     task: asyncio.Task[Session] = field(init=False)
     waiting: int = 0
-    timeout_s: float = 0.0
     server: Server | None = None
     absence: errors.LMPoolError | None = None
     is_over: bool = False
@@ -302,21 +289,10 @@ class SessionPerLoop:
         self.by_loop: dict[asyncio.AbstractEventLoop, Session] = {}
         self.session: Session | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether any loop has an open session."""
-        return any(not session.closed for session in list(self.by_loop.values()))
-
     async def open(self, deadline: Deadline) -> Session:
         """Return the session of the running event loop; concurrent callers share one attempt to open it.
 
         Without a deadline, this call waits for as long as a worker loads the model.
-
-        Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or does not reply in time.
-            UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
-            NoWorker: no worker served the model in time.
-            ProducerClosed: the producer was closed.
         """
         session = self.by_loop.get(deadline.loop)
         if session is not None and not session.closed:
@@ -333,14 +309,7 @@ class SessionPerLoop:
     async def request(self, adapter: object, deadline: Deadline, ask: Callable[[Session, str], Awaitable[T]]) -> T:
         """Call `ask` in a session, and again whenever a worker reports that the adapter has changed.
 
-        Args:
-            adapter: name of the adapter, or "" for none.
-            deadline: time by which the request must end.
-            ask: called with the session and the adapter's name in jobs, which is "name@digest", or "" for none.
-
-        Raises:
-            UnknownAdapter: the model has no adapter of that name.
-            LMPoolError: raised by `open` or `ask`.
+        `ask` receives the session and the adapter's name in jobs, which is "name@digest", or "" for none.
         """
         session = await self.open(deadline)
         if isinstance(adapter, str) and not adapter:
@@ -367,7 +336,6 @@ class SessionPerLoop:
                         self._opening.pop(old, None)
                 self._opening[loop] = attempt
         attempt.waiting += 1
-        attempt.timeout_s = max(attempt.timeout_s, deadline.seconds)
         try:
             async with deadline.limit():
                 await ended(attempt.task)
@@ -421,10 +389,8 @@ class SessionPerLoop:
                     if type(attempt.absence) is not type(error):
                         served = "a model" if self._model is None else repr(self._model)
                         missing = f"a worker to serve {served}" if is_absent else "the server"
-                        limit = f"up to {attempt.timeout_s:g} s ({errors.argument('timeout')})"
                         at_once = errors.argument("when_absent", '"raise"')
-                        text = "waiting for %s: %s; this waits %s; %s fails at once"
-                        _log.warning(text, missing, error, limit, at_once)
+                        _log.warning("waiting for %s: %s; %s fails at once", missing, error, at_once)
                     attempt.absence = error
                 await asyncio.sleep(wait)
             raise AssertionError("the delays never end")

@@ -198,7 +198,8 @@ class Submitter:
         requests = self._requests
         # Wait while callers that receive rows submit their next prompts, to send the prompts together. Requests whose
         # rows are being looked up must be sent before later requests.
-        while requests.is_looking_up or (requests.is_resolving and len(self._unsent) < _MAX_HELD_BACK):  # noqa: ASYNC110
+        reading = requests.reading
+        while "unsent" in reading or ("announced" in reading and len(self._unsent) < _MAX_HELD_BACK):  # noqa: ASYNC110
             await asyncio.sleep(0)
         self._is_flushing = False
         batch = requests.admit(self._unsent)
@@ -231,11 +232,7 @@ class Submitter:
         segments, model = self._connections.segments, self._connections.model
         if sought and segments.has_any:
             find = partial(segments.find, vocab_size=model.info.vocab_size)
-            self._requests.is_looking_up = True
-            try:
-                await self._requests.resolve_by([request.prompt.digest for request in sought], find)
-            finally:
-                self._requests.is_looking_up = False
+            await self._requests.resolve_by([request.prompt.digest for request in sought], find, "unsent")
             sought = [request for request in sought if request.waiters]
         try:
             min_hit_rate = _MIN_HIT_RATE_OF_MANY if len(sought) > _FEW else _MIN_HIT_RATE_OF_FEW
@@ -256,9 +253,7 @@ class Submitter:
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
         """Register this client for prompts, and queue a job for each prompt without a job.
 
-        Args:
-            requests: the requests.
-            again: whether the requests were submitted before; then `submit.lua` checks that their jobs still exist.
+        If the requests were submitted before (`again`), `submit.lua` checks that their jobs still exist.
         """
         rows = self._connections.model.rows
         if whole := [request.prompt.digest for request in requests if request.whole and not again]:
@@ -268,20 +263,6 @@ class Submitter:
         if not rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await self.fetch(await rows.existing(warmed), are_stored=True)
-        stored = await self._submit_portions(requests, again)
-        self._connections.trouble = None
-        if stored:
-            await self.fetch(stored, are_stored=True)
-            damaged = [request for request in requests if request.damaged and self._requests.is_open(request)]
-            if damaged:
-                await self.submit(damaged)
-            pending = map(self._requests.get, stored)
-            evicted = [request for request in pending if request is not None and not request.damaged]
-            if evicted and not again:
-                await self.submit(evicted, again=True)
-
-    async def _submit_portions(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
-        """Submit requests in several script calls; returns the digests whose rows are in the cache."""
         stored, is_full = list[bytes](), False
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
@@ -290,9 +271,8 @@ class Submitter:
                 for request in waited_for:
                     request.stage = Stage.REFUSED
                 continue
-            weights = [request.weights for request in waited_for if request.weights is not None]
-            if weights:
-                if refused := await self._connections.model.rows.put_weights(weights):
+            if weights := [request.weights for request in waited_for if request.weights is not None]:
+                if refused := await rows.put_weights(weights):
                     raise self._connections.server.explain(ResponseError(next(iter(refused.values()))))
                 for request in waited_for:
                     request.weights = None
@@ -300,7 +280,15 @@ class Submitter:
             if waited_for:
                 stored += await self._submit_portion(waited_for, again)
                 is_full = self.is_full
-        return stored
+        self._connections.trouble = None
+        if stored:
+            await self.fetch(stored, are_stored=True)
+            if damaged := [request for request in requests if request.damaged and self._requests.is_open(request)]:
+                await self.submit(damaged)
+            pending = map(self._requests.get, stored)
+            evicted = [request for request in pending if request is not None and not request.damaged]
+            if evicted and not again:
+                await self.submit(evicted, again=True)
 
     async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
         """Submit requests in one script call; returns the digests whose rows are in the cache."""
@@ -361,11 +349,9 @@ class Submitter:
         patience_s += max(2 * model.info.lease_s, _MIN_PATIENCE_S)
         patience_ms = int(1000 * min(max(patience_s, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
         args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, int(again), len(jobs), *jobs]
-        if requests[0].prompt.generated:  # If one request is a continuation, all requests are.
-            args += homes or [b""] * len(requests)
-            args += [request.prompt.generated for request in requests]
-        else:
-            args += homes
+        is_continued = requests[0].prompt.generated > 0  # If one request is a continuation, all requests are.
+        args += homes or [b""] * len(requests) * is_continued
+        args += [request.prompt.generated for request in requests if is_continued]
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome) != len(requests):
             raise connections.commands.distrust(outcome)
@@ -405,8 +391,7 @@ class Submitter:
         announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
         await self.fetch(digests, are_stored=True)
         # A newer request for the same prompt looks up its row itself.
-        lost = [request for request in announced if request.in_flight and self._requests.is_open(request)]
-        if lost:
+        if lost := [request for request in announced if request.in_flight and self._requests.is_open(request)]:
             await self.submit(lost, again=True)
 
     # Cancelling
