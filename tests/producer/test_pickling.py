@@ -82,8 +82,8 @@ async def test_the_error_for_pickling_a_trie_or_pool_names_the_object_to_pickle(
     with SyncProducer(redis=served.url) as producer:
         trie = producer.trie()
         for value, instead in [
-            (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
-            (trie._asynchronous, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
+            (trie, r"pickle the producer, .* `producer.trie\(vocabulary\)`"),
+            (trie._asynchronous, r"pickle the producer, .* `producer.trie\(vocabulary\)`"),
             (served, "pass its `url` to others"),
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):

@@ -207,11 +207,8 @@ class Traces:
                 raise
             finally:
                 _current_call.reset(token)
-                requests = call.requests
-                origins = Counter(
-                    (request.origin or "failed") if is_first else "joined" for request, is_first in requests
-                )
-                for origin, count in origins.items():
+                origins = [(each.origin or "failed") if is_first else "joined" for each, is_first in call.requests]
+                for origin, count in Counter(origins).items():
                     span.set_attribute(f"lmpool.requests.{origin}", count)
 
     @staticmethod

@@ -194,8 +194,8 @@ def read_allowed(allowed: Any, vocab_size: int, k: int = 1) -> Allowed:
         return Allowed(TokenSet.packed_name(bytes.fromhex(allowed)))
     tokens = allowed if isinstance(allowed, TokenSet) else _read_set(allowed, vocab_size)
     if tokens.vocab_size != vocab_size:
-        text = f"of a vocabulary of {tokens.vocab_size}: this model's V is {vocab_size}"
-        raise SettingsError(f"allowed: a set of tokens {text}")
+        sizes = f"{tokens.vocab_size}: this model's V is {vocab_size}"
+        raise SettingsError(f"allowed: a set of tokens of a vocabulary of {sizes}")
     if not len(tokens.ids) or not 0 <= tokens.ids[0] <= tokens.ids[-1] < vocab_size:
         raise SettingsError(f"allowed: not all of the {len(tokens.ids)} tokens are of this model")
     check_whole("k", k, 1, len(tokens.ids), ", the number of allowed tokens")

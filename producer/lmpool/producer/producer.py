@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Self, Unpack, get_args
 
@@ -84,10 +85,8 @@ class Producer(CopiedAsItself, PartialRows):
         if model is not None:
             check_name("model", model)
         if model == TRIE_SERVICE:
-            raise SettingsError(
-                f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
-                "the only one, and ask for tries by `await producer.trie()`"
-            )
+            advice = "name a model, or None for the only one, and ask for tries by `await producer.trie()`"
+            raise SettingsError(f"model: {model!r} is the name of trie workers: {advice}")
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
@@ -99,23 +98,15 @@ class Producer(CopiedAsItself, PartialRows):
         self._timeout = check_timeout(timeout)
         self._model = model
         self._redis = redis
-        self._options: dict[str, Any] = {
-            "timeout": timeout,
-            "cache_bytes": cache_bytes,
-            "prefix": prefix,
-            "when_full": when_full,
-            "when_absent": when_absent,
-            "priority": priority,
-            "keep_answers": keep_answers,
-            "tracing": tracing,
-        }
+        values = timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing
+        self._options: dict[str, Any] = dict(zip(_OPTIONS, values, strict=True))
         self._traces = Traces(model) if is_traced(tracing) else None
         self._heads = {}
         self._cache = RowLRU(cache_bytes)
         self._stats = ProducerStats()
         self._counters = Counters(self._stats, self._cache)
-        options = (when_full, when_absent, priority, keep_answers)
-        settings = SessionSettings(Keys(prefix), self._cache, self._counters, self._traces, *options)
+        parts = Keys(prefix), self._cache, self._counters, self._traces
+        settings = SessionSettings(*parts, when_full, when_absent, priority, keep_answers)
         # This process does not cache results of trie workers: weights hardly ever repeat, and results from rows are in
         # the pool's cache.
         no_cache = RowLRU(0)
@@ -377,11 +368,13 @@ class Producer(CopiedAsItself, PartialRows):
     def __reduce__(self) -> tuple[Any, ...]:
         if self._redis is not None and not isinstance(self._redis, str):
             raise SettingsError(
-                "redis: a producer that was made with a redis-py client cannot be pickled: make it with the server's "
-                "URL, or make one where it is unpickled"
+                "redis: a producer of a redis-py client cannot be pickled: make it with the server's URL"
             )
         return partial(type(self), **self._options, redis=self._redis), (self._name,)
 
     def __repr__(self) -> str:
         is_open = any(not session.closed for session in list(self._sessions.by_loop.values()))
         return f"Producer({self._name!r}, redis={where(self._redis)!r}, {'open' if is_open else 'closed'})"
+
+
+_OPTIONS = list(signature(Producer).parameters)[2:]  # All parameters but the model and the server.

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
-from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.errors import ProducerClosed
 from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions, Positions
@@ -71,10 +71,7 @@ class SyncTrie(CopiedAsItself):
         return f"SyncTrie({self.structure!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise LMPoolError(
-            "a SyncTrie belongs to its producer and cannot be pickled: pickle the SyncProducer, and have the unpickled "
-            "one make the trie: `producer.trie(vocabulary)`"
-        )
+        return self._asynchronous.__reduce__()
 
     weight_sum = blocking(PooledTrie.weight_sum)
     weight_max = blocking(PooledTrie.weight_max)

@@ -130,20 +130,16 @@ class PooledTrie(CopiedAsItself):
         """Return the logarithm of the sum of the weights below each node; `logws` are logarithms of weights."""
         return await self._request("logsumexp", logws, prompt, options, is_batch=False)
 
-    async def batch_weight_sum(
-        self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
-    ) -> Values:
+    async def batch_weight_sum(self, ws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """As `weight_sum`, for weights of shape (n, V) or several prompts."""
         return await self._request("sum", ws, prompts, options)
 
-    async def batch_weight_max(
-        self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
-    ) -> Values:
+    async def batch_weight_max(self, ws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """As `weight_max`, for weights of shape (n, V) or several prompts."""
         return await self._request("max", ws, prompts, options)
 
     async def batch_logsumexp(
-        self, logws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
+        self, logws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]
     ) -> Values:
         """As `logsumexp`, for logarithms of shape (n, V) or several prompts."""
         return await self._request("logsumexp", logws, prompts, options)
@@ -223,10 +219,9 @@ class PooledTrie(CopiedAsItself):
         """Return the values for the rows of prompts: (n, number of requested nodes)."""
         info, n_tokens = session.info, self.structure.n_tokens
         if n_tokens != info.vocab_size:
-            raise errors.InvalidWeights(
-                f"the rows of the model {info.name!r} have {info.vocab_size} entries, but the vocabulary has "
-                f"{n_tokens} tokens: use `await producer.trie()` for the model's own"
-            )
+            sizes = f"{info.vocab_size} entries, but the vocabulary has {n_tokens} tokens"
+            text = f"the rows of the model {info.name!r} have {sizes}: use `await producer.trie()` for the model's own"
+            raise errors.InvalidWeights(text)
         if is_local:
 
             async def row(prompt: Prompt) -> Values:
@@ -298,10 +293,8 @@ class PooledTrie(CopiedAsItself):
         return f"PooledTrie({self.structure!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise errors.LMPoolError(
-            "a PooledTrie is its producer's and cannot be pickled: pickle the producer, and have the unpickled one "
-            "make the trie: `await producer.trie(vocabulary)`"
-        )
+        text = "pickle the producer, and have the unpickled one make the trie: `producer.trie(vocabulary)`"
+        raise errors.LMPoolError(f"a trie belongs to its producer and cannot be pickled: {text}")
 
 
 def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:

@@ -233,10 +233,10 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
         raise ServerUnreachable("lost")
 
     await submitter._send([request])
-    assert request.stage is Stage.REFUSED
+    assert (request.stage, request.is_refused) == (Stage.UNSENT, True)
     connections.call, connections.note = fails, lambda error: None
     await submitter._send([request])
-    assert request.stage is Stage.REFUSED
+    assert (request.stage, request.is_refused) == (Stage.UNSENT, True)
     await connections.end_tasks()
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -213,7 +214,7 @@ class Requester:
         self.count_hits(began, len(copied))
         batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
         for index, prompt in enumerate(prompts):
-            waiter = batch.at(index)
+            waiter: Waiter = partial(batch.put, index)
             if index in copied:
                 batch.count()
             elif (row := self._cache.get(prompt.digest)) is not None:
@@ -242,11 +243,10 @@ class Requester:
         if waiter not in request.waiters:
             return
         connections, text = self._connections, f"no row within {timeout_s:g} s"
-        is_refused = request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN)
         error: errors.LMPoolError
         if connections.trouble is not None:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
-        elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
+        elif request.is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             error = errors.QueueFull(f"{text}: {connections.describe_full_queue()}")
         elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
             why = connections.describe_lost_row(request.lost, request.prompt.length)

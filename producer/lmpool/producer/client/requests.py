@@ -194,9 +194,6 @@ class Stage(Enum):
 
     UNSENT = auto()
     SENDING = auto()
-    # The full queue refused the request, which is now sent again; it counts as refused until the server replies.
-    SENDING_AGAIN = auto()
-    REFUSED = auto()
     WAITING = auto()
 
 
@@ -209,6 +206,7 @@ class PendingRequest:
         until: loop time of the latest deadline of the waiters.
         warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         since: loop time of the server's last reply about this prompt.
+        is_refused: whether the full queue refused the request at its last submission.
         in_flight: whether the request counts towards the per-client limit.
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite the damaged row.
@@ -227,6 +225,7 @@ class PendingRequest:
     warm: bool = False
     stage: Stage = Stage.UNSENT
     since: float = 0.0
+    is_refused: bool = False
     in_flight: bool = False
     damaged: bool = False
     overwrites: int = 0
@@ -368,8 +367,7 @@ class PendingRequests:
             self._cache.clear()
             self._cache.owner = fingerprint
         for request in self._requests.values():
-            request.stage = Stage.UNSENT
-            request.origin = None
+            request.stage, request.is_refused, request.origin = Stage.UNSENT, False, None
 
     def _end(self, request: PendingRequest) -> None:
         self._remove(request)
@@ -477,22 +475,18 @@ class BatchWaiter:
         if not self.left:
             self.future.set_result(None)
 
-    def at(self, index: int) -> Waiter:
-        """Return the waiter for the row at `index`."""
-
-        def put(answer: Answer) -> None:
-            if self.future.done():
-                return
-            if isinstance(answer, Exception):
-                self.future.set_exception(of_prompt(answer, "prompts", index, len(self.rows)))
-            elif answer.shape != self.rows.shape[1:]:
-                text = f"the model's V was {self.rows.shape[1]} and is {answer.size} now: ask again"
-                self.future.set_exception(ModelMismatch(text))
-            else:
-                self.rows[index] = answer
-                self.count()
-
-        return put
+    def put(self, index: int, answer: Answer) -> None:
+        """Receive the result for the row at `index`."""
+        if self.future.done():
+            return
+        if isinstance(answer, Exception):
+            self.future.set_exception(of_prompt(answer, "prompts", index, len(self.rows)))
+        elif answer.shape != self.rows.shape[1:]:
+            text = f"the model's V was {self.rows.shape[1]} and is {answer.size} now: ask again"
+            self.future.set_exception(ModelMismatch(text))
+        else:
+            self.rows[index] = answer
+            self.count()
 
     def count(self) -> None:
         """Count a row that has been written to the array."""

@@ -21,6 +21,7 @@ from lmpool.producer.client.adapters import Adapters
 from lmpool.producer.client.discovery import CLOSED, TROUBLE, Vocabularies
 from lmpool.producer.client.receive import Receiver, Requester, SessionSettings
 from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, Stage
+from lmpool.producer.client.submit import Homes
 from lmpool.protocol.model_info import ModelInfo
 
 T = TypeVar("T")
@@ -90,7 +91,6 @@ class Session(Requester):
             raise
         except (RedisError, OSError) as error:
             raise self._connections.server.explain(error) from error
-        self._submitter.homes.has_choice = self._liveness.count > 1
         self._adopt(info)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
         # Start the task now: a task that is cancelled before its first step does not run its `finally`.
@@ -210,7 +210,7 @@ class Session(Requester):
         """Switch to a model, or to other weights of the same model."""
         self._connections.adopt(info)
         self._requests.restart(info.fingerprint)
-        self._submitter.homes.clear()
+        self._submitter.homes = Homes(has_choice=self._liveness.count > 1)
         self._settings.counters.model = info.name
         self.info = info
 

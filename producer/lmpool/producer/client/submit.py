@@ -20,8 +20,6 @@ from lmpool.protocol.job import Job, Prompt, pack_jobs
 from lmpool.protocol.keys import GROUP
 from lmpool.rows.cache import Found
 
-_SENDING = (Stage.SENDING, Stage.SENDING_AGAIN)
-_SENT = (*_SENDING, Stage.WAITING)
 _NO_ROW = np.empty(0, np.float32)
 # Flush early when this many requests are unsent, even while rows are arriving.
 _MAX_HELD_BACK = 64
@@ -64,13 +62,13 @@ class Homes:
         workers: the workers that have computed rows for this client.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_choice: bool = False) -> None:
         # Use OrderedDict: finding the first key of a dict slows down with every key that was removed before it.
         self._homes: OrderedDict[int, bytes] = OrderedDict()
         self._lengths: set[int] = set()
         # Hashes of the first blocks of prompts with homes, to recognize most prompts without a home by one lookup.
         self._heads: OrderedDict[int, None] = OrderedDict()
-        self.has_choice = False
+        self.has_choice = has_choice
         self.workers: set[bytes] = set()
 
     def note(self, prompts: Sequence[Prompt], worker: bytes) -> None:
@@ -134,13 +132,6 @@ class Homes:
         if workers:
             self.workers.difference_update(workers)
             self._homes = OrderedDict(home for home in self._homes.items() if home[1] not in workers)
-
-    def clear(self) -> None:
-        """Remove all homes, because the model has changed."""
-        self._homes.clear()
-        self._lengths.clear()
-        self._heads.clear()
-        self.workers.clear()
 
 
 def _prefix_key(ids: bytes, end: int, adapter: str) -> int:
@@ -209,8 +200,7 @@ class Submitter:
 
     async def _retry(self) -> None:
         def pending() -> list[PendingRequest]:
-            stages = (Stage.UNSENT, Stage.REFUSED)
-            return [request for request in self._requests if request.in_flight and request.stage in stages]
+            return [request for request in self._requests if request.in_flight and request.stage is Stage.UNSENT]
 
         waits = delays()
         try:
@@ -224,9 +214,9 @@ class Submitter:
 
     async def _send(self, requests: Sequence[PendingRequest]) -> None:
         """Look up rows in shared memory and in the cache, and submit the requests whose rows were not found."""
-        sending, again, refused = *_SENDING, Stage.REFUSED
+        sending = Stage.SENDING
         for request in requests:
-            request.stage = again if request.stage is refused else sending
+            request.stage = sending
         # Do not look up warming requests, which need no row, or private ones, which no client can have made before.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
         segments, model = self._connections.segments, self._connections.model
@@ -240,14 +230,14 @@ class Submitter:
                 await self.fetch([request.prompt.digest for request in sought])
             await self.submit([request for request in requests if request.waiters])
             # Skip cancelled and refused requests: they have no origin, or the origin of an earlier submission.
-            origins = [request.origin for request in sought if request.origin and request.stage is not refused]
+            origins = [request.origin for request in sought if request.origin and not request.is_refused]
             if origins:
                 self._hit_rate += (origins.count("cache_hits") / len(origins) - self._hit_rate) / _HIT_RATE_WINDOW
         except TROUBLE as error:
             self._connections.note(error)
             for request in requests:
-                if request.stage in _SENDING:
-                    request.stage = refused if request.stage is again else Stage.UNSENT
+                if request.stage is sending:
+                    request.stage = Stage.UNSENT
             self.retry_soon()
 
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
@@ -269,7 +259,7 @@ class Submitter:
             if is_full and self._waits:
                 # The full queue would refuse these requests too, so do not send them now.
                 for request in waited_for:
-                    request.stage = Stage.REFUSED
+                    request.stage, request.is_refused = Stage.UNSENT, True
                 continue
             if weights := [request.weights for request in waited_for if request.weights is not None]:
                 if refused := await rows.put_weights(weights):
@@ -301,7 +291,7 @@ class Submitter:
         stored, abandoned = list[bytes](), list[bytes]()
         now, waiting, pending = self._connections.loop.time(), Stage.WAITING, self._requests.get
         for request, code in zip(requests, outcome.decode("ascii", "replace"), strict=True):
-            request.since, request.stage = now, waiting
+            request.since, request.stage, request.is_refused = now, waiting, False
             if is_damaged:
                 request.overwrites += request.damaged
             if code == "Q":  # Queued.
@@ -315,7 +305,7 @@ class Submitter:
                 if pending(request.prompt.digest) is not None:
                     stored.append(request.prompt.digest)
             elif code == "F":  # The queue is full.
-                request.stage = Stage.REFUSED
+                request.stage, request.is_refused = Stage.UNSENT, True
                 if not self._waits:
                     self._requests.resolve(request, QueueFull(self._connections.describe_full_queue()))
             if not request.waiters and code in "QJ" and pending(request.prompt.digest) is None:
@@ -402,7 +392,7 @@ class Submitter:
         if len(self._unsent) > 2 * len(self._requests) + _FEW:
             # Most of the unsent requests have ended.
             self._unsent = deque(request for request in self._unsent if request.waiters)
-        if request.stage in _SENT:
+        if request.stage is not Stage.UNSENT:
             self._cancelled.add(request.prompt.digest)
             if not self._is_cancelling:
                 self._is_cancelling = True
@@ -420,7 +410,7 @@ class Submitter:
         """Withdraw all requests and remove their weights, because the session ends."""
         self.discard(list(self._requests))
         await self._drop_discarded()
-        waiting = [request.prompt.digest for request in self._requests if request.stage in _SENT]
+        waiting = [request.prompt.digest for request in self._requests if request.stage is not Stage.UNSENT]
         # Submissions use the same connection, so the server receives these cancellations after pending submissions.
         await self._cancel([*waiting, *self._cancelled])
 
