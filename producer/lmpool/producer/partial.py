@@ -276,15 +276,14 @@ class PartialRows:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
-                raise ModelMismatch(
-                    f"the model or its adapter has changed before position {parts[at].start}: ask again"
-                )
-            text = arguments.check_start(start, queries.encode(ids))
+                text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
+                raise ModelMismatch(text)
+            prompt = arguments.check_start(start, queries.encode(ids))
             wanted = arguments.read_wanted(options, queries.vocab_size)
             if version is None:
-                parts, version = queries.parts(text, start, wanted), now
+                parts, version = queries.parts(prompt, start, wanted), now
             part = parts[at]
-            values = await queries.part(prefix_of(text, part.stop), part, wanted, private=len(parts) > 1)
+            values = await queries.part(prefix_of(prompt, part.stop), part, wanted, private=len(parts) > 1)
             queries.check_same_model(now[0])
             return Positions(part.start, values)
 

@@ -17,8 +17,7 @@ from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
-from lmpool.producer.client.receive import SessionSettings
-from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
+from lmpool.producer.client.requests import Deadline, RowLRU, SessionSettings, check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
 from lmpool.producer.options import QueryOptions, check_flag, check_mode, read_batch_targets, read_options, read_targets
@@ -102,15 +101,12 @@ class Producer(CopiedAsItself, PartialRows):
         self._options: dict[str, Any] = dict(zip(_OPTIONS, values, strict=True))
         self._traces = Traces(model) if is_traced(tracing) else None
         self._heads = {}
-        self._cache = RowLRU(cache_bytes)
-        self._stats = ProducerStats()
-        self._counters = Counters(self._stats, self._cache)
-        parts = Keys(prefix), self._cache, self._counters, self._traces
-        settings = SessionSettings(*parts, when_full, when_absent, priority, keep_answers)
+        self._counters = Counters(ProducerStats(), RowLRU(cache_bytes))
+        options = when_full, when_absent, priority, keep_answers
+        settings = SessionSettings(Keys(prefix), self._counters, self._traces, *options)
         # This process does not cache results of trie workers: weights hardly ever repeat, and results from rows are in
         # the pool's cache.
-        no_cache = RowLRU(0)
-        of_tries = replace(settings, cache=no_cache, counters=Counters(ProducerStats(), no_cache), traces=None)
+        of_tries = replace(settings, counters=Counters(ProducerStats(), RowLRU(0)), traces=None)
         server, waits = partial(Server, redis), when_absent == "wait"
         self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
         self._trie_sessions = SessionPerLoop(server, partial(Session, settings=of_tries), TRIE_SERVICE, waits)
@@ -327,11 +323,11 @@ class Producer(CopiedAsItself, PartialRows):
 
     def stats(self) -> ProducerStats:
         """Return a snapshot of the counters of this producer's requests."""
-        return self._stats.copy()
+        return self._counters.stats.copy()
 
     def clear_cache(self) -> None:
         """Drop the rows in this producer's own memory. The pool's cache, which all clients share, does not change."""
-        self._cache.clear()
+        self._counters.cache.clear()
 
     async def open(self, *, timeout: float | None = None) -> None:
         """Connect now instead of with the first request.
@@ -367,9 +363,7 @@ class Producer(CopiedAsItself, PartialRows):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._redis is not None and not isinstance(self._redis, str):
-            raise SettingsError(
-                "redis: a producer of a redis-py client cannot be pickled: make it with the server's URL"
-            )
+            raise SettingsError("redis: a redis-py client cannot be pickled: make the producer with the server's URL")
         return partial(type(self), **self._options, redis=self._redis), (self._name,)
 
     def __repr__(self) -> str:

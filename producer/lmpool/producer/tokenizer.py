@@ -238,10 +238,8 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise SettingsError(
-            f"{option}: needs a tokenizer: pip install 'lmpool[text]' for the one that workers publish, 'lmpool[hf]' "
-            f"where they publish none, or {otherwise}"
-        ) from error
+        packages = "'lmpool[text]' for the one that workers publish, 'lmpool[hf]' where they publish none"
+        raise SettingsError(f"{option}: needs a tokenizer: pip install {packages}, or {otherwise}") from error
     try:
         # By default, transformers asks on the terminal whether to run code that comes with the tokenizer.
         settings = {"trust_remote_code": False, "gguf_file": gguf_file or None, **settings}

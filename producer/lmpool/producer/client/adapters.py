@@ -14,10 +14,11 @@ from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
 from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol import adapter as wire
-from lmpool.protocol.adapter import Adapter, Registered
 from lmpool.settings import shown
 
 T = TypeVar("T")
+
+_ADVICE = "changing adapters is a right of its own: name the server as the user `adapters` (docker/redis/users.acl)"
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0  # Seconds for which the session keeps reading the registry after the last request with an adapter.
@@ -36,7 +37,7 @@ class Adapters:
         self._connections = connections
         self._loop = asyncio.get_running_loop()
         # Name -> adapter (None: it was removed), and version of the registry when the entry was read.
-        self._known: dict[str, tuple[Adapter | None, int]] = {}
+        self._known: dict[str, tuple[wire.Adapter | None, int]] = {}
         self._owner = ""
         self._version = 0  # Version of the registry at the last read; entries read at another version are stale.
         self._as_of = _NEVER  # Loop time of the last read of the registry.
@@ -63,7 +64,7 @@ class Adapters:
                 break
         return wire.qualify(name, adapter.revision)
 
-    def _fresh(self, name: str) -> Adapter | None:
+    def _fresh(self, name: str) -> wire.Adapter | None:
         """Return the cached entry of a name, or None if the entry is missing or too old."""
         adapter, version = self._known.get(name, (None, 0))
         is_old = version != self._version or self._loop.time() - self._as_of >= KNOWN_FOR_S
@@ -111,7 +112,7 @@ class Adapters:
         wire.check_adapter_name("name", name)
         await self._change(name, None, f"{name!r} is not in service any more", deadline)
 
-    async def _change(self, name: str, adapter: Adapter | None, state: str, deadline: Deadline) -> None:
+    async def _change(self, name: str, adapter: wire.Adapter | None, state: str, deadline: Deadline) -> None:
         """Write an entry to the registry, and wait until no client may use the entry that it replaces."""
         version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
         if not version:  # There was no entry to remove.
@@ -136,13 +137,13 @@ class Adapters:
         if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
             self._as_of = max(self._as_of, begin)
 
-    async def _read(self, names: Sequence[str], deadline: Deadline) -> Registered | None:
+    async def _read(self, names: Sequence[str], deadline: Deadline) -> wire.Registered | None:
         """Read and cache the entries of `names`, or all entries; None if another request has just read the entries.
 
         Raises ServerError if an entry is older than at the read before, as after a failover.
         """
 
-        async def attempt() -> tuple[Registered, str, float] | None:
+        async def attempt() -> tuple[wire.Registered, str, float] | None:
             async with self._reading:
                 if names and all(map(self._fresh, names)):
                     return None
@@ -158,9 +159,8 @@ class Adapters:
             known, adapter = self._known.get(name), registered.adapters.get(name)
             version = registered.versions.get(name, registered.version)
             if known is not None and known[0] != adapter and version <= known[1]:
-                advice = "as after a failover: make the change once more (`lmpool adapters add` or `remove`)"
-                text = f"the server has lost a change of the adapter {name!r} that this client has read, {advice}"
-                raise errors.ServerError(text)
+                text = f"the server has lost a change of the adapter {name!r} that this client has read"
+                raise errors.ServerError(f"{text}, as after a failover: make the change once more (`lmpool adapters`)")
             if known is not None or adapter is not None:
                 self._known[name] = adapter, registered.version
         self._version, self._as_of = registered.version, begin
@@ -189,10 +189,7 @@ class Adapters:
                         connections.note(error)
                         explained = connections.server.explain(error)
                         if is_change and isinstance(explained, errors.AuthenticationFailed):
-                            raise errors.AuthenticationFailed(
-                                f"{explained}; changing adapters is a right of its own: name the server as the user "
-                                "`adapters` (docker/redis/users.acl) or another one that has it"
-                            ) from error
+                            raise errors.AuthenticationFailed(f"{explained}; {_ADVICE}") from error
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
             # A request that waited while another request read the registry has seen no error itself.

@@ -151,8 +151,8 @@ class Connections(Tasks):
         gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
         info = self.model.info
         size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
-        full = f"its memory is full, and it evicts rows of {size / 1e6:.3g} MB"
-        return f"{gone}. Either {full}: then raise maxmemory or request fewer rows at once. Or it restarted, or another client deletes rows"
+        full = f"its memory is full, and it evicts rows of {size / 1e6:.3g} MB: raise maxmemory or request less at once"
+        return f"{gone}. Either {full}. Or it restarted, or another client deletes rows"
 
     def _close_rows(self) -> None:
         if hasattr(self, "model"):

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -18,7 +19,6 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
 from lmpool.protocol import query as wire
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
-from lmpool.protocol.query import MAX_ANSWER, PositionsQuery, PositionValues, Sampling, TopK
 from lmpool.protocol.row import FACTS, Head, Row, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Mode = Literal["logprobs", "logits"]
 """Whether values are log-probabilities, or the logits from which the model computed them."""
 
-Expected = TopK | NDArray[np.float32]
+Expected = wire.TopK | NDArray[np.float32]
 """The values at n positions: top-k tokens, (n, k), or an array with m numbers per position, mostly float32 (n, m)."""
 
 # Max parts of one result that are requested at once, 8 MiB each, so that they do not fill the server's memory.
@@ -64,14 +64,14 @@ class Wanted(NamedTuple):
 
     top: int = 0
     targets: tuple[int, ...] = ()
-    values: PositionValues = "logprobs"
+    values: wire.PositionValues = "logprobs"
     size: int = 0
     allowed: Allowed = _ALL
 
-    def query(self, start: int) -> PositionsQuery:
+    def query(self, start: int) -> wire.PositionsQuery:
         """Return the query for the positions from `start` on."""
         targets = np.array(self.targets, "<u4").tobytes()
-        return PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
+        return wire.PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
 
 
 def entries_of(row: Row, targets: list[int]) -> Row:
@@ -87,15 +87,13 @@ def prefix_of(text: Prompt, length: int) -> Prompt:
     return text if len(ids) == len(text.ids) else Prompt(ids, digest_of(ids, text.adapter), text.adapter)
 
 
+@dataclass(slots=True, eq=False)
 class Queries:
     """Makes the queries of one call, in one session and with one deadline."""
 
-    __slots__ = ("adapter", "deadline", "session")
-
-    def __init__(self, session: Session, adapter: str, deadline: Deadline) -> None:
-        self.session = session
-        self.adapter = adapter
-        self.deadline = deadline
+    session: Session
+    adapter: str
+    deadline: Deadline
 
     @property
     def vocab_size(self) -> int:
@@ -137,13 +135,11 @@ class Queries:
         row = session.cached(prompt)
         if row is None and len(targets) <= _MAX_READ_IN_PLACE:
             read = partial(session.entries.read, prompt.digest, targets, deadline.end)
-            entries = await read()
-            if entries is None:
-                await session.answer(prompt, deadline, warm=True)
-                entries = await read()
-            elif not isinstance(entries, errors.CorruptRow):
+            if (entries := await read()) is not None:
                 session.count_hits(deadline.end - deadline.seconds)
-            if entries is not None and not isinstance(entries, errors.CorruptRow):
+                return entries
+            await session.answer(prompt, deadline, warm=True)
+            if (entries := await read()) is not None:
                 return entries
         if row is None:
             # Fetch the row: many entries are requested, or the row is damaged and a worker must compute it again.
@@ -192,7 +188,7 @@ class Queries:
             text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
             raise errors.CorruptRow(text) from error
 
-    async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> TopK:
+    async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> wire.TopK:
         """Return the `k` largest entries of a row."""
         if values == "logits":
             return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
@@ -205,7 +201,7 @@ class Queries:
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
 
-    async def sample(self, prompt: Prompt, sampling: Sampling, allowed: Allowed, *, private: bool) -> int:
+    async def sample(self, prompt: Prompt, sampling: wire.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
         if row is not None and not allowed.packed:
@@ -233,18 +229,14 @@ class Queries:
         """Return the log-probability, or the logit, of each token of a continuation: float32 (m,)."""
         info, ids = self.session.info, prompt.ids + continuation.ids
         start, end = len(prompt.ids) // 4, len(ids) // 4
-        if end > info.max_prompt_tokens:
-            raise errors.PromptTooLong(
-                f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
-            )
+        if end > (limit := info.max_prompt_tokens):
+            raise errors.PromptTooLong(f"the prompt and its continuation have {end} tokens: the limit is {limit}")
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         if info.positions:
-            wanted = PositionsQuery.scores_from(start, logits=values == "logits")
+            wanted = wire.PositionsQuery.scores_from(start, logits=values == "logits")
             check = check_logprobs if wanted.values == "scores" else _check_logits
-            try:
+            with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
-            except errors.SourceMissing:
-                pass  # The worker that took the job does not support positions.
         if values == "logits":
             raise self._unsupported(values)
         # Request all prefixes concurrently, so that workers compute their common part once.
@@ -273,16 +265,17 @@ class Queries:
 
         answers = await gather([ask(part) for part in parts])
         self.check_same_model(fingerprint)
-        if tops := [answer for answer in answers if isinstance(answer, TopK)]:
-            return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
-        return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
+        if tops := [answer for answer in answers if isinstance(answer, wire.TopK)]:
+            return wire.TopK(
+                np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops])
+            )
+        return np.concatenate([answer for answer in answers if not isinstance(answer, wire.TopK)])
 
     def check_same_model(self, fingerprint: str) -> None:
         """Raise ModelMismatch if the fingerprint has changed, because the parts of a result may be of two models."""
         if (info := self.session.info).fingerprint != fingerprint:
-            raise errors.ModelMismatch(
-                f"the model {info.name!r} has changed while parts of a result arrived: ask again"
-            )
+            text = f"the model {info.name!r} has changed while parts of a result arrived: ask again"
+            raise errors.ModelMismatch(text)
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
         """Return the values at the last positions of a text, the range `part`; `private` is as for `Session.answer`."""
@@ -300,10 +293,8 @@ class Queries:
 
         if info.positions:
             with_query = text.with_query(query.pack(), count * query.width(vocab_size))
-            try:
+            with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
                 return await self._result(with_query, read, private=private, allowed=wanted.allowed)
-            except errors.SourceMissing:
-                pass  # The worker that took the job does not support positions.
         if wanted.values != "logprobs":
             raise self._unsupported(wanted.values)
         prefixes = [prefix_of(text, at + 1) for at in part]
@@ -313,7 +304,7 @@ class Queries:
             return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
         return await self.session.answer_all(prefixes, self.deadline)
 
-    def _unsupported(self, values: PositionValues, name: str = "") -> errors.SettingsError:
+    def _unsupported(self, values: wire.PositionValues, name: str = "") -> errors.SettingsError:
         """Return the error for values that the backend does not support; `name` is the option or the call."""
         info, name = self.session.info, name or {"logits": "mode"}.get(values, values)
         only, support = ("no hidden states", "them") if values == "hidden" else ("log-probabilities only", "positions")
@@ -324,7 +315,7 @@ class Queries:
         """Return the values at the last position of a prompt, without the axis of positions."""
         last = len(prompt.ids) // 4 - 1
         found = await self.part(prompt, range(last, last + 1), wanted)
-        return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
+        return wire.TopK(found.values[0], found.ids[0]) if isinstance(found, wire.TopK) else found[0]
 
     # The head
 
@@ -357,7 +348,7 @@ class Queries:
         one = partial(unpack_numbers, count=1, dtype="float32")
         scale, soft_cap, has_bias = (await ask(wire.HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
         bias = (await ask(wire.HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
-        rows = max(1, MAX_ANSWER // width)
+        rows = max(1, wire.MAX_ANSWER // width)
         parts = []
         # Request one part after the other: all parts at once could fill the server's memory.
         for first in range(0, size, rows):

@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,22 +24,18 @@ from lmpool.producer.client.requests import (
     PendingRequest,
     PendingRequests,
     RowLRU,
+    SessionSettings,
     SingleWaiter,
     Stage,
     Waiter,
 )
 from lmpool.producer.client.submit import Submitter
-from lmpool.producer.metrics import Counters, Traces
 from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
-from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
 from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
-
-FoundEntries = Row | errors.CorruptRow | None
-"""Entries of a row, float32 (k,); None if the row is not in the cache; an error if the cached row is damaged."""
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -60,20 +55,6 @@ _MAX_LOOKUPS_PER_TICK = 4
 _MAX_ROWS_AT_ONCE = 32
 
 
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
-
-    keys: Keys
-    cache: RowLRU
-    counters: Counters
-    traces: Traces | None
-    when_full: str
-    when_absent: str
-    priority: str
-    keep_answers: bool
-
-
 class Requester:
     """Requests rows from one model's workers, in one event loop; `Session` opens and closes it.
 
@@ -90,11 +71,11 @@ class Requester:
         self._discovery = Discovery(connections.redis, settings.keys)
         self._liveness = Liveness(connections, self._discovery)
         self.loop = connections.loop
-        self._cache = settings.cache
+        self._cache: RowLRU = settings.counters.cache
         self._stats = settings.counters.stats
         self._segments = connections.segments
         self._segments.counts = settings.counters.shared
-        self._requests = PendingRequests(settings.cache, settings.counters)
+        self._requests = PendingRequests(settings.counters)
         waits = settings.when_full == "wait"
         self._submitter = Submitter(connections, self._requests, waits=waits, traces=settings.traces)
         self.entries = EntryReader(connections)
@@ -363,10 +344,10 @@ class Receiver:
             self._submitter.homes.note([request.prompt for request in requests], worker)
         if carried := fields.get(b"v"):
             lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
-            count, size = len(digests), len(carried) // len(digests)
+            count, cut = len(digests), len(carried) // len(digests)
             # All rows of one model have the same size. The results of queries have headers that contain their sizes.
             parts = (
-                split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
+                split_rows(carried, count) if lengths else [carried[cut * at : cut * (at + 1)] for at in range(count)]
             )
             if parts is not None:
                 self._requests.resolve_found(digests, read_values(digests, parts, lengths, model.info.vocab_size))
@@ -409,7 +390,7 @@ class _EntryRead(NamedTuple):
     digest: bytes
     ids: Sequence[int]
     until: float
-    result: asyncio.Future[FoundEntries]
+    result: asyncio.Future[Row | None]
 
 
 class EntryReader:
@@ -419,11 +400,11 @@ class EntryReader:
         self._connections = connections
         self._reads: list[_EntryRead] = []
 
-    def read(self, digest: bytes, ids: Sequence[int], until: float) -> asyncio.Future[FoundEntries]:
+    def read(self, digest: bytes, ids: Sequence[int], until: float) -> asyncio.Future[Row | None]:
         """Read some entries of one row.
 
-        The result is None after the loop time `until`, or if the server cannot be used. The caller then requests the
-        row, and this request raises the error.
+        The result is None if the row is not in the cache or is damaged, after the loop time `until`, or if the server
+        cannot be used. The caller then requests the row, and this request raises the error.
         """
         loop = self._connections.loop
         if not self._reads:
@@ -437,7 +418,7 @@ class EntryReader:
             self._connections.spawn(self._answer(reads[at : at + _MAX_ROWS_AT_ONCE]))
 
     async def _answer(self, reads: list[_EntryRead]) -> None:
-        results: list[FoundEntries] = [None] * len(reads)
+        results: list[Row | None] = [None] * len(reads)
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(min(read.until for read in reads)):
@@ -448,7 +429,7 @@ class EntryReader:
                 if not read.result.done():  # The caller may have been cancelled before.
                     read.result.set_result(result)
 
-    async def _read(self, reads: list[_EntryRead]) -> list[FoundEntries]:
+    async def _read(self, reads: list[_EntryRead]) -> list[Row | None]:
         model = self._connections.model
         # Read the info only now: the model, and the encoding of its rows, may have changed since the call.
         encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
@@ -457,11 +438,9 @@ class EntryReader:
         sizes = {len(read.ids) for read in reads}
         if len(sizes) == 1 and (decoded := decode_alike(replies, vocab_size, sizes.pop())) is not None:
             return list(decoded)
-        results: list[FoundEntries] = [None] * len(reads)
+        results: list[Row | None] = [None] * len(reads)
         for at, (read, reply) in enumerate(zip(reads, replies, strict=True)):
             if reply is not None:
-                try:
+                with suppress(errors.ProtocolError):
                     results[at] = decode_entries(reply, vocab_size, len(read.ids))
-                except errors.ProtocolError as error:
-                    results[at] = errors.CorruptRow(f"the cached row of prompt {read.digest.hex()} is damaged: {error}")
         return results

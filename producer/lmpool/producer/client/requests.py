@@ -14,15 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import copy_error, end_tasks, silence_limit
 from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
-from lmpool.producer.metrics import Counters, TracedCall
+from lmpool.producer.metrics import Counters, TracedCall, Traces
 from lmpool.protocol.job import Prompt
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
@@ -31,9 +32,6 @@ from lmpool.settings import shown
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
 """A function that a request calls once, with the row or a copy of the exception, unless it was removed before."""
-
-RowKind = Literal["unsent", "announced"]
-"""Whether a row in shared memory is looked up before its request is sent, or was announced by a worker."""
 
 ENDLESS_S = 9e8
 """Timeout in seconds that means "no deadline". Finite, because infinity breaks the arithmetic of deadlines."""
@@ -88,23 +86,19 @@ class Deadline:
     def left(self) -> float:
         """Seconds until the deadline; raises DeadlineExceeded if it has passed."""
         if (left := self.end - self.loop.time()) <= 0:
-            raise self._exceeded()
+            raise DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
         return left
 
     def bounded(self) -> Deadline:
         """Return this deadline, or one of `ALONE_S` if this one is endless, for steps that need no worker."""
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
-    def _exceeded(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
-
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         """Cancel the body at the deadline and raise DeadlineExceeded, without a cause if the deadline had passed."""
-        if self.is_of_caller and self.loop.time() >= self.end:
-            raise self._exceeded()
+        limit = asyncio.timeout(self.left) if self.is_of_caller else silence_limit(self.seconds)
         try:
-            async with asyncio.timeout_at(self.end) if self.is_of_caller else silence_limit(self.seconds) as timer:
+            async with limit as timer:
                 yield
         except TimeoutError as error:
             if not timer.expired():
@@ -189,6 +183,19 @@ class RowLRU:
         self.size = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
+
+    keys: Keys
+    counters: Counters
+    traces: Traces | None
+    when_full: str
+    when_absent: str
+    priority: str
+    keep_answers: bool
+
+
 class Stage(Enum):
     """The progress of a request."""
 
@@ -244,16 +251,16 @@ class PendingRequests:
     Attributes:
         get: returns the pending request of a digest, or None.
         on_end: function to call when a request ends, or None while no request waits for a free slot.
-        reading: the kinds of rows that are being read from shared memory.
+        reading: whether "unsent" requests, or rows "announced" by workers, are being looked up in shared memory.
     """
 
-    def __init__(self, cache: RowLRU, counters: Counters) -> None:
+    def __init__(self, counters: Counters) -> None:
         self._requests: dict[bytes, PendingRequest] = {}
         self.get = self._requests.get
         self.counters = counters
         self.on_end: Callable[[], None] | None = None
-        self.reading: set[RowKind] = set()
-        self._cache = cache
+        self.reading: set[str] = set()
+        self._cache: RowLRU = counters.cache
         self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
 
@@ -324,7 +331,7 @@ class PendingRequests:
         if ended and self.on_end is not None:
             self.on_end()
 
-    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None], kind: RowKind) -> None:
+    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None], kind: str) -> None:
         """Resolve the requests whose rows `read` returns, a few at a time.
 
         After every few rows, the callers of these rows run: they use the rows while these are in the processor's cache,

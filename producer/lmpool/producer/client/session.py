@@ -19,8 +19,8 @@ from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.producer.client.adapters import Adapters
 from lmpool.producer.client.discovery import CLOSED, TROUBLE, Vocabularies
-from lmpool.producer.client.receive import Receiver, Requester, SessionSettings
-from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, Stage
+from lmpool.producer.client.receive import Receiver, Requester
+from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, SessionSettings, Stage
 from lmpool.producer.client.submit import Homes
 from lmpool.protocol.model_info import ModelInfo
 
@@ -311,17 +311,16 @@ class SessionPerLoop:
 
         `ask` receives the session and the adapter's name in jobs, which is "name@digest", or "" for none.
         """
-        session = await self.open(deadline)
-        if isinstance(adapter, str) and not adapter:
-            return await ask(session, "")
         for wait in delays():
+            session = await self.open(deadline)
+            if isinstance(adapter, str) and not adapter:
+                return await ask(session, "")
             try:
                 return await ask(session, await session.adapters.qualified(adapter, deadline))
             except errors.AdapterChanged:
                 session.adapters.doubt()
             # The worker may have read the change of the adapter before this client can read it.
             await asyncio.sleep(wait)
-            session = await self.open(deadline)
         raise AssertionError("the delays never end")
 
     async def _open(self, deadline: Deadline) -> Session:

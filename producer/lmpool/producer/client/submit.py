@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -119,12 +120,10 @@ class Homes:
         families = Counter(key for home, key in found if home)
         if not families:
             return requests, []
-        pairs = zip(requests, found, strict=True)
-        arranged = sorted(pairs, key=lambda pair: (pair[1][0], -families[pair[1][1]], pair[1][1]))
-        homes, before = [], _NO_HOME
-        for _, place in arranged:
-            homes.append(_SAME_HOME if place == before and place[0] else place[0])
-            before = place
+        placed = zip(requests, found, strict=True)
+        arranged = sorted(placed, key=lambda pair: (pair[1][0], -families[pair[1][1]], pair[1][1]))
+        pairs = pairwise([_NO_HOME, *(place for _, place in arranged)])
+        homes = [_SAME_HOME if place == before and place[0] else place[0] for before, place in pairs]
         return [request for request, _ in arranged], homes
 
     def forget(self, workers: Collection[bytes]) -> None:
@@ -282,9 +281,8 @@ class Submitter:
 
     async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
         """Submit requests in one script call; returns the digests whose rows are in the cache."""
-        is_damaged = True in [request.damaged for request in requests]
         requests, homes = self.homes.arrange(requests)
-        outcome = await self._call_script(requests, homes, is_damaged, again)
+        outcome = await self._call_script(requests, homes, again)
         self.is_full = b"F" in outcome
         if self.is_full and self._waits:
             self.retry_soon()
@@ -292,8 +290,7 @@ class Submitter:
         now, waiting, pending = self._connections.loop.time(), Stage.WAITING, self._requests.get
         for request, code in zip(requests, outcome.decode("ascii", "replace"), strict=True):
             request.since, request.stage, request.is_refused = now, waiting, False
-            if is_damaged:
-                request.overwrites += request.damaged
+            request.overwrites += request.damaged
             if code == "Q":  # Queued.
                 request.origin = "computed"
                 if again and not request.damaged:
@@ -314,12 +311,10 @@ class Submitter:
             await self._cancel(abandoned)
         return stored
 
-    async def _call_script(
-        self, requests: Sequence[PendingRequest], homes: Sequence[bytes], is_damaged: bool, again: bool
-    ) -> bytes:
+    async def _call_script(self, requests: Sequence[PendingRequest], homes: Sequence[bytes], again: bool) -> bytes:
         """Call `submit.lua`; returns its outcome, one character for each request."""
         connections, model = self._connections, self._connections.model
-        is_unfit = is_damaged or True in [request.whole for request in requests]
+        is_unfit = True in [request.damaged or request.whole for request in requests]
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
         digests, prefix = [request.prompt.digest for request in requests], model.keys.waiting
         keys = [model.keys.jobs, model.reply, *[prefix + digest for digest in digests]]
@@ -357,13 +352,11 @@ class Submitter:
         rows, lengths, wanted = self._connections.model.rows, dict[bytes, int](), list[bytes]()
         for digest in digests:
             request = self._requests.get(digest)
-            if request is None:
-                continue
-            if not request.warm:
+            if request is not None and not request.warm:
                 wanted.append(digest)
                 if request.prompt.length:
                     lengths[digest] = request.prompt.length
-            elif are_stored:
+            elif request is not None and are_stored:
                 self._requests.resolve(request, _NO_ROW)
         if not wanted:
             return
