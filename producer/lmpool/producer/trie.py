@@ -219,7 +219,7 @@ class PooledTrie(CopiedAsItself):
         """Return the values for the rows of prompts: (n, number of requested nodes)."""
         info, n_tokens = session.info, self.structure.n_tokens
         if n_tokens != info.vocab_size:
-            text = f"rows of the model {info.name!r} have {info.vocab_size} entries, but the vocabulary has {n_tokens} tokens"
+            text = f"rows of {info.name!r} have {info.vocab_size} entries, but the vocabulary has {n_tokens} tokens"
             raise errors.InvalidWeights(f"{text}: use `await producer.trie()` for the model's own")
         if is_local:
 

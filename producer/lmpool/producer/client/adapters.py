@@ -124,7 +124,7 @@ class Adapters:
             async with deadline.limit():
                 await asyncio.sleep(wait_s)
         except errors.DeadlineExceeded as error:
-            text = f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter of this name before"
+            text = f"{state}, but within {deadline.seconds:g} s other clients may still use the previous adapter"
             raise errors.DeadlineExceeded(f"{text}, for {wait_s:.1f} s: allow more time (timeout=)") from error
 
     def doubt(self) -> None:

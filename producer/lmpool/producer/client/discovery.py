@@ -23,7 +23,6 @@ from lmpool.broker.server import Server
 from lmpool.producer.client.requests import Deadline, Tasks
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
-from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.protocol.token_set import TokenSet
 from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader, is_shared
@@ -145,14 +144,6 @@ class Connections(Tasks):
         """Return the error text for a full queue."""
         info, advice = self.model.info, "ask for less at once, add workers, or raise the workers' --queue-limit"
         return f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; {advice}"
-
-    def describe_lost_row(self, times: int, length: int = 0) -> str:
-        """Return the error text for a row, or a result of `length` entries, that was lost before it was fetched."""
-        gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
-        info = self.model.info
-        size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
-        full = f"its memory is full, and it evicts rows of {size / 1e6:.3g} MB: raise maxmemory or request less at once"
-        return f"{gone}. Either {full}. Or it restarted, or another client deletes rows"
 
     def _close_rows(self) -> None:
         if hasattr(self, "model"):

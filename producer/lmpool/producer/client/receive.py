@@ -33,7 +33,7 @@ from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
-from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
+from lmpool.protocol.row import Encoding, Row, decode_alike, decode_entries, encoded_size, entry_ranges, split_rows
 from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
@@ -230,8 +230,12 @@ class Requester:
         elif request.is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             error = errors.QueueFull(f"{text}: {connections.describe_full_queue()}")
         elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
-            why = connections.describe_lost_row(request.lost, request.prompt.length)
-            error = errors.DeadlineExceeded(f"{text}: {why}")
+            info, length = self.info, request.prompt.length
+            size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
+            text += ": the row was gone from the server before it could be fetched"
+            text += f", {request.lost} times" if request.lost > 1 else ""
+            full = f"its memory is full, and it evicts rows of {size / 1e6:.3g} MB: raise maxmemory or request less"
+            error = errors.DeadlineExceeded(f"{text}. Either {full}. Or it restarted, or another client deletes rows")
         else:
             error = self._liveness.deadline_error(text)
         self._remove_waiter(request, waiter, type(error).__name__)

@@ -136,8 +136,6 @@ class RowLRU:
         size: bytes of all rows.
     """
 
-    __slots__ = ("_limit", "_rows", "_used_once", "owner", "size")
-
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self.owner = ""

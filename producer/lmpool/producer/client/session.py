@@ -227,16 +227,14 @@ class Session(Requester):
 
     async def _reload_info(self) -> None:
         info = await self._discovery.find(self.info.name)
-        if info is None:
-            return  # No worker serves at the moment; requests wait for the next one.
-        if info.fingerprint == self.info.fingerprint:
+        if info is not None and info.fingerprint == self.info.fingerprint:
             self._connections.model = replace(self._connections.model, info=info)
             self.info = info
-            return
-        _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
-        self._adopt(info)
-        self._submitter.retry_soon()
-        await self._connections.scan_segments()
+        elif info is not None:  # Without an info, no worker serves at the moment; requests wait for the next one.
+            _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
+            self._adopt(info)
+            self._submitter.retry_soon()
+            await self._connections.scan_segments()
 
 
 class CopiedAsItself:
