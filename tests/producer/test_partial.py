@@ -371,7 +371,7 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
         "positions",
         {"k": 5},
         SettingsError,
-        "k: not an option; there are top, targets, full, logz, mode",
+        "k: not an option; there are mode, adapter, timeout, top, targets, full, logz",
     ),
     ("positions", {"logz": True, "full": True}, SettingsError, "give just one of"),
     ("positions", {"top": 1, "mode": "raw"}, SettingsError, "mode: 'raw' is not one of logprobs, logits"),

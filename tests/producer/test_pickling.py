@@ -74,7 +74,7 @@ async def test_an_unpickled_producer_has_the_same_settings_and_model(served: Mem
 
 @pytest.mark.parametrize("client", [redis_sync.Redis(), redis_async.Redis()], ids=["a client", "an asyncio client"])
 def test_pickling_a_producer_made_with_a_client_raises_a_helpful_error(client: Any) -> None:
-    with pytest.raises(SettingsError, match="redis: .* cannot be pickled: make it with the server's URL"):
+    with pytest.raises(SettingsError, match="redis: .* cannot be pickled: make the producer with the server's URL"):
         pickle.dumps(Producer(redis=client))
 
 
@@ -82,8 +82,8 @@ async def test_the_error_for_pickling_a_trie_or_pool_names_the_object_to_pickle(
     with SyncProducer(redis=served.url) as producer:
         trie = producer.trie()
         for value, instead in [
-            (trie, r"pickle the SyncProducer, .* `producer.trie\(vocabulary\)`"),
-            (trie._asynchronous, r"pickle the producer, .* `await producer.trie\(vocabulary\)`"),
+            (trie, r"pickle the producer, .* `producer.trie\(vocabulary\)`"),
+            (trie._asynchronous, r"pickle the producer, .* `producer.trie\(vocabulary\)`"),
             (served, "pass its `url` to others"),
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):

@@ -68,7 +68,7 @@ async def test_without_positions_the_client_requests_rows_of_prefixes(pool: Pool
         # As after another worker of the model, which supports them, has joined.
         session = told_otherwise._sessions.session
         assert session is not None
-        session._renew(replace(session.info, positions=True))
+        session.info = replace(session.info, positions=True)
         for producer in (knowing, told_otherwise):
             whole = [*PROMPT, 20, 21, 22]
             expected = [synthetic_row(whole[:at], vocab_size=V)[whole[at]] for at in range(3, 6)]
@@ -181,7 +181,7 @@ async def test_a_stream_ends_when_the_model_changes_between_its_parts(
         assert (await anext(parts)).start == 0
         session = producer._sessions.session
         assert session is not None
-        session._renew(replace(session.info, revision="seed-7"))  # As after all workers were replaced.
+        session.info = replace(session.info, revision="seed-7")  # As after all workers were replaced.
         with pytest.raises(ModelMismatch, match="the model or its adapter has changed before position 3: ask again"):
             await anext(parts)
 
@@ -196,7 +196,7 @@ async def test_parts_of_two_models_are_refused(pool: Pool, monkeypatch: pytest.M
 
         async def answer_and_change(*given: Any, **named: Any) -> Row:
             found = await answer(*given, **named)
-            session._renew(replace(session.info, note="another"))
+            session.info = replace(session.info, note="another")
             object.__setattr__(session.info, "revision", "seed-7")
             return found
 

@@ -150,20 +150,14 @@ class ProducerCollector:
         yield from (requests, failures, *(family for family, _ in values), seconds)
 
 
+@dataclass(slots=True, eq=False)
 class TracedCall:
-    """One traced call of a producer, with its span.
+    """One traced call of a producer, with its span."""
 
-    Attributes:
-        traceparent: context of the span, which is sent with jobs, or "" if the span has no context.
-        requests: the pending requests that the call waits for, each with whether this call started it.
-    """
-
-    __slots__ = ("requests", "span", "traceparent")
-
-    def __init__(self, span: Any, traceparent: str) -> None:
-        self.span = span
-        self.traceparent = traceparent
-        self.requests: list[tuple[Any, bool]] = []
+    span: Any
+    traceparent: str  # Context of the span, which is sent with jobs, or "" if the span has no context.
+    # The pending requests that the call waits for, each with whether this call started it.
+    requests: list[tuple[Any, bool]] = field(default_factory=list)
 
 
 _current_call: ContextVar[TracedCall | None] = ContextVar("lmpool_call", default=None)
@@ -207,11 +201,8 @@ class Traces:
                 raise
             finally:
                 _current_call.reset(token)
-                requests = call.requests
-                origins = Counter(
-                    (request.origin or "failed") if is_first else "joined" for request, is_first in requests
-                )
-                for origin, count in origins.items():
+                origins = [(each.origin or "failed") if is_first else "joined" for each, is_first in call.requests]
+                for origin, count in Counter(origins).items():
                     span.set_attribute(f"lmpool.requests.{origin}", count)
 
     @staticmethod

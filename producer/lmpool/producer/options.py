@@ -18,6 +18,20 @@ from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.settings import check_choice, check_kind, check_known, check_number, shown
 
 
+class QueryOptions(TypedDict, total=False):
+    """Options of most calls.
+
+    Attributes:
+        mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
+        adapter: as for `Producer.logprobs`.
+        timeout: as for `Producer.logprobs`.
+    """
+
+    mode: Mode
+    adapter: str
+    timeout: float | None
+
+
 class DrawOptions(TypedDict, total=False):
     """Options of all calls that sample tokens.
 
@@ -61,8 +75,8 @@ class GenerateOptions(DrawOptions, total=False):
     stop: Sequence[int | Sequence[int]]
 
 
-class PositionOptions(TypedDict, total=False):
-    """Options of `Producer.positions`, `batch_positions` and `stream_positions`.
+class PositionOptions(QueryOptions, total=False):
+    """Options of `Producer.positions`, `batch_positions` and `stream_positions`, in addition to `QueryOptions`.
 
     Exactly one of `top`, `targets`, `full` and `logz` selects the values.
 
@@ -71,18 +85,12 @@ class PositionOptions(TypedDict, total=False):
         targets: return the entries of these token ids.
         full: True to return whole rows.
         logz: True to return the logarithm of the sum of the exponentials of the logits, float32 (n,).
-        mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
-        adapter: as for `Producer.logprobs`.
-        timeout: as for `Producer.logprobs`.
     """
 
     top: int
     targets: Any
     full: bool
     logz: bool
-    mode: Mode
-    adapter: str
-    timeout: float | None
 
 
 class Positions(NamedTuple):
@@ -113,6 +121,12 @@ def check_k(k: Any, vocab_size: int, name: str = "k") -> int:
 def check_start(start: Any, text: Prompt) -> Prompt:
     check_whole("start", start, 0, len(text.ids) // 4 - 1, ", the last position")
     return text
+
+
+def read_options(options: QueryOptions) -> tuple[Mode, str, float | None]:
+    """Return the mode, adapter and timeout of a call."""
+    check_known(options, QueryOptions.__annotations__)
+    return check_mode(options.get("mode", "logprobs")), options.get("adapter", ""), options.get("timeout")
 
 
 def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
@@ -180,8 +194,8 @@ def read_allowed(allowed: Any, vocab_size: int, k: int = 1) -> Allowed:
         return Allowed(TokenSet.packed_name(bytes.fromhex(allowed)))
     tokens = allowed if isinstance(allowed, TokenSet) else _read_set(allowed, vocab_size)
     if tokens.vocab_size != vocab_size:
-        text = f"of a vocabulary of {tokens.vocab_size}: this model's V is {vocab_size}"
-        raise SettingsError(f"allowed: a set of tokens {text}")
+        sizes = f"{tokens.vocab_size}: this model's V is {vocab_size}"
+        raise SettingsError(f"allowed: a set of tokens of a vocabulary of {sizes}")
     if not len(tokens.ids) or not 0 <= tokens.ids[0] <= tokens.ids[-1] < vocab_size:
         raise SettingsError(f"allowed: not all of the {len(tokens.ids)} tokens are of this model")
     check_whole("k", k, 1, len(tokens.ids), ", the number of allowed tokens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar, Unpack
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
 from lmpool.producer import options as arguments
-from lmpool.producer.client.queries import Expected, Mode, Queries, Wanted, for_each, prefix_of
+from lmpool.producer.client.queries import Expected, Queries, Wanted, for_each, prefix_of
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import SessionPerLoop
 from lmpool.producer.metrics import Traces
-from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
+from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, QueryOptions, SampleOptions
 from lmpool.protocol.job import list_prompts
 from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
-from lmpool.protocol.row import Head
+from lmpool.protocol.row import Head, width_of
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
 
@@ -43,16 +43,7 @@ class PartialRows:
     _timeout: float
     _traces: Traces | None
 
-    async def topk(
-        self,
-        ids: Any,
-        k: int,
-        *,
-        allowed: Any = None,
-        mode: Mode = "logprobs",
-        adapter: str = "",
-        timeout: float | None = None,
-    ) -> TopK:
+    async def topk(self, ids: Any, k: int, *, allowed: Any = None, **options: Unpack[QueryOptions]) -> TopK:
         """Return the `k` most likely tokens, the most likely first. Tokens of equal value are ordered by id.
 
         Args:
@@ -66,37 +57,30 @@ class PartialRows:
         Raises:
             SettingsError: `k` is out of range.
         """
-        values = arguments.check_mode(mode)
+        mode, adapter, timeout = arguments.read_options(options)
 
         # Do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
         async def ask(queries: Queries) -> TopK:
             prompt, count = queries.encode(ids), arguments.check_k(k, queries.vocab_size)
             tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
-            return await queries.top(prompt, count, values, tokens)
+            return await queries.top(prompt, count, mode, tokens)
 
         return await self._request(adapter, timeout, ask)
 
     async def batch_topk(
-        self,
-        prompts: Iterable[Any],
-        k: int,
-        *,
-        allowed: Any = None,
-        mode: Mode = "logprobs",
-        adapter: str = "",
-        timeout: float | None = None,
+        self, prompts: Iterable[Any], k: int, *, allowed: Any = None, **options: Unpack[QueryOptions]
     ) -> TopK:
         """As `topk`, for n prompts: both arrays have the shape (n, k).
 
         `allowed` is one token set for all prompts, or a list or bools (n, V) with one set for each prompt.
         """
-        listed, values = list_prompts(prompts), arguments.check_mode(mode)
+        listed, (mode, adapter, timeout) = list_prompts(prompts), arguments.read_options(options)
 
         async def ask(queries: Queries) -> TopK:
             encoded, count = queries.encode_all(listed), arguments.check_k(k, queries.vocab_size)
             sets = arguments.read_batch_allowed(allowed, len(encoded), queries.vocab_size, count)
             pairs = zip(encoded, sets, strict=True)
-            tops = await for_each(listed, [queries.top(prompt, count, values, tokens) for prompt, tokens in pairs])
+            tops = await for_each(listed, [queries.top(prompt, count, mode, tokens) for prompt, tokens in pairs])
             return stack_tops(tops, count)
 
         return await self._request(adapter, timeout, ask)
@@ -209,15 +193,7 @@ class PartialRows:
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
-    async def score(
-        self,
-        prompt: Any,
-        continuation: Any,
-        *,
-        mode: Mode = "logprobs",
-        adapter: str = "",
-        timeout: float | None = None,
-    ) -> NDArray[np.float32]:
+    async def score(self, prompt: Any, continuation: Any, **options: Unpack[QueryOptions]) -> NDArray[np.float32]:
         """Return the log-probability of each token of a continuation, given the prompt and all earlier tokens.
 
         A backend with `model.positions` runs one forward pass; other backends compute the rows of all prefixes. Forward
@@ -229,19 +205,14 @@ class PartialRows:
         Returns:
             float32 (m,), one value per token. Log-probabilities add up to the log-probability of the continuation.
         """
-        return (await self.batch_score([prompt], [continuation], mode=mode, adapter=adapter, timeout=timeout))[0]
+        return (await self.batch_score([prompt], [continuation], **options))[0]
 
     async def batch_score(
-        self,
-        prompts: Iterable[Any],
-        continuations: Iterable[Any],
-        *,
-        mode: Mode = "logprobs",
-        adapter: str = "",
-        timeout: float | None = None,
+        self, prompts: Iterable[Any], continuations: Iterable[Any], **options: Unpack[QueryOptions]
     ) -> list[NDArray[np.float32]]:
         """As `score`, for n prompts and n continuations; raises SettingsError if their numbers differ."""
-        first_ids, second_ids, values = list_prompts(prompts), list_prompts(continuations), arguments.check_mode(mode)
+        mode, adapter, timeout = arguments.read_options(options)
+        first_ids, second_ids = list_prompts(prompts), list_prompts(continuations)
 
         async def ask(queries: Queries) -> list[NDArray[np.float32]]:
             firsts = queries.encode_all(first_ids)
@@ -253,7 +224,7 @@ class PartialRows:
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
             pairs = zip(firsts, seconds, strict=True)
-            return await for_each(first_ids, [queries.scores(*pair, values) for pair in pairs])
+            return await for_each(first_ids, [queries.scores(*pair, mode) for pair in pairs])
 
         return await self._request(adapter, timeout, ask)
 
@@ -276,8 +247,7 @@ class PartialRows:
             SettingsError: `start` or `top` is out of range, or not exactly one of the four options is given.
             NotTokenIds, TokenOutOfRange: `targets` are not token ids of the model.
         """
-        (found,) = await self.batch_positions([ids], start, **options)
-        return found
+        return (await self.batch_positions([ids], start, **options))[0]
 
     async def batch_positions(
         self, texts: Iterable[Any], start: int = 0, **options: Unpack[PositionOptions]
@@ -306,23 +276,21 @@ class PartialRows:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
-                why = f"the model or its adapter has changed before position {parts[at].start}: ask again"
-                raise ModelMismatch(why)
-            text, wanted = (
-                arguments.check_start(start, queries.encode(ids)),
-                arguments.read_wanted(options, queries.vocab_size),
-            )
+                text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
+                raise ModelMismatch(text)
+            prompt = arguments.check_start(start, queries.encode(ids))
+            wanted = arguments.read_wanted(options, queries.vocab_size)
             if version is None:
-                parts, version = queries.parts(text, start, wanted), now
+                parts, version = queries.parts(prompt, start, wanted), now
             part = parts[at]
-            values = await queries.part(prefix_of(text, part.stop), part, wanted, private=len(parts) > 1)
+            values = await queries.part(prefix_of(prompt, part.stop), part, wanted, private=len(parts) > 1)
             queries.check_same_model(now[0])
             return Positions(part.start, values)
 
-        adapter, timeout = options.get("adapter", ""), options.get("timeout")
         at = 0
         while at == 0 or at < len(parts):
-            yield await self._request(adapter, timeout, partial(ask, at=at), "stream_positions")
+            work = partial(ask, at=at)
+            yield await self._request(options.get("adapter", ""), options.get("timeout"), work, "stream_positions")
             at += 1
 
     async def logz(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> float:
@@ -357,7 +325,9 @@ class PartialRows:
         """
 
         async def ask(queries: Queries) -> NDArray[Any]:
-            return await queries.hidden(arguments.check_start(start, queries.encode(ids)), start)
+            text, info = arguments.check_start(start, queries.encode(ids)), queries.session.info
+            wanted = Wanted(values="hidden", size=width_of(info.hidden, info.dtype) if info.hidden else 1)
+            return await queries.positions(text, start, wanted)  # type: ignore[return-value]
 
         return await self._request(adapter, timeout, ask)
 
@@ -383,16 +353,14 @@ class PartialRows:
         """
 
         async def ask(queries: Queries) -> None:
-            await queries.warm(queries.encode(ids))
+            prompt = queries.encode(ids)
+            if queries.session.cached(prompt) is None:
+                await queries.session.answer(prompt, queries.deadline, warm=True)
 
         await self._request(adapter, timeout, ask)
 
     async def _request(
-        self,
-        adapter: object,
-        timeout: float | None,
-        ask: Callable[[Queries], Coroutine[Any, Any, T]],
-        operation: str = "",
+        self, adapter: object, timeout: float | None, ask: Callable[[Queries], Awaitable[T]], operation: str = ""
     ) -> T:
         """Call `ask` as `SessionPerLoop.request` does, in a span with the name of the method that defines `ask`."""
         deadline = Deadline.of(timeout, self._timeout)
@@ -400,6 +368,6 @@ class PartialRows:
         if self._traces is None:
             return await work
         # Example: from `PartialRows.batch_topk.<locals>.ask`, take the name `batch_topk`.
-        operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2].lstrip("_")
+        operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
         with self._traces.span(operation):
             return await work

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Awaitable, Iterable
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,19 +16,11 @@ from numpy.typing import NDArray
 from lmpool.broker.server import RedisLike, Server, where
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.metrics import is_traced
-from lmpool.producer.client.queries import Mode, Queries, entries_of
-from lmpool.producer.client.receive import SessionSettings
-from lmpool.producer.client.requests import Deadline, RowLRU, check_timeout
-from lmpool.producer.client.session import (
-    CopiedAsItself,
-    Priority,
-    Session,
-    SessionPerLoop,
-    WhenAbsent,
-    WhenFull,
-)
+from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
+from lmpool.producer.client.requests import Deadline, RowLRU, SessionSettings, check_timeout
+from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
-from lmpool.producer.options import check_flag, check_mode, read_batch_targets, read_targets
+from lmpool.producer.options import QueryOptions, check_flag, check_mode, read_batch_targets, read_options, read_targets
 from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
 from lmpool.producer.trie import PooledTrie, trie_of
@@ -91,10 +84,8 @@ class Producer(CopiedAsItself, PartialRows):
         if model is not None:
             check_name("model", model)
         if model == TRIE_SERVICE:
-            raise SettingsError(
-                f"model: {model!r} is the name of trie workers, which no model can have: name the model, or None for "
-                "the only one, and ask for tries by `await producer.trie()`"
-            )
+            advice = "name a model, or None for the only one, and ask for tries by `await producer.trie()`"
+            raise SettingsError(f"model: {model!r} is the name of trie workers: {advice}")
         check_name("prefix", prefix)
         check_choice("when_full", when_full, get_args(WhenFull))
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
@@ -106,30 +97,19 @@ class Producer(CopiedAsItself, PartialRows):
         self._timeout = check_timeout(timeout)
         self._model = model
         self._redis = redis
-        self._options: dict[str, Any] = {
-            "timeout": timeout,
-            "cache_bytes": cache_bytes,
-            "prefix": prefix,
-            "when_full": when_full,
-            "when_absent": when_absent,
-            "priority": priority,
-            "keep_answers": keep_answers,
-            "tracing": tracing,
-        }
+        values = timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing
+        self._options: dict[str, Any] = dict(zip(_OPTIONS, values, strict=True))
         self._traces = Traces(model) if is_traced(tracing) else None
         self._heads = {}
-        self._cache = RowLRU(cache_bytes)
-        self._stats = ProducerStats()
-        self._counters = Counters(self._stats, self._cache)
-        options = (when_full, when_absent, priority, keep_answers)
-        settings = SessionSettings(Keys(prefix), self._cache, self._counters, self._traces, *options)
+        self._counters = Counters(ProducerStats(), RowLRU(cache_bytes))
+        options = when_full, when_absent, priority, keep_answers
+        settings = SessionSettings(Keys(prefix), self._counters, self._traces, *options)
         # This process does not cache results of trie workers: weights hardly ever repeat, and results from rows are in
         # the pool's cache.
-        no_cache = RowLRU(0)
-        of_tries = replace(settings, cache=no_cache, counters=Counters(ProducerStats(), no_cache), traces=None)
-        make, make_for_tries = partial(Session, settings=settings), partial(Session, settings=of_tries)
-        self._sessions = SessionPerLoop(lambda: Server(redis), make, model, when_absent)
-        self._trie_sessions = SessionPerLoop(lambda: Server(redis), make_for_tries, TRIE_SERVICE, when_absent)
+        of_tries = replace(settings, counters=Counters(ProducerStats(), RowLRU(0)), traces=None)
+        server, waits = partial(Server, redis), when_absent == "wait"
+        self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
+        self._trie_sessions = SessionPerLoop(server, partial(Session, settings=of_tries), TRIE_SERVICE, waits)
 
     async def logprobs(
         self,
@@ -166,23 +146,18 @@ class Producer(CopiedAsItself, PartialRows):
         # The usual request takes this faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
-        if session is None or session.closed or not is_usual or self._traces is not None:
-            return await self._logprobs(ids, targets, mode, fresh, adapter, timeout)
-        timeout_s = self._timeout if timeout is None else check_timeout(timeout)
-        info = session.info
-        prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-        row = session.cached(prompt)
-        if row is not None:
-            return row
-        waiter = session.begin(prompt, session.loop.time() + timeout_s, timeout_s)
-        try:
-            return await waiter.future
-        finally:
-            session.end(waiter)
-
-    async def _logprobs(
-        self, ids: Any, targets: Any, mode: Mode, fresh: bool, adapter: str, timeout: float | None
-    ) -> NDArray[np.float32]:
+        if is_usual and session is not None and not session.closed and self._traces is None:
+            timeout_s = self._timeout if timeout is None else check_timeout(timeout)
+            info = session.info
+            prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            row = session.cached(prompt)
+            if row is not None:
+                return row
+            waiter = session.begin(prompt, session.loop.time() + timeout_s, timeout_s)
+            try:
+                return await waiter.future
+            finally:
+                session.end(waiter)
         check_flag("fresh", fresh)
         if check_mode(mode) == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
@@ -191,7 +166,10 @@ class Producer(CopiedAsItself, PartialRows):
             prompt = queries.encode(ids)
             entries = None if targets is None else read_targets(targets, queries.vocab_size)
             if mode == "logits":
-                return await queries.logits(prompt, entries or [])
+                found: NDArray[np.float32] = await queries.last(
+                    prompt, Wanted(targets=tuple(entries or ()), values=mode)
+                )
+                return found
             if fresh:
                 row = await queries.fresh(prompt)
                 return row if entries is None else entries_of(row, entries)
@@ -200,36 +178,29 @@ class Producer(CopiedAsItself, PartialRows):
         return await self._request(adapter, timeout, ask)
 
     async def batch_logprobs(
-        self,
-        prompts: Iterable[Any],
-        *,
-        targets: Any = None,
-        mode: Mode = "logprobs",
-        adapter: str = "",
-        timeout: float | None = None,
+        self, prompts: Iterable[Any], *, targets: Any = None, **options: Unpack[QueryOptions]
     ) -> NDArray[np.float32]:
         """Return the rows of several prompts: float32 (n, V), writable. All prompts are checked before one is sent.
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
             targets: token ids, to return only their entries, (n, k): k ids for all prompts, or (n, k), k per prompt.
-            mode, adapter: as for `logprobs`.
-            timeout: seconds for all prompts together, or None for the producer's timeout.
+            options: mode, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
 
         Raises:
             As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
             such as "prompts[3]: ".
         """
-        listed, logits = list_prompts(prompts), check_mode(mode) == "logits"
+        listed, (mode, adapter, timeout) = list_prompts(prompts), read_options(options)
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             encoded = queries.encode_all(listed)
-            if targets is None and not logits:
-                return await queries.rows(encoded)
+            if targets is None and mode == "logprobs":
+                return await queries.session.answer_all(encoded, queries.deadline)
             entries, count = [list[int]()] * len(encoded), queries.vocab_size
             if targets is not None:
                 entries, count = read_batch_targets(targets, len(encoded), queries.vocab_size)
-            return await queries.all_entries(encoded, entries, count, logits=logits, name="prompts")
+            return await queries.all_entries(encoded, entries, count, logits=mode == "logits", name="prompts")
 
         return await self._request(adapter, timeout, ask)
 
@@ -352,11 +323,11 @@ class Producer(CopiedAsItself, PartialRows):
 
     def stats(self) -> ProducerStats:
         """Return a snapshot of the counters of this producer's requests."""
-        return self._stats.copy()
+        return self._counters.stats.copy()
 
     def clear_cache(self) -> None:
         """Drop the rows in this producer's own memory. The pool's cache, which all clients share, does not change."""
-        self._cache.clear()
+        self._counters.cache.clear()
 
     async def open(self, *, timeout: float | None = None) -> None:
         """Connect now instead of with the first request.
@@ -392,12 +363,12 @@ class Producer(CopiedAsItself, PartialRows):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._redis is not None and not isinstance(self._redis, str):
-            raise SettingsError(
-                "redis: a producer that was made with a redis-py client cannot be pickled: make it with the server's "
-                "URL, or make one where it is unpickled"
-            )
+            raise SettingsError("redis: a redis-py client cannot be pickled: make the producer with the server's URL")
         return partial(type(self), **self._options, redis=self._redis), (self._name,)
 
     def __repr__(self) -> str:
-        state = "open" if self._sessions.is_open else "closed"
-        return f"Producer({self._name!r}, redis={where(self._redis)!r}, {state})"
+        is_open = any(not session.closed for session in list(self._sessions.by_loop.values()))
+        return f"Producer({self._name!r}, redis={where(self._redis)!r}, {'open' if is_open else 'closed'})"
+
+
+_OPTIONS = list(signature(Producer).parameters)[2:]  # All parameters but the model and the server.

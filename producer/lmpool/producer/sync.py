@@ -10,12 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
-from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.errors import ProducerClosed
 from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions, Positions
@@ -30,23 +30,13 @@ T = TypeVar("T")
 _CLOSED = "this SyncProducer is closed"
 
 
-class Blocking(CopiedAsItself):
-    """Base of classes whose methods run the coroutine methods of an asyncio object, and wait for the results."""
-
-    _asynchronous: Any
-
-    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        raise NotImplementedError
-
-
-def blocking(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-) -> Callable[Concatenate[Blocking, P], T]:
+def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
     """Convert a coroutine method to a method with the same parameters, which waits and returns the result."""
 
     @wraps(method)
-    def call(self: Blocking, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return self._wait_for(method(self._asynchronous, *args, **kwargs))
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        result: T = self._wait_for(method(self._asynchronous, *args, **kwargs))
+        return result
 
     name = method.__qualname__.replace("PartialRows", "Producer")
     call.__doc__ = f"As `{name}`."
@@ -54,45 +44,34 @@ def blocking(
 
 
 def opened_by(
-    make: Callable[P, Producer],
-) -> Callable[[Callable[[SyncProducer, Producer], None]], Callable[Concatenate[SyncProducer, P], None]]:
-    """Return a decorator for methods that take a producer: callers pass the arguments of the producer instead."""
+    make: Callable[P, Producer], method: Callable[[SyncProducer, Producer], None]
+) -> Callable[Concatenate[SyncProducer, P], None]:
+    """Convert a method that takes a producer to a method that takes the producer's arguments."""
 
-    def decorate(method: Callable[[SyncProducer, Producer], None]) -> Callable[Concatenate[SyncProducer, P], None]:
-        @wraps(make.__init__)  # Makes `help` and the reference show the parameters of a producer.
-        def call(self: SyncProducer, /, *args: P.args, **kwargs: P.kwargs) -> None:
-            method(self, make(*args, **kwargs))
+    @wraps(make.__init__)  # Makes `help` and the reference show the parameters of a producer.
+    def call(self: SyncProducer, /, *args: P.args, **kwargs: P.kwargs) -> None:
+        method(self, make(*args, **kwargs))
 
-        return call
-
-    return decorate
+    return call
 
 
-class SyncTrie(Blocking):
+class SyncTrie(CopiedAsItself):
     """The calls of `PooledTrie` without asyncio; made by `SyncProducer.trie`.
 
     Attributes:
         structure: nodes, prefixes and children (`lmpool.trie.trie.Trie`).
     """
 
-    _asynchronous: PooledTrie
-
     def __init__(self, trie: PooledTrie, producer: SyncProducer) -> None:
         self._asynchronous = trie
-        self._producer = producer
+        self._wait_for = producer._wait_for
         self.structure = trie.structure
 
     def __repr__(self) -> str:
         return f"SyncTrie({self.structure!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise LMPoolError(
-            "a SyncTrie belongs to its producer and cannot be pickled: pickle the SyncProducer, and have the unpickled "
-            "one make the trie: `producer.trie(vocabulary)`"
-        )
-
-    def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._producer._wait_for(work)
+        return self._asynchronous.__reduce__()
 
     weight_sum = blocking(PooledTrie.weight_sum)
     weight_max = blocking(PooledTrie.weight_max)
@@ -102,7 +81,7 @@ class SyncTrie(Blocking):
     batch_logsumexp = blocking(PooledTrie.batch_logsumexp)
 
 
-class SyncProducer(Blocking):
+class SyncProducer(CopiedAsItself):
     """The calls of `Producer` without asyncio, which run in the event loop of a background thread.
 
     A `SyncProducer` takes the arguments of `Producer`, and connects at once. Any number of threads may use it. A pickle
@@ -116,11 +95,9 @@ class SyncProducer(Blocking):
         As `Producer` and `Producer.open`.
     """
 
-    _asynchronous: Producer
-
-    @opened_by(Producer)
+    @partial(opened_by, Producer)
     def __init__(self, producer: Producer) -> None:
-        self._start(producer)
+        self.__setstate__(producer)
         try:
             self._connect()
         except BaseException:
@@ -131,8 +108,11 @@ class SyncProducer(Blocking):
         """Connect now. A subclass that connects with its first call overrides this method."""
         self._wait_for(self._asynchronous.open())
 
-    def _start(self, producer: Producer) -> None:
-        """Start a thread with an event loop for the producer."""
+    def __getstate__(self) -> Producer:
+        return self._asynchronous
+
+    def __setstate__(self, producer: Producer) -> None:
+        """Start a thread with an event loop for the producer. An unpickled producer connects with its first call."""
         self._asynchronous = producer
         self._process = os.getpid()
         self._closing = threading.Lock()
@@ -240,9 +220,6 @@ class SyncProducer(Blocking):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (type(self), self._asynchronous)
-
     def __repr__(self) -> str:
         producer = self._asynchronous
         state = "closed" if self._closed else "open"
@@ -267,13 +244,6 @@ class SyncProducer(Blocking):
         except BaseException:
             future.cancel()  # After Ctrl-C during the wait, cancel the request too.
             raise
-
-
-def _reopened(kind: type[SyncProducer], producer: Producer) -> SyncProducer:
-    """Return an unpickled producer, which connects with its first call."""
-    reopened = kind.__new__(kind)
-    reopened._start(producer)
-    return reopened
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 from lmpool.errors import InvalidVocabulary, NotTokenIds, SettingsError, TokenOutOfRange, UnknownTokenizer
@@ -92,8 +92,7 @@ class PublishedTokenizer:
         with _errors_of_package("the model's tokenizer fails on this text"):
             # Only the batch method of `tokenizers` releases the GIL.
             (encoded,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoded.ids
-        return ids
+        return list(encoded.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False, vocab_size: int = 2**32) -> str:
         """Return the text of token ids.
@@ -118,8 +117,7 @@ class PublishedTokenizer:
             found = f"from {min(listed)} to {max(listed)}"
             raise TokenOutOfRange(f"ids to decode go from 0 to {vocab_size - 1}, not {found}")
         with _errors_of_package("the model's tokenizer fails on these ids"):
-            text: str = self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens)
-        return text
+            return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
         """Return the text of each id, decoded alone."""
@@ -153,12 +151,7 @@ class TokenizerCache:
     async def encode(
         self, tokenizer: Tokenizer, text: str, timeout: float, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a text in a thread of this cache. After the timeout the thread continues, as no thread can be stopped.
-
-        Raises:
-            NotTokenIds, UnknownTokenizer: as `PublishedTokenizer.encode`.
-            DeadlineExceeded: encoding took longer than `timeout` seconds.
-        """
+        """Encode a text in a thread of this cache. After the timeout the thread continues: it cannot be stopped."""
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         async with deadline.limit():
             return await deadline.loop.run_in_executor(self._threads, encode)
@@ -167,10 +160,6 @@ class TokenizerCache:
         """Return the tokenizer with this digest from the cache or the pool; raises UnknownTokenizer for the digest "".
 
         Callers of one pool and event loop take turns, so all but the first one find the tokenizer in the cache.
-
-        Raises:
-            UnknownTokenizer, ServerError: as `Vocabularies.tokenizer`, or the tokenizer cannot be parsed.
-            DeadlineExceeded: the deadline passed before the tokenizer was read.
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
@@ -249,19 +238,16 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise SettingsError(
-            f"{option}: needs a tokenizer: pip install 'lmpool[text]' for the one that workers publish, 'lmpool[hf]' "
-            f"where they publish none, or {otherwise}"
-        ) from error
+        packages = "'lmpool[text]' for the one that workers publish, 'lmpool[hf]' where they publish none"
+        raise SettingsError(f"{option}: needs a tokenizer: pip install {packages}, or {otherwise}") from error
     try:
         # By default, transformers asks on the terminal whether to run code that comes with the tokenizer.
-        settings = {"trust_remote_code": False, **settings}
-        loaded: Any = AutoTokenizer.from_pretrained(source, gguf_file=gguf_file or None, **settings)
+        settings = {"trust_remote_code": False, "gguf_file": gguf_file or None, **settings}
+        tokenizer: Any = AutoTokenizer.from_pretrained(source, **settings)
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SettingsError(f"{option}: the tokenizer of {source!r} does not load: {reason}; or {otherwise}") from error
-    tokenizer: Tokenizer = loaded
-    return tokenizer
+    return cast(Tokenizer, tokenizer)
 
 
 def end_tokens(source: str) -> list[int]:

@@ -6,10 +6,12 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack
 from weakref import WeakValueDictionary
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from lmpool import errors
@@ -128,20 +130,16 @@ class PooledTrie(CopiedAsItself):
         """Return the logarithm of the sum of the weights below each node; `logws` are logarithms of weights."""
         return await self._request("logsumexp", logws, prompt, options, is_batch=False)
 
-    async def batch_weight_sum(
-        self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
-    ) -> Values:
+    async def batch_weight_sum(self, ws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """As `weight_sum`, for weights of shape (n, V) or several prompts."""
         return await self._request("sum", ws, prompts, options)
 
-    async def batch_weight_max(
-        self, ws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
-    ) -> Values:
+    async def batch_weight_max(self, ws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]) -> Values:
         """As `weight_max`, for weights of shape (n, V) or several prompts."""
         return await self._request("max", ws, prompts, options)
 
     async def batch_logsumexp(
-        self, logws: Any = None, *, prompts: Iterable[Any] | None = None, **options: Unpack[TrieOptions]
+        self, logws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]
     ) -> Values:
         """As `logsumexp`, for logarithms of shape (n, V) or several prompts."""
         return await self._request("logsumexp", logws, prompts, options)
@@ -162,8 +160,7 @@ class PooledTrie(CopiedAsItself):
             else:
                 values = np.empty((len(weights), call.choice.size), np.float32)
                 if values.size:
-                    pairs = zip(weights, values, strict=True)
-                    await gather([self._of_weights(call, weight, out) for weight, out in pairs])
+                    await gather(map(partial(self._of_weights, call), weights, values))
         else:
             listed = list_prompts(prompts) if is_batch else [prompts]
 
@@ -185,14 +182,12 @@ class PooledTrie(CopiedAsItself):
             return _Choice(trie.n_nodes, None, "inner", b"")
         if not isinstance(under, bytes):
             raise errors.SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
-        choice = self._under.get(under)
-        if choice is None:
+        if under not in self._under:
             if len(self._under) >= _MAX_CHOICES:
                 self._under.clear()
-            node = trie.node(under)
-            children = trie.children(node)
-            choice = self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
-        return choice
+            children = trie.children(node := trie.node(under))
+            self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
+        return self._under[under]
 
     def _compute(self, call: _Call, weights: Values) -> Values:
         """Compute the values in this process: (n, V) -> (n, number of requested nodes)."""
@@ -224,10 +219,8 @@ class PooledTrie(CopiedAsItself):
         """Return the values for the rows of prompts: (n, number of requested nodes)."""
         info, n_tokens = session.info, self.structure.n_tokens
         if n_tokens != info.vocab_size:
-            raise errors.InvalidWeights(
-                f"the rows of the model {info.name!r} have {info.vocab_size} entries, but the vocabulary has "
-                f"{n_tokens} tokens: use `await producer.trie()` for the model's own"
-            )
+            text = f"rows of {info.name!r} have {info.vocab_size} entries, but the vocabulary has {n_tokens} tokens"
+            raise errors.InvalidWeights(f"{text}: use `await producer.trie()` for the model's own")
         if is_local:
 
             async def row(prompt: Prompt) -> Values:
@@ -239,8 +232,7 @@ class PooledTrie(CopiedAsItself):
             return await asyncio.to_thread(self._compute, call, rows)
         values = np.empty((len(prompts), call.choice.size), np.float32)
         if values.size:
-            pairs = zip(prompts, values, strict=True)
-            await gather([self._of_row(call, session, prompt, out) for prompt, out in pairs])
+            await gather(map(partial(self._of_row, call, session), prompts, values))
         return values
 
     async def _of_row(self, call: _Call, session: Session, prompt: Prompt, out: Values) -> None:
@@ -250,11 +242,9 @@ class PooledTrie(CopiedAsItself):
         length = trie.n_inner + trie.n_tokens if is_whole else choice.size
         query = TrieQuery(call.op, trie.digest, "values" if is_whole else choice.select, choice.sent)
 
-        async def ask_model_workers() -> Values:
-            return await session.answer(prompt.with_query(query.pack(), length), deadline)
-
         values: Values | None = None
         if session.info.answers_tries:
+            ask_model_workers = partial(session.answer, prompt.with_query(query.pack(), length), deadline)
             with suppress(errors.SourceMissing):  # A worker of this model was started without --with-trie.
                 values = await self._insist(session, ask_model_workers, deadline, 1)
         if values is None:
@@ -262,37 +252,27 @@ class PooledTrie(CopiedAsItself):
 
             async def ask_trie_workers() -> Values:
                 # Read the fingerprint at each try: it changes when the model is served with other weights.
-                source = session.info.fingerprint, prompt.digest
-                packed = TrieQuery(query.op, query.vocabulary, query.select, query.nodes, *source).pack()
-                return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
+                packed = structs.replace(query, rows=session.info.fingerprint, source=prompt.digest).pack()
+                try:
+                    return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
+                except (errors.SourceMissing, errors.CorruptRow) as error:
+                    # Have the row stored again. Fetching a damaged row makes a worker compute it again.
+                    is_missing = isinstance(error, errors.SourceMissing)
+                    await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
+                    raise
 
-            async def compute(error: errors.RequestFailed) -> None:
-                # Fetching a damaged row makes a worker compute it again.
-                is_missing = isinstance(error, errors.SourceMissing)
-                await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
-
-            values = await self._insist(trie_session, ask_trie_workers, deadline, repair=compute)
+            values = await self._insist(trie_session, ask_trie_workers, deadline)
         if is_whole:
             trie.expand(values[: trie.n_inner], values[trie.n_inner :], out)
         else:
             out[:] = values
 
     async def _insist(
-        self,
-        session: Session,
-        ask: Callable[[], Awaitable[Values]],
-        deadline: Deadline,
-        missing: int = _MAX_MISSING,
-        repair: Callable[[errors.RequestFailed], Awaitable[None]] | None = None,
+        self, session: Session, ask: Callable[[], Awaitable[Values]], deadline: Deadline, missing: int = _MAX_MISSING
     ) -> Values:
         """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
-        `missing` is the number of times that the row or the weights may be missing or damaged. `repair` stores the row
-        or the weights again; without `repair`, `ask` does so.
-
-        Raises:
-            UnknownVocabulary: the pool does not keep the vocabulary although this client sent it.
-            SourceMissing, CorruptRow: the row or the weights were missing or damaged too often.
+        The row or the weights may be missing or damaged `missing` times; `ask` stores them again.
         """
         is_registered = False
         while True:
@@ -303,21 +283,17 @@ class PooledTrie(CopiedAsItself):
                     raise
                 is_registered = True
                 await session.vocabularies.register(self.structure.vocabulary, deadline)
-            except (errors.SourceMissing, errors.CorruptRow) as error:
+            except (errors.SourceMissing, errors.CorruptRow):
                 missing -= 1
                 if not missing:
                     raise
-                if repair is not None:
-                    await repair(error)
 
     def __repr__(self) -> str:
         return f"PooledTrie({self.structure!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise errors.LMPoolError(
-            "a PooledTrie is its producer's and cannot be pickled: pickle the producer, and have the unpickled one "
-            "make the trie: `await producer.trie(vocabulary)`"
-        )
+        text = "pickle the producer, and have the unpickled one make the trie: `producer.trie(vocabulary)`"
+        raise errors.LMPoolError(f"a trie belongs to its producer and cannot be pickled: {text}")
 
 
 def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
@@ -327,7 +303,4 @@ def trie_of(vocabulary: Vocabulary | Iterable[bytes]) -> Trie:
         InvalidVocabulary: `vocabulary` does not consist of byte strings, or exceeds a limit.
     """
     known = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-    trie = _tries.get(known.digest)
-    if trie is None:
-        trie = _tries[known.digest] = Trie(known)
-    return trie
+    return _tries.get(known.digest) or _tries.setdefault(known.digest, Trie(known))

@@ -36,7 +36,7 @@ class Table:
     def __init__(self) -> None:
         self.cache = RowLRU(10_000)
         self.stats = ProducerStats()
-        self.requests = PendingRequests(self.cache, Counters(self.stats, self.cache))
+        self.requests = PendingRequests(Counters(self.stats, self.cache))
 
     def counted(self) -> dict[str, int]:
         """Return the counters that are not zero."""

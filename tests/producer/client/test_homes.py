@@ -102,9 +102,6 @@ def test_homes_of_workers_that_left_are_removed() -> None:
     homes.forget([b"w1"])
     assert (home_in(homes, prompt([1, 2, 3])), home_in(homes, prompt([3, 4, 5]))) == (b"", b"w2")
     assert homes.workers == {b"w2"}
-    homes.clear()
-    assert home_in(homes, prompt([3, 4, 5])) == b""
-    assert not homes.workers
 
 
 def test_the_oldest_homes_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 import numpy as np
 import pytest
@@ -298,9 +299,9 @@ def batch_of(count: int) -> BatchWaiter:
 async def test_a_batch_is_done_with_its_last_row_in_any_order() -> None:
     batch = batch_of(3)
     for index in (2, 0):
-        batch.at(index)(row(float(index)))
+        batch.put(index, row(float(index)))
     assert not batch.future.done()
-    batch.at(1)(row(1.0))
+    batch.put(1, row(1.0))
     assert batch.future.done()
     await batch.future
     assert batch.rows.dtype == np.float32
@@ -311,18 +312,18 @@ async def test_a_batch_is_a_writable_copy() -> None:
     shared = row(1.0)
     shared.flags.writeable = False
     batch = batch_of(2)
-    batch.at(0)(shared)
-    batch.at(1)(shared)
+    batch.put(0, shared)
+    batch.put(1, shared)
     batch.rows[:] = 9.0
     assert shared.tolist() == [1.0] * 3
 
 
 async def test_the_first_failure_ends_a_batch_and_later_results_are_ignored() -> None:
     batch = batch_of(3)
-    batch.at(0)(row())
-    batch.at(1)(WorkerError("first"))
-    batch.at(2)(WorkerError("second"))
-    batch.at(2)(row())
+    batch.put(0, row())
+    batch.put(1, WorkerError("first"))
+    batch.put(2, WorkerError("second"))
+    batch.put(2, row())
     with pytest.raises(WorkerError, match="first"):
         await batch.future
 
@@ -337,15 +338,15 @@ async def test_an_empty_batch_is_done_at_once() -> None:
 async def test_a_cancelled_batch_ignores_results() -> None:
     batch = batch_of(1)
     batch.future.cancel()
-    batch.at(0)(row())
-    batch.at(0)(WorkerError("no"))
+    batch.put(0, row())
+    batch.put(0, WorkerError("no"))
     assert batch.future.cancelled()
 
 
 async def test_one_prompt_twice_in_a_batch_fills_both_rows(table: Table) -> None:
     batch = batch_of(2)
-    table.requests.add(prompt(1), batch.at(0))
-    table.requests.add(prompt(1), batch.at(1))
+    table.requests.add(prompt(1), partial(batch.put, 0))
+    table.requests.add(prompt(1), partial(batch.put, 1))
     table.requests.resolve_found([prompt(1).digest], [row(4.0)])
     assert batch.future.done()
     assert batch.rows.tolist() == [[4.0] * 3] * 2

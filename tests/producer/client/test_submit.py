@@ -133,7 +133,7 @@ class Answering(Tasks):
 
 
 def submitter_of(table: Table, connections: Any, *, waits_when_full: bool = True) -> Submitter:
-    return Submitter(connections, table.requests, waits_when_full=waits_when_full)
+    return Submitter(connections, table.requests, waits=waits_when_full)
 
 
 async def change_of_hit_rate(table: Table, connections: Any, *, way: str = "") -> float:
@@ -233,10 +233,10 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
         raise ServerUnreachable("lost")
 
     await submitter._send([request])
-    assert request.stage is Stage.REFUSED
+    assert (request.stage, request.is_refused) == (Stage.UNSENT, True)
     connections.call, connections.note = fails, lambda error: None
     await submitter._send([request])
-    assert request.stage is Stage.REFUSED
+    assert (request.stage, request.is_refused) == (Stage.UNSENT, True)
     await connections.end_tasks()
 
 

@@ -98,7 +98,7 @@ async def test_batches_with_an_error_are_refused_as_a_whole(producer: Producer) 
             await trie.batch_weight_sum(prompts=prompts)
     for given in (5, "text", b"bytes"):
         with pytest.raises(errors.SettingsError, match="prompts: (int|str|bytes) is not a sequence of prompts"):
-            await trie.batch_weight_sum(prompts=given)  # type: ignore[arg-type]
+            await trie.batch_weight_sum(prompts=given)
 
 
 BAD_OPTIONS: list[tuple[dict[str, Any], type[errors.LMPoolError], str]] = [

@@ -6,42 +6,24 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from lmpool import errors
 from lmpool.aio import copy_error, delays
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
 from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
-from lmpool.protocol.adapter import (
-    CHECK_PREFIX,
-    Adapter,
-    Registered,
-    check_adapter_name,
-    check_source,
-    is_qualified,
-    qualify,
-)
+from lmpool.protocol import adapter as wire
 from lmpool.settings import shown
 
 T = TypeVar("T")
+
+_ADVICE = "changing adapters is a right of its own: name the server as the user `adapters` (docker/redis/users.acl)"
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0  # Seconds for which the session keeps reading the registry after the last request with an adapter.
 _CHECK_MARGIN_S = 60.0  # Seconds added to the lifetime of an adapter's check, because its job may run late.
 _MAX_SHOWN = 20  # Max adapter names that an error text lists.
-
-
-class _Known(NamedTuple):
-    """The entry of one adapter name, as this client last read it from the registry.
-
-    Attributes:
-        adapter: the adapter, or None if the name had been removed.
-        version: version of the registry when the entry was read.
-    """
-
-    adapter: Adapter | None
-    version: int
 
 
 class Adapters:
@@ -54,7 +36,8 @@ class Adapters:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._loop = asyncio.get_running_loop()
-        self._known: dict[str, _Known] = {}
+        # Name -> adapter (None: it was removed), and version of the registry when the entry was read.
+        self._known: dict[str, tuple[wire.Adapter | None, int]] = {}
         self._owner = ""
         self._version = 0  # Version of the registry at the last read; entries read at another version are stale.
         self._as_of = _NEVER  # Loop time of the last read of the registry.
@@ -67,43 +50,33 @@ class Adapters:
         return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
     async def qualified(self, name: object, deadline: Deadline) -> str:
-        """Return the name of an adapter in jobs: "name@revision".
-
-        Raises:
-            UnknownAdapter: the model has no adapter of that name.
-            ServerError: the server has lost a change that this client has read, or cannot be used.
-            DeadlineExceeded: the server does not answer in time.
-            ProducerClosed: the producer was closed during the call.
-        """
+        """Return the name of an adapter in jobs: "name@revision"; UnknownAdapter if the model has none of it."""
         self._used = self._loop.time()
         if not isinstance(name, str):
             raise await self._unknown(name, deadline)
         while (adapter := self._fresh(name)) is None:
-            if not is_qualified(qualify(name, "0")):
+            if not wire.is_qualified(wire.qualify(name, "0")):
                 raise await self._unknown(name, deadline)  # A name of this form can have no entry.
             if (registered := await self._read([name], deadline)) is not None:
                 # Use the entry even if it became too old while the event loop was busy: another read would be no newer.
                 if (adapter := registered.adapters.get(name)) is None:
                     raise await self._unknown(name, deadline)
                 break
-        return qualify(name, adapter.revision)
+        return wire.qualify(name, adapter.revision)
 
-    def _fresh(self, name: str) -> Adapter | None:
+    def _fresh(self, name: str) -> wire.Adapter | None:
         """Return the cached entry of a name, or None if the entry is missing or too old."""
-        is_old = self._loop.time() - self._as_of >= KNOWN_FOR_S
-        known = self._known.get(name)
-        if is_old or known is None or self._owner != self._connections.model.fingerprint:
-            return None
-        return known.adapter if known.version == self._version else None
+        adapter, version = self._known.get(name, (None, 0))
+        is_old = version != self._version or self._loop.time() - self._as_of >= KNOWN_FOR_S
+        return None if is_old or self._owner != self._connections.model.fingerprint else adapter
 
     async def _unknown(self, name: object, deadline: Deadline) -> errors.UnknownAdapter:
         names = list(await self.all(deadline))
         served = ", ".join(names[:_MAX_SHOWN]) or "none"
         if len(names) > _MAX_SHOWN:
             served += f" and {len(names) - _MAX_SHOWN} more"
-        return errors.UnknownAdapter(
-            f"the model {self._connections.model.info.name!r} has no adapter {shown(name)}; it has: {served}"
-        )
+        model = self._connections.model.info.name
+        return errors.UnknownAdapter(f"the model {model!r} has no adapter {shown(name)}; it has: {served}")
 
     async def all(self, deadline: Deadline) -> dict[str, str]:
         """Return the adapters that requests may name now: name -> revision."""
@@ -118,38 +91,41 @@ class Adapters:
 
         `check` is called with the adapter's name in jobs, and requests a row with this adapter.
         """
-        name, source = check_adapter_name("name", name), _resolved(source)
+        name, source = wire.check_adapter_name("name", name), _resolved(source)
         nonce = secrets.token_hex(8)
         lifetime_s = deadline.left + _CHECK_MARGIN_S
         for wait in delays():
             await self._insist(lambda: self._registry.begin_check(nonce, source, lifetime_s), deadline)
             try:
-                await check(qualify(name, CHECK_PREFIX + nonce))
+                await check(wire.qualify(name, wire.CHECK_PREFIX + nonce))
                 break
             except errors.AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter.
                 await asyncio.sleep(wait)
         adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
         if adapter is None or not adapter.revision:
             raise errors.ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
-        version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
-        self._note(name, adapter, version)
-        await _wait_for_others(wait_s, f"{name!r} is in service", deadline)
+        await self._change(name, adapter, f"{name!r} is in service", deadline)
         return adapter.revision
 
     async def remove(self, name: str, deadline: Deadline) -> None:
         """Remove an adapter from the registry; see `Producer.remove_adapter`."""
-        check_adapter_name("name", name)
-        version, wait_s = await self._insist(lambda: self._registry.put(name, None), deadline)
-        if not version:
-            raise await self._unknown(name, deadline)
-        self._note(name, None, version)
-        await _wait_for_others(wait_s, f"{name!r} is not in service any more", deadline)
+        wire.check_adapter_name("name", name)
+        await self._change(name, None, f"{name!r} is not in service any more", deadline)
 
-    def _note(self, name: str, adapter: Adapter | None, version: int) -> None:
-        """Cache an entry that this client has just written to the registry."""
+    async def _change(self, name: str, adapter: wire.Adapter | None, state: str, deadline: Deadline) -> None:
+        """Write an entry to the registry, and wait until no client may use the entry that it replaces."""
+        version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
+        if not version:  # There was no entry to remove.
+            raise await self._unknown(name, deadline)
         self._belong_to(self._connections.model.fingerprint)
-        self._known[name] = _Known(adapter, version)
+        self._known[name] = adapter, version
         self.doubt()
+        try:
+            async with deadline.limit():
+                await asyncio.sleep(wait_s)
+        except errors.DeadlineExceeded as error:
+            text = f"{state}, but within {deadline.seconds:g} s other clients may still use the previous adapter"
+            raise errors.DeadlineExceeded(f"{text}, for {wait_s:.1f} s: allow more time (timeout=)") from error
 
     def doubt(self) -> None:
         """Read the registry again before the next use, because a cached entry was out of date."""
@@ -161,10 +137,13 @@ class Adapters:
         if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
             self._as_of = max(self._as_of, begin)
 
-    async def _read(self, names: Sequence[str], deadline: Deadline) -> Registered | None:
-        """Read the entries of `names`, or all entries; returns None if another request has just read the entries."""
+    async def _read(self, names: Sequence[str], deadline: Deadline) -> wire.Registered | None:
+        """Read and cache the entries of `names`, or all entries; None if another request has just read the entries.
 
-        async def attempt() -> tuple[Registered, str, float] | None:
+        Raises ServerError if an entry is older than at the read before, as after a failover.
+        """
+
+        async def attempt() -> tuple[wire.Registered, str, float] | None:
             async with self._reading:
                 if names and all(map(self._fresh, names)):
                     return None
@@ -175,24 +154,17 @@ class Adapters:
         if read is None:
             return None
         registered, owner, begin = read
-        self._accept(names, registered, owner)
-        self._as_of = begin
-        return registered
-
-    def _accept(self, names: Sequence[str], registered: Registered, owner: str) -> None:
-        """Cache entries; raises ServerError if an entry is older than at the read before, as after a failover."""
         self._belong_to(owner)
         for name in names or {*registered.adapters, *self._known}:
             known, adapter = self._known.get(name), registered.adapters.get(name)
             version = registered.versions.get(name, registered.version)
-            if known is not None and known.adapter != adapter and version <= known.version:
-                raise errors.ServerError(
-                    f"the server has lost a change of the adapter {name!r} that this client has read, as after a "
-                    "failover: make the change once more (`lmpool adapters add` or `remove`)"
-                )
+            if known is not None and known[0] != adapter and version <= known[1]:
+                text = f"the server has lost a change of the adapter {name!r} that this client has read"
+                raise errors.ServerError(f"{text}, as after a failover: make the change once more (`lmpool adapters`)")
             if known is not None or adapter is not None:
-                self._known[name] = _Known(adapter, registered.version)
-        self._version = registered.version
+                self._known[name] = adapter, registered.version
+        self._version, self._as_of = registered.version, begin
+        return registered
 
     def _belong_to(self, owner: str) -> None:
         """Discard the cached entries if they belong to another model."""
@@ -215,38 +187,23 @@ class Adapters:
                     except TROUBLE as error:
                         trouble = error
                         connections.note(error)
-                        explained = connections.explain(error)
+                        explained = connections.server.explain(error)
                         if is_change and isinstance(explained, errors.AuthenticationFailed):
-                            raise errors.AuthenticationFailed(
-                                f"{explained}; changing adapters is a right of its own: name the server as the user "
-                                "`adapters` (docker/redis/users.acl) or another one that has it"
-                            ) from error
+                            raise errors.AuthenticationFailed(f"{explained}; {_ADVICE}") from error
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
             # A request that waited while another request read the registry has seen no error itself.
             if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
-                raise copy_error(connections.explain(why)) from late
+                raise copy_error(connections.server.explain(why)) from late
             raise
         raise AssertionError("the waits never end")
 
 
-async def _wait_for_others(wait_s: float, state: str, deadline: Deadline) -> None:
-    """Wait `wait_s` seconds, until no client may use the entry that a change has replaced."""
-    try:
-        async with deadline.limit():
-            await asyncio.sleep(wait_s)
-    except errors.DeadlineExceeded as error:
-        raise errors.DeadlineExceeded(
-            f"{state}, but within {deadline.seconds:g} s other clients may still use the adapter that had this name "
-            f"before, for {wait_s:.1f} s: allow more time (timeout=)"
-        ) from error
-
-
 def _resolved(source: str | Path) -> str:
     """Return a local folder's full path, because workers run in other folders; other sources stay unchanged."""
-    text = check_source("source", str(source) if isinstance(source, Path) else source)
+    text = wire.check_source("source", str(source) if isinstance(source, Path) else source)
     try:
         place = Path(text).expanduser()
-        return check_source("source", str(place.resolve())) if place.exists() else text
+        return wire.check_source("source", str(place.resolve())) if place.exists() else text
     except (OSError, RuntimeError, ValueError):  # The text is too long for a path, or begins with an unknown ~user.
         return text

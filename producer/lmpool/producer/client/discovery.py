@@ -23,7 +23,6 @@ from lmpool.broker.server import Server
 from lmpool.producer.client.requests import Deadline, Tasks
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
-from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.protocol.token_set import TokenSet
 from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader, is_shared
@@ -52,20 +51,14 @@ _MIN_GAP_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """The model that a session uses, with one fingerprint, which changes with the weights.
+    """The model that a session uses, with one fingerprint, which changes with the weights."""
 
-    Attributes:
-        info: the model info that was read last.
-        reply: key of this client's reply stream.
-        host: identifier of this machine's shared memory; b"" if rows are too small to be shared.
-    """
-
-    info: ModelInfo
+    info: ModelInfo  # The model info that was read last.
     fingerprint: str
     keys: ModelKeys
-    reply: bytes
+    reply: bytes  # Key of this client's reply stream.
     rows: RowCache
-    host: bytes = b""
+    host: bytes = b""  # Identifier of this machine's shared memory; b"" if rows are too small to be shared.
 
 
 class Connections(Tasks):
@@ -147,31 +140,10 @@ class Connections(Tasks):
         except TROUBLE as error:
             self.note(error)
 
-    async def reconnect(self, error: BaseException) -> None:
-        """Open new connections if this error requires new ones."""
-        await self.server.reconnect(self.redis, error)
-
-    def explain(self, error: BaseException) -> errors.LMPoolError:
-        """Convert an exception of redis-py or of the operating system to an LMPoolError."""
-        return self.server.explain(error)
-
     def describe_full_queue(self) -> str:
         """Return the error text for a full queue."""
-        info = self.model.info
-        return (
-            f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; "
-            "ask for less at once, add workers, or raise the workers' --queue-limit"
-        )
-
-    def describe_lost_row(self, times: int, length: int = 0) -> str:
-        """Return the error text for a row, or a result of `length` entries, that was lost before it was fetched."""
-        gone = f"the row was gone from the server before it could be fetched{'' if times == 1 else f', {times} times'}"
-        info = self.model.info
-        size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
-        return (
-            f"{gone}. Either its memory is full, so that it evicts rows of {size / 1e6:.3g} MB (see `lmpool status`): "
-            "then raise maxmemory or have fewer rows pending. Or it restarted, or another client deletes rows"
-        )
+        info, advice = self.model.info, "ask for less at once, add workers, or raise the workers' --queue-limit"
+        return f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; {advice}"
 
     def _close_rows(self) -> None:
         if hasattr(self, "model"):
@@ -221,11 +193,9 @@ class Discovery:
         if name is not None and name in infos:
             return infos[name]  # The model was registered after `find` had read the infos.
         if name == TRIE_SERVICE:
-            raise errors.UnknownModel(
-                "no trie worker serves: start one with `lmpool trie-worker`, or pass "
-                f"{errors.argument('local', 'True')} (calls with prompt= are answered by a model's workers too, if "
-                "they run with --with-trie)"
-            )
+            otherwise = f"{errors.argument('local', 'True')} (workers with --with-trie answer calls with prompt= too)"
+            text = f"no trie worker serves: start one with `lmpool trie-worker`, or pass {otherwise}"
+            raise errors.UnknownModel(text)
         infos.pop(TRIE_SERVICE, None)
         if not infos:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
@@ -266,7 +236,16 @@ class Discovery:
 
         A waiting client calls this every second, so its cost must not grow with the number of loading workers.
         """
-        loading = {name} if name and (await self.alive(name)).loading else await self._some_loading()
+        loading = {name} if name and (await self.alive(name)).loading else set[str]()
+        if not loading:
+            key = self._keys.loading()
+            with suppress(NoPermissionError):
+                workers = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
+                entries = await read_texts(self._redis, key, [worker.decode("utf-8", "replace") for worker in workers])
+                for model in sorted(set(entries.values())):
+                    # A worker that was killed while it loaded a model may still have an entry: check for a heartbeat.
+                    if (await self.alive(model)).loading:
+                        loading.add(model)
         models = ", ".join(sorted(map(repr, loading)))
         if loading and (name is None or name in loading):
             error = errors.UnknownModel(f"{text}a worker is loading {models}, try again in a moment")
@@ -275,19 +254,6 @@ class Discovery:
         if self._keys != Keys():
             advice += f", or correct prefix={self._keys.prefix!r}, which names the pool"
         return errors.UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
-
-    async def _some_loading(self) -> set[str]:
-        """Return some of the models that workers are loading and that this user may read."""
-        key, loading = self._keys.loading(), set[str]()
-        with suppress(NoPermissionError):
-            names = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
-            workers = [name.decode("utf-8", "replace") for name in names]
-            models = await read_texts(self._redis, key, workers) if workers else {}
-            for model in sorted(set(models.values())):
-                # A worker that was killed while it loaded a model may still have an entry, so check for a heartbeat.
-                if (await self.alive(model)).loading:
-                    loading.add(model)
-        return loading
 
     async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return infos of the models `names` (empty: all models) by name, and errors of unreadable infos by name."""
@@ -345,10 +311,10 @@ class Discovery:
     async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
         """Return the seconds since each worker's last heartbeat; leaves out heartbeats that do not state a lease."""
         silences = {}
-        for worker in workers:
-            left_ms = await self._redis.pttl(self._keys.worker(worker.worker_id))
+        for name, fields in workers:
+            left_ms = await self._redis.pttl(self._keys.worker(name))
             with suppress(KeyError, ValueError):
-                silences[worker.worker_id] = max(0.0, float(worker.fields["lease_s"]) - max(0, left_ms) / 1000)
+                silences[name] = max(0.0, float(fields["lease_s"]) - max(0, left_ms) / 1000)
         return silences
 
     async def queue(self, model: str) -> QueueState:
@@ -361,6 +327,7 @@ class Liveness:
 
     Attributes:
         count: number of live workers at the last check.
+        missing_since: loop time of the first check without workers, or None.
     """
 
     def __init__(self, connections: Connections, discovery: Discovery) -> None:
@@ -368,16 +335,8 @@ class Liveness:
         self._discovery = discovery
         self.count = 0
         self._is_loading = False
-        self._missing_since: float | None = None
+        self.missing_since: float | None = None
         self._checked_at = -math.inf
-
-    async def start(self, model: str) -> None:
-        """Count the workers for the first time."""
-        self.count = (await self._discovery.alive(model)).serving
-
-    def pause(self) -> None:
-        """Reset the time without workers, because no request is pending or the server cannot be read."""
-        self._missing_since = None
 
     async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
@@ -391,16 +350,15 @@ class Liveness:
         alive = await self._discovery.alive(info.name)
         self.count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self.count or self._is_loading:
-            self._missing_since = None
+            self.missing_since = None
             return None
         # Heartbeats are writes: if the server refuses writes, live workers cannot be seen, so none counts as missing.
         await self._connections.check_writes(info.name)
-        if self._missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
-            self._missing_since = now
-        elif (seconds := now - self._missing_since) >= max(info.lease_s, _RESTART_S):
-            return errors.NoWorker(
-                f"no live worker has served {info.name!r} for {seconds:.0f} s: start one with `{info.start_command}`"
-            )
+        if self.missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
+            self.missing_since = now
+        elif (seconds := now - self.missing_since) >= max(info.lease_s, _RESTART_S):
+            text = f"no live worker has served {info.name!r} for {seconds:.0f} s"
+            return errors.NoWorker(f"{text}: start one with `{info.start_command}`")
         return None
 
     def deadline_error(self, text: str) -> errors.DeadlineExceeded:
@@ -418,9 +376,6 @@ class Vocabularies:
     """Reads and registers vocabularies, tokenizers and token sets, for one session.
 
     All methods raise ServerError or DeadlineExceeded if the server cannot be used or does not reply in time.
-
-    Attributes:
-        reading: lock that a caller holds while it reads a tokenizer.
     """
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
@@ -438,16 +393,14 @@ class Vocabularies:
                 yield
         except TROUBLE as error:
             is_late = isinstance(error, errors.DeadlineExceeded) and error.__cause__ is not None
-            raise self._connections.explain(TimeoutError(str(error)) if is_late else error) from error
+            raise self._connections.server.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
         """Return the vocabulary of the model; raises UnknownVocabulary if its workers publish none."""
         info = self._connections.model.info
         if not info.vocabulary:
-            raise errors.UnknownVocabulary(
-                f"the model {info.name!r} publishes no vocabulary, because its workers found no tokenizer with "
-                "the bytes of its tokens: pass the byte strings yourself"
-            )
+            why = "because its workers found no tokenizer with the bytes of its tokens: pass the byte strings yourself"
+            raise errors.UnknownVocabulary(f"the model {info.name!r} publishes no vocabulary, {why}")
         async with self._limited(deadline):
             return await look_up(self._connections.redis, self._keys, info.vocabulary)
 
@@ -458,10 +411,8 @@ class Vocabularies:
             UnknownTokenizer: the digest is "" (no tokenizer is published), or the pool holds other content under it.
         """
         if not digest:
-            name = self._connections.model.info.name
-            raise errors.UnknownTokenizer(
-                f"the model {name!r} publishes no tokenizer (the log of its workers says why): pass token ids"
-            )
+            name, advice = self._connections.model.info.name, "(the log of its workers says why): pass token ids"
+            raise errors.UnknownTokenizer(f"the model {name!r} publishes no tokenizer {advice}")
         async with self._limited(deadline):
             return await look_up_tokenizer(self._connections.redis, self._keys, digest)
 

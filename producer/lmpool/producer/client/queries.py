@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -18,7 +19,6 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
 from lmpool.protocol import query as wire
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
-from lmpool.protocol.query import MAX_ANSWER, PositionsQuery, PositionValues, Sampling, TopK
 from lmpool.protocol.row import FACTS, Head, Row, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Mode = Literal["logprobs", "logits"]
 """Whether values are log-probabilities, or the logits from which the model computed them."""
 
-Expected = TopK | NDArray[np.float32]
+Expected = wire.TopK | NDArray[np.float32]
 """The values at n positions: top-k tokens, (n, k), or an array with m numbers per position, mostly float32 (n, m)."""
 
 # Max parts of one result that are requested at once, 8 MiB each, so that they do not fill the server's memory.
@@ -47,11 +47,6 @@ class Allowed(NamedTuple):
     packed: bytes = b""
     tokens: TokenSet | None = None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether this process has the members of the set, so that it can compute the result from a cached row."""
-        return not self.packed or self.tokens is not None
-
 
 _ALL = Allowed()
 
@@ -69,14 +64,14 @@ class Wanted(NamedTuple):
 
     top: int = 0
     targets: tuple[int, ...] = ()
-    values: PositionValues = "logprobs"
+    values: wire.PositionValues = "logprobs"
     size: int = 0
     allowed: Allowed = _ALL
 
-    def query(self, start: int) -> PositionsQuery:
+    def query(self, start: int) -> wire.PositionsQuery:
         """Return the query for the positions from `start` on."""
         targets = np.array(self.targets, "<u4").tobytes()
-        return PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
+        return wire.PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
 
 
 def entries_of(row: Row, targets: list[int]) -> Row:
@@ -92,15 +87,13 @@ def prefix_of(text: Prompt, length: int) -> Prompt:
     return text if len(ids) == len(text.ids) else Prompt(ids, digest_of(ids, text.adapter), text.adapter)
 
 
+@dataclass(slots=True, eq=False)
 class Queries:
     """Makes the queries of one call, in one session and with one deadline."""
 
-    __slots__ = ("adapter", "deadline", "session")
-
-    def __init__(self, session: Session, adapter: str, deadline: Deadline) -> None:
-        self.session = session
-        self.adapter = adapter
-        self.deadline = deadline
+    session: Session
+    adapter: str
+    deadline: Deadline
 
     @property
     def vocab_size(self) -> int:
@@ -131,36 +124,22 @@ class Queries:
         row = self.session.cached(prompt)
         return row if row is not None else await self.session.answer(prompt, self.deadline)
 
-    async def rows(self, prompts: Sequence[Prompt]) -> NDArray[np.float32]:
-        """Return the rows of several prompts: float32 (n, V)."""
-        return await self.session.answer_all(prompts, self.deadline)
-
-    async def warm(self, prompt: Prompt) -> None:
-        """Have a worker compute and cache a row that is not cached yet."""
-        if self.session.cached(prompt) is None:
-            await self.session.answer(prompt, self.deadline, warm=True)
-
     async def fresh(self, prompt: Prompt) -> Row:
         """Return a row that a worker computes now, without any cache."""
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
-
-    async def logits(self, prompt: Prompt, targets: list[int]) -> Row:
-        """Return the logits after a prompt, float32 (V,), or the logits of `targets`, (k,)."""
-        return await self.last(prompt, Wanted(targets=tuple(targets), values="logits"))  # type: ignore[no-any-return]
 
     async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
         """Return some entries of a row: float32 (k,)."""
         session, deadline = self.session, self.deadline
         row = session.cached(prompt)
         if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-            entries = await session.read_entries(prompt, targets, deadline)
-            if entries is None:
-                await session.answer(prompt, deadline, warm=True)
-                entries = await session.read_entries(prompt, targets, deadline)
-            elif not isinstance(entries, errors.CorruptRow):
+            read = partial(session.entries.read, prompt.digest, targets, deadline.end)
+            if (entries := await read()) is not None:
                 session.count_hits(deadline.end - deadline.seconds)
-            if entries is not None and not isinstance(entries, errors.CorruptRow):
+                return entries
+            await session.answer(prompt, deadline, warm=True)
+            if (entries := await read()) is not None:
                 return entries
         if row is None:
             # Fetch the row: many entries are requested, or the row is damaged and a worker must compute it again.
@@ -168,20 +147,16 @@ class Queries:
         return entries_of(row, targets)
 
     async def all_entries(
-        self,
-        prompts: Sequence[Prompt],
-        targets: Sequence[list[int]],
-        count: int,
-        *,
-        logits: bool = False,
-        name: str = "",
+        self, prompts: Sequence[Prompt], targets: Sequence[list[int]], k: int, *, logits: bool = False, name: str = ""
     ) -> NDArray[np.float32]:
-        """Return `count` entries of each row: float32 (n, count). Error texts name the prompt: "prompts[3]"."""
-        out = np.empty((len(prompts), count), np.float32)
-        read = self.logits if logits else self.entries
+        """Return `k` entries of each row: float32 (n, k). Error texts name the prompt: "prompts[3]"."""
+        out = np.empty((len(prompts), k), np.float32)
 
         async def put(at: int) -> None:
-            out[at] = await read(prompts[at], targets[at])
+            if logits:
+                out[at] = await self.last(prompts[at], Wanted(targets=tuple(targets[at]), values="logits"))
+            else:
+                out[at] = await self.entries(prompts[at], targets[at])
 
         named = len(prompts) if name else 0
         await gather(map(put, range(len(prompts))), lambda error, at: errors.of_prompt(error, name, at, named))
@@ -213,26 +188,26 @@ class Queries:
             text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
             raise errors.CorruptRow(text) from error
 
-    async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> TopK:
+    async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> wire.TopK:
         """Return the `k` largest entries of a row."""
         if values == "logits":
             return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
         row = self.session.cached(prompt)
-        if row is not None and allowed.is_known:
-            return wire.top(row, k) if allowed.tokens is None else wire.top_of(row, k, allowed.tokens.ids)
+        if row is not None and not allowed.packed:
+            return wire.top(row, k)
+        if row is not None and allowed.tokens is not None:
+            return wire.top_of(row, k, allowed.tokens.ids)
         query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
 
-    async def sample(self, prompt: Prompt, sampling: Sampling, allowed: Allowed, *, private: bool) -> int:
+    async def sample(self, prompt: Prompt, sampling: wire.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
-        if row is not None and allowed.is_known:
-            return (
-                wire.sample(row, sampling)
-                if allowed.tokens is None
-                else wire.sample_of(row, sampling, allowed.tokens.ids)
-            )
+        if row is not None and not allowed.packed:
+            return wire.sample(row, sampling)
+        if row is not None and allowed.tokens is not None:
+            return wire.sample_of(row, sampling, allowed.tokens.ids)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
@@ -254,18 +229,14 @@ class Queries:
         """Return the log-probability, or the logit, of each token of a continuation: float32 (m,)."""
         info, ids = self.session.info, prompt.ids + continuation.ids
         start, end = len(prompt.ids) // 4, len(ids) // 4
-        if end > info.max_prompt_tokens:
-            raise errors.PromptTooLong(
-                f"the prompt and its continuation have {end} tokens: this model takes at most {info.max_prompt_tokens}"
-            )
+        if end > (limit := info.max_prompt_tokens):
+            raise errors.PromptTooLong(f"the prompt and its continuation have {end} tokens: the limit is {limit}")
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         if info.positions:
-            wanted = PositionsQuery.scores_from(start, logits=values == "logits")
+            wanted = wire.PositionsQuery.scores_from(start, logits=values == "logits")
             check = check_logprobs if wanted.values == "scores" else _check_logits
-            try:
+            with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
-            except errors.SourceMissing:
-                pass  # The worker that took the job does not support positions.
         if values == "logits":
             raise self._unsupported(values)
         # Request all prefixes concurrently, so that workers compute their common part once.
@@ -294,9 +265,11 @@ class Queries:
 
         answers = await gather([ask(part) for part in parts])
         self.check_same_model(fingerprint)
-        if tops := [answer for answer in answers if isinstance(answer, TopK)]:
-            return TopK(np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops]))
-        return np.concatenate([answer for answer in answers if not isinstance(answer, TopK)])
+        if tops := [answer for answer in answers if isinstance(answer, wire.TopK)]:
+            return wire.TopK(
+                np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops])
+            )
+        return np.concatenate([answer for answer in answers if not isinstance(answer, wire.TopK)])
 
     def check_same_model(self, fingerprint: str) -> None:
         """Raise ModelMismatch if the fingerprint has changed, because the parts of a result may be of two models."""
@@ -320,10 +293,8 @@ class Queries:
 
         if info.positions:
             with_query = text.with_query(query.pack(), count * query.width(vocab_size))
-            try:
+            with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
                 return await self._result(with_query, read, private=private, allowed=wanted.allowed)
-            except errors.SourceMissing:
-                pass  # The worker that took the job does not support positions.
         if wanted.values != "logprobs":
             raise self._unsupported(wanted.values)
         prefixes = [prefix_of(text, at + 1) for at in part]
@@ -331,15 +302,12 @@ class Queries:
             return wire.stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
         if wanted.targets:
             return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
-        return await self.rows(prefixes)
+        return await self.session.answer_all(prefixes, self.deadline)
 
-    def _unsupported(self, values: PositionValues) -> errors.SettingsError:
-        """Return the error for values other than log-probabilities, if the backend does not support positions."""
-        info = self.session.info
-        if values == "hidden":
-            name, only, support = "hidden", "no hidden states", "them"
-        else:
-            name, only, support = "logz" if values == "logz" else "mode", "log-probabilities only", "positions"
+    def _unsupported(self, values: wire.PositionValues, name: str = "") -> errors.SettingsError:
+        """Return the error for values that the backend does not support; `name` is the option or the call."""
+        info, name = self.session.info, name or {"logits": "mode"}.get(values, values)
+        only, support = ("no hidden states", "them") if values == "hidden" else ("log-probabilities only", "positions")
         text = f"the workers of {info.name!r} return {only}: their backend {info.backend!r} does not support {support}"
         return errors.SettingsError(f"{name}: {text}")
 
@@ -347,13 +315,7 @@ class Queries:
         """Return the values at the last position of a prompt, without the axis of positions."""
         last = len(prompt.ids) // 4 - 1
         found = await self.part(prompt, range(last, last + 1), wanted)
-        return TopK(found.values[0], found.ids[0]) if isinstance(found, TopK) else found[0]
-
-    async def hidden(self, text: Prompt, start: int) -> NDArray[Any]:
-        """Return the last hidden states of a text from `start` on: (n, d)."""
-        info = self.session.info
-        size = width_of(info.hidden, info.dtype) if info.hidden else 1
-        return await self.positions(text, start, Wanted(values="hidden", size=size))  # type: ignore[return-value]
+        return wire.TopK(found.values[0], found.ids[0]) if isinstance(found, wire.TopK) else found[0]
 
     # The head
 
@@ -377,8 +339,7 @@ class Queries:
     async def _fetch_head(self) -> Head:
         info, prompt = self.session.info, self.session.encode([0])
         if not info.hidden:
-            text = f"the workers of {info.name!r} do not return it: their backend {info.backend!r} does not support it"
-            raise errors.SettingsError(f"head: {text}")
+            raise self._unsupported("hidden", "head")
         width, size = width_of(info.hidden, info.dtype), info.vocab_size
 
         async def ask(query: wire.HeadQuery, length: int, read: Callable[[Row], T]) -> T:
@@ -387,7 +348,7 @@ class Queries:
         one = partial(unpack_numbers, count=1, dtype="float32")
         scale, soft_cap, has_bias = (await ask(wire.HeadQuery("facts"), FACTS, partial(one, size=FACTS)))[0].tolist()
         bias = (await ask(wire.HeadQuery("bias"), size, partial(one, size=size)))[0].copy() if has_bias else None
-        rows = max(1, MAX_ANSWER // width)
+        rows = max(1, wire.MAX_ANSWER // width)
         parts = []
         # Request one part after the other: all parts at once could fill the server's memory.
         for first in range(0, size, rows):

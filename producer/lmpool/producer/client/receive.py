@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,15 +16,6 @@ from lmpool import errors
 from lmpool.aio import delays
 from lmpool.broker.scripts import stream_entries
 from lmpool.broker.server import Server
-from lmpool.errors import (
-    CorruptRow,
-    DeadlineExceeded,
-    LMPoolError,
-    ModelMismatch,
-    ProtocolError,
-    QueueFull,
-    WorkerError,
-)
 from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
 from lmpool.producer.client.requests import (
     BatchWaiter,
@@ -33,22 +24,18 @@ from lmpool.producer.client.requests import (
     PendingRequest,
     PendingRequests,
     RowLRU,
+    SessionSettings,
     SingleWaiter,
     Stage,
     Waiter,
 )
 from lmpool.producer.client.submit import Submitter
-from lmpool.producer.metrics import Counters, Traces
 from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
-from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
-from lmpool.protocol.row import Row, decode_alike, decode_entries, entry_ranges, split_rows
+from lmpool.protocol.row import Encoding, Row, decode_alike, decode_entries, encoded_size, entry_ranges, split_rows
 from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
-
-FoundEntries = Row | CorruptRow | None
-"""Entries of a row, float32 (k,); None if the row is not in the cache; an error if the cached row is damaged."""
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -68,20 +55,6 @@ _MAX_LOOKUPS_PER_TICK = 4
 _MAX_ROWS_AT_ONCE = 32
 
 
-@dataclass(frozen=True, slots=True)
-class SessionSettings:
-    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
-
-    keys: Keys
-    cache: RowLRU
-    counters: Counters
-    traces: Traces | None
-    when_full: str
-    when_absent: str
-    priority: str
-    keep_answers: bool
-
-
 class Requester:
     """Requests rows from one model's workers, in one event loop; `Session` opens and closes it.
 
@@ -98,14 +71,14 @@ class Requester:
         self._discovery = Discovery(connections.redis, settings.keys)
         self._liveness = Liveness(connections, self._discovery)
         self.loop = connections.loop
-        self._cache = settings.cache
+        self._cache: RowLRU = settings.counters.cache
         self._stats = settings.counters.stats
         self._segments = connections.segments
         self._segments.counts = settings.counters.shared
-        self._requests = PendingRequests(settings.cache, settings.counters)
+        self._requests = PendingRequests(settings.counters)
         waits = settings.when_full == "wait"
-        self._submitter = Submitter(connections, self._requests, waits_when_full=waits, traces=settings.traces)
-        self._entries = EntryReader(connections)
+        self._submitter = Submitter(connections, self._requests, waits=waits, traces=settings.traces)
+        self.entries = EntryReader(connections)
         self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
         self._batch_memory = RowMemory()
         self._lookups_left = _MAX_LOOKUPS_PER_TICK
@@ -143,10 +116,6 @@ class Requester:
         self._stats.cache_hits += count
         self._settings.counters.seconds["cache_hits"].observe(self.loop.time() - began, count)
 
-    def read_entries(self, prompt: Prompt, ids: Sequence[int], deadline: Deadline) -> asyncio.Future[FoundEntries]:
-        """Read entries of a cached row; the result is None if the row is not cached or cannot be read in time."""
-        return self._entries.read(prompt.digest, ids, deadline.end)
-
     async def answer(
         self,
         prompt: Prompt,
@@ -158,16 +127,10 @@ class Requester:
         whole: bool = False,
         weights: SentWeights | None = None,
     ) -> Row:
-        """Request a row, or the result of the prompt's query.
+        """Request a row, or the result of the prompt's query. Some options are attributes of `PendingRequest`.
 
-        Args:
-            prompt: the prompt and its query.
-            deadline: time by which the result must arrive.
-            warm: the caller only needs the row to be in the pool's cache; the returned row is empty.
-            private: no other client can make this request; the result is removed from the cache once it has been read.
-            damaged: the cached result is damaged and must be overwritten.
-            whole: the cache must hold the row itself, not a reference to shared memory that the reader cannot read.
-            weights: weights of a trie job, which must not change until the result arrives. The result is private.
+        With `warm`, the returned row is empty. A `private` result is removed from the cache once it has been read.
+        `weights` must not change until the result arrives, which is private.
         """
         self._connections.check_open()
         waiter = self.begin(prompt, deadline.end, deadline.seconds, warm=warm)
@@ -184,14 +147,7 @@ class Requester:
             self.end(waiter)
 
     def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
-        """Start to wait for a row. The caller awaits the waiter's future, and then always calls `end`.
-
-        Args:
-            prompt: the prompt and its query.
-            until: loop time of the deadline.
-            seconds: timeout, for the error text.
-            warm: as for `answer`.
-        """
+        """Start to wait for a row. The caller awaits the waiter's future, and then always calls `end`."""
         waiter = SingleWaiter(self.loop, seconds)
         waiter.request = self._add(prompt, waiter, until, warm)
         self._deadlines.add(waiter, until)
@@ -229,10 +185,17 @@ class Requester:
             rows = memory.view(np.float32).reshape(len(prompts), vocab_size)
         else:
             rows = np.empty((len(prompts), vocab_size), np.float32)
-        copied = await self._copy_shared(prompts, rows) if is_sharing else set[int]()
+        began, copied = self.loop.time(), set[int]()
+        for index, prompt in enumerate(prompts if is_sharing else ()):
+            is_kept = self._cache.get(prompt.digest) is not None
+            if not is_kept and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
+                copied.add(index)
+            if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
+                await asyncio.sleep(0)
+        self.count_hits(began, len(copied))
         batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
         for index, prompt in enumerate(prompts):
-            waiter = batch.at(index)
+            waiter: Waiter = partial(batch.put, index)
             if index in copied:
                 batch.count()
             elif (row := self._cache.get(prompt.digest)) is not None:
@@ -242,13 +205,11 @@ class Requester:
             else:
                 waits.append((self._add(prompt, waiter, deadline.end), waiter))
 
-        def expire_first() -> None:
+        def expire() -> None:
             for request, waiter in waits:
-                if waiter in request.waiters:
-                    self._expire(request, waiter, deadline.seconds)
-                    return
+                self._expire(request, waiter, deadline.seconds)
 
-        timer = self.loop.call_at(deadline.end, expire_first)
+        timer = self.loop.call_at(deadline.end, expire)
         try:
             await batch.future
         finally:
@@ -258,32 +219,23 @@ class Requester:
                     self._remove_waiter(request, waiter)
         return rows
 
-    async def _copy_shared(self, prompts: Sequence[Prompt], out: NDArray[np.float32]) -> set[int]:
-        """Copy rows from shared memory into `out`, float32 (n, V); returns the indices of the copied rows."""
-        began, copied = self.loop.time(), set[int]()
-        for index, prompt in enumerate(prompts):
-            is_kept = self._cache.get(prompt.digest) is not None
-            if not is_kept and self._segments.find(prompt.digest, out.shape[1], out[index]) is not None:
-                copied.add(index)
-            if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
-                await asyncio.sleep(0)
-        self.count_hits(began, len(copied))
-        return copied
-
     def _expire(self, request: PendingRequest, waiter: Waiter, timeout_s: float) -> None:
         """End a wait at its deadline, with an error that says why the request has no row yet."""
         if waiter not in request.waiters:
             return
         connections, text = self._connections, f"no row within {timeout_s:g} s"
-        is_refused = request.stage in (Stage.REFUSED, Stage.SENDING_AGAIN)
-        error: LMPoolError
+        error: errors.LMPoolError
         if connections.trouble is not None:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
-        elif is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
-            error = QueueFull(f"{text}: {connections.describe_full_queue()}")
+        elif request.is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
+            error = errors.QueueFull(f"{text}: {connections.describe_full_queue()}")
         elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
-            why = connections.describe_lost_row(request.lost, request.prompt.length)
-            error = DeadlineExceeded(f"{text}: {why}")
+            info, length = self.info, request.prompt.length
+            size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
+            text += ": the row was gone from the server before it could be fetched"
+            text += f", {request.lost} times" if request.lost > 1 else ""
+            full = f"its memory is full, and it evicts rows of {size / 1e6:.3g} MB: raise maxmemory or request less"
+            error = errors.DeadlineExceeded(f"{text}. Either {full}. Or it restarted, or another client deletes rows")
         else:
             error = self._liveness.deadline_error(text)
         self._remove_waiter(request, waiter, type(error).__name__)
@@ -294,16 +246,12 @@ class Receiver:
     """Reads the notifications in the reply stream of one session."""
 
     def __init__(
-        self,
-        connections: Connections,
-        requests: PendingRequests,
-        submitter: Submitter,
-        on_other_model: Callable[[], None],
+        self, connections: Connections, requests: PendingRequests, submitter: Submitter, on_change: Callable[[], None]
     ) -> None:
         self._connections = connections
         self._requests = requests
         self._submitter = submitter
-        self._on_other_model = on_other_model
+        self._on_change = on_change  # Called when the model has other weights.
         self._announced: list[bytes] = []
         self._has_announced = asyncio.Event()
 
@@ -318,7 +266,7 @@ class Receiver:
                 entries = stream_entries(reply)
             except TROUBLE as error:
                 connections.note(error)
-                is_damaged = isinstance(error, ProtocolError) or connections.reader.ended_within_reply
+                is_damaged = isinstance(error, errors.ProtocolError) or connections.reader.ended_within_reply
                 if is_damaged:
                     connections.reader.hang_up(error)
                 # A lost connection damages one reply. Two damaged replies in a row mean that the stream is damaged.
@@ -399,50 +347,43 @@ class Receiver:
         if worker := fields.get(b"w"):
             self._submitter.homes.note([request.prompt for request in requests], worker)
         if carried := fields.get(b"v"):
-            self._read_carried(digests, requests, carried)
+            lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
+            count, cut = len(digests), len(carried) // len(digests)
+            # All rows of one model have the same size. The results of queries have headers that contain their sizes.
+            parts = (
+                split_rows(carried, count) if lengths else [carried[cut * at : cut * (at + 1)] for at in range(count)]
+            )
+            if parts is not None:
+                self._requests.resolve_found(digests, read_values(digests, parts, lengths, model.info.vocab_size))
+                self._requests.counters.fetched_bytes += len(carried)
         elif len(places := fields.get(b"s", b"")) == len(joined):
             place_of = {
                 joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)
             }
             segments, vocab_size = self._connections.segments, model.info.vocab_size
-            self._requests.is_resolving = True
-            try:
-                await self._requests.resolve_by(
-                    [request.prompt.digest for request in requests if not request.warm],
-                    lambda digest: segments.read_at(place_of[digest], digest, vocab_size),
-                )
-            finally:
-                self._requests.is_resolving = False
+            wanted = [request.prompt.digest for request in requests if not request.warm]
+            await self._requests.resolve_by(
+                wanted, lambda digest: segments.read_at(place_of[digest], digest, vocab_size), "announced"
+            )
         self._announce([request.prompt.digest for request in requests if request.waiters])
-
-    def _read_carried(self, digests: Sequence[bytes], requests: Sequence[PendingRequest], carried: bytes) -> None:
-        """Resolve the requests whose rows and results are inside a message."""
-        lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
-        count, size = len(digests), len(carried) // len(digests)
-        # All rows of one model have the same size. The results of queries have headers that contain their sizes.
-        parts = split_rows(carried, count) if lengths else [carried[size * at : size * (at + 1)] for at in range(count)]
-        if parts is not None:
-            found = read_values(digests, parts, lengths, self._connections.model.info.vocab_size)
-            self._requests.resolve_found(digests, found)
-            self._requests.counters.fetched_bytes += len(carried)
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests again whose jobs ended because the model has other weights now."""
         for request in requests:
             request.stage = Stage.UNSENT
-        self._on_other_model()
+        self._on_change()
 
     def _on_failure(self, requests: Sequence[PendingRequest], packed: bytes) -> None:
         try:
             failure = unpack_failure(packed)
-        except ProtocolError as error:
-            failure = Failure(WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
-        if failure.kind == ModelMismatch.__name__:
+        except errors.ProtocolError as error:
+            failure = Failure(errors.WorkerError.__name__, f"a worker failed, and its message does not decode: {error}")
+        if failure.kind == errors.ModelMismatch.__name__:
             self._restart(requests)
             return
         kind = getattr(errors, failure.kind, None)
-        if not (isinstance(kind, type) and issubclass(kind, LMPoolError)):
-            kind = WorkerError
+        if not (isinstance(kind, type) and issubclass(kind, errors.LMPoolError)):
+            kind = errors.WorkerError
         for request in requests:
             self._requests.resolve(request, kind(failure.text))
 
@@ -453,7 +394,7 @@ class _EntryRead(NamedTuple):
     digest: bytes
     ids: Sequence[int]
     until: float
-    result: asyncio.Future[FoundEntries]
+    result: asyncio.Future[Row | None]
 
 
 class EntryReader:
@@ -463,11 +404,11 @@ class EntryReader:
         self._connections = connections
         self._reads: list[_EntryRead] = []
 
-    def read(self, digest: bytes, ids: Sequence[int], until: float) -> asyncio.Future[FoundEntries]:
+    def read(self, digest: bytes, ids: Sequence[int], until: float) -> asyncio.Future[Row | None]:
         """Read some entries of one row.
 
-        The result is None after the loop time `until`, or if the server cannot be used. The caller then requests the
-        row, and this request raises the error.
+        The result is None if the row is not in the cache or is damaged, after the loop time `until`, or if the server
+        cannot be used. The caller then requests the row, and this request raises the error.
         """
         loop = self._connections.loop
         if not self._reads:
@@ -481,22 +422,18 @@ class EntryReader:
             self._connections.spawn(self._answer(reads[at : at + _MAX_ROWS_AT_ONCE]))
 
     async def _answer(self, reads: list[_EntryRead]) -> None:
-        results: list[FoundEntries] = [None] * len(reads)
-
-        def resolve() -> None:
+        results: list[Row | None] = [None] * len(reads)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(read.until for read in reads)):
+                    with self._connections.noting():
+                        results = await self._read(reads)
+        finally:  # Resolve the calls also when the session ends, which cancels this task.
             for read, result in zip(reads, results, strict=True):
                 if not read.result.done():  # The caller may have been cancelled before.
                     read.result.set_result(result)
 
-        timer = self._connections.loop.call_at(min(read.until for read in reads), resolve)
-        try:
-            with self._connections.noting():
-                results = await self._read(reads)
-        finally:  # Resolve the calls also when the session ends, which cancels this task.
-            timer.cancel()
-            resolve()
-
-    async def _read(self, reads: list[_EntryRead]) -> list[FoundEntries]:
+    async def _read(self, reads: list[_EntryRead]) -> list[Row | None]:
         model = self._connections.model
         # Read the info only now: the model, and the encoding of its rows, may have changed since the call.
         encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
@@ -505,12 +442,9 @@ class EntryReader:
         sizes = {len(read.ids) for read in reads}
         if len(sizes) == 1 and (decoded := decode_alike(replies, vocab_size, sizes.pop())) is not None:
             return list(decoded)
-        results: list[FoundEntries] = [None] * len(reads)
+        results: list[Row | None] = [None] * len(reads)
         for at, (read, reply) in enumerate(zip(reads, replies, strict=True)):
             if reply is not None:
-                try:
+                with suppress(errors.ProtocolError):
                     results[at] = decode_entries(reply, vocab_size, len(read.ids))
-                except ProtocolError as error:
-                    text = f"the cached row of prompt {read.digest.hex()} is damaged: {error}"
-                    results[at] = CorruptRow(text)
         return results

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 
 from lmpool.aio import copy_error, end_tasks, silence_limit
 from lmpool.errors import CorruptRow, DeadlineExceeded, ModelMismatch, SettingsError, argument, of_prompt
-from lmpool.producer.metrics import Counters, TracedCall
+from lmpool.producer.metrics import Counters, TracedCall, Traces
 from lmpool.protocol.job import Prompt
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Row
 from lmpool.rows.cache import Found
@@ -85,23 +86,19 @@ class Deadline:
     def left(self) -> float:
         """Seconds until the deadline; raises DeadlineExceeded if it has passed."""
         if (left := self.end - self.loop.time()) <= 0:
-            raise self._exceeded()
+            raise DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
         return left
 
     def bounded(self) -> Deadline:
         """Return this deadline, or one of `ALONE_S` if this one is endless, for steps that need no worker."""
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
-    def _exceeded(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no answer within {self.seconds:g} s: allow more time ({argument('timeout')})")
-
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
         """Cancel the body at the deadline and raise DeadlineExceeded, without a cause if the deadline had passed."""
-        if self.is_of_caller and self.loop.time() >= self.end:
-            raise self._exceeded()
+        limit = asyncio.timeout(self.left) if self.is_of_caller else silence_limit(self.seconds)
         try:
-            async with asyncio.timeout_at(self.end) if self.is_of_caller else silence_limit(self.seconds) as timer:
+            async with limit as timer:
                 yield
         except TimeoutError as error:
             if not timer.expired():
@@ -135,14 +132,13 @@ class RowLRU:
     reused for the next row, so it stays in the processor's cache; copying a row again takes a few µs.
 
     Attributes:
+        owner: fingerprint of the model.
         size: bytes of all rows.
     """
 
-    __slots__ = ("_limit", "_owner", "_rows", "_used_once", "size")
-
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._owner = ""
+        self.owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self.size = 0
         # Digests of rows from shared memory that were used once; at most as many as rows fit into this cache.
@@ -178,12 +174,6 @@ class RowLRU:
         while self.size > self._limit:
             self.size -= rows.popitem(last=False)[1].nbytes
 
-    def belong_to(self, fingerprint: str) -> None:
-        """Drop all rows if they belong to a model with another fingerprint."""
-        if fingerprint != self._owner:
-            self._owner = fingerprint
-            self.clear()
-
     def clear(self) -> None:
         """Drop all rows."""
         self._rows.clear()
@@ -191,14 +181,24 @@ class RowLRU:
         self.size = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SessionSettings:
+    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
+
+    keys: Keys
+    counters: Counters
+    traces: Traces | None
+    when_full: str
+    when_absent: str
+    priority: str
+    keep_answers: bool
+
+
 class Stage(Enum):
     """The progress of a request."""
 
     UNSENT = auto()
     SENDING = auto()
-    # The full queue refused the request, which is now sent again; it counts as refused until the server replies.
-    SENDING_AGAIN = auto()
-    REFUSED = auto()
     WAITING = auto()
 
 
@@ -211,6 +211,7 @@ class PendingRequest:
         until: loop time of the latest deadline of the waiters.
         warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         since: loop time of the server's last reply about this prompt.
+        is_refused: whether the full queue refused the request at its last submission.
         in_flight: whether the request counts towards the per-client limit.
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite the damaged row.
@@ -229,6 +230,7 @@ class PendingRequest:
     warm: bool = False
     stage: Stage = Stage.UNSENT
     since: float = 0.0
+    is_refused: bool = False
     in_flight: bool = False
     damaged: bool = False
     overwrites: int = 0
@@ -247,17 +249,16 @@ class PendingRequests:
     Attributes:
         get: returns the pending request of a digest, or None.
         on_end: function to call when a request ends, or None while no request waits for a free slot.
-        is_looking_up: whether rows of unsent requests are being read from shared memory.
-        is_resolving: whether announced rows are being read from shared memory.
+        reading: whether "unsent" requests, or rows "announced" by workers, are being looked up in shared memory.
     """
 
-    def __init__(self, cache: RowLRU, counters: Counters) -> None:
+    def __init__(self, counters: Counters) -> None:
         self._requests: dict[bytes, PendingRequest] = {}
         self.get = self._requests.get
         self.counters = counters
         self.on_end: Callable[[], None] | None = None
-        self.is_looking_up = self.is_resolving = False
-        self._cache = cache
+        self.reading: set[str] = set()
+        self._cache: RowLRU = counters.cache
         self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
 
@@ -328,7 +329,7 @@ class PendingRequests:
         if ended and self.on_end is not None:
             self.on_end()
 
-    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None]) -> None:
+    async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None], kind: str) -> None:
         """Resolve the requests whose rows `read` returns, a few at a time.
 
         After every few rows, the callers of these rows run: they use the rows while these are in the processor's cache,
@@ -336,16 +337,20 @@ class PendingRequests:
         """
         # Read the first row alone, to measure the size of rows.
         at, size = 0, 1
-        while at < len(digests):
-            begin, at = at, at + size
-            pending = [digest for digest in digests[begin:at] if digest in self._requests]
-            pairs = zip(pending, map(read, pending), strict=True)
-            found = {digest: row for digest, row in pairs if row is not None}
-            if found:
-                size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
-                self.resolve_found(list(found), list(found.values()), are_shared=True)
-                found.clear()
-                await asyncio.sleep(0)
+        self.reading.add(kind)
+        try:
+            while at < len(digests):
+                begin, at = at, at + size
+                pending = [digest for digest in digests[begin:at] if digest in self._requests]
+                pairs = zip(pending, map(read, pending), strict=True)
+                found = {digest: row for digest, row in pairs if row is not None}
+                if found:
+                    size = max(1, min(_MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE // next(iter(found.values())).nbytes))
+                    self.resolve_found(list(found), list(found.values()), are_shared=True)
+                    found.clear()
+                    await asyncio.sleep(0)
+        finally:
+            self.reading.discard(kind)
 
     def resolve(self, request: PendingRequest, answer: Answer) -> None:
         """End a request and call its waiters. A newer request for the same prompt stays pending."""
@@ -363,10 +368,11 @@ class PendingRequests:
 
     def restart(self, fingerprint: str) -> None:
         """Mark all requests as unsent, because the model has changed to this fingerprint."""
-        self._cache.belong_to(fingerprint)
+        if fingerprint != self._cache.owner:
+            self._cache.clear()
+            self._cache.owner = fingerprint
         for request in self._requests.values():
-            request.stage = Stage.UNSENT
-            request.origin = None
+            request.stage, request.is_refused, request.origin = Stage.UNSENT, False, None
 
     def _end(self, request: PendingRequest) -> None:
         self._remove(request)
@@ -474,22 +480,18 @@ class BatchWaiter:
         if not self.left:
             self.future.set_result(None)
 
-    def at(self, index: int) -> Waiter:
-        """Return the waiter for the row at `index`."""
-
-        def put(answer: Answer) -> None:
-            if self.future.done():
-                return
-            if isinstance(answer, Exception):
-                self.future.set_exception(of_prompt(answer, "prompts", index, len(self.rows)))
-            elif answer.shape != self.rows.shape[1:]:
-                text = f"the model's V was {self.rows.shape[1]} and is {answer.size} now: ask again"
-                self.future.set_exception(ModelMismatch(text))
-            else:
-                self.rows[index] = answer
-                self.count()
-
-        return put
+    def put(self, index: int, answer: Answer) -> None:
+        """Receive the result for the row at `index`."""
+        if self.future.done():
+            return
+        if isinstance(answer, Exception):
+            self.future.set_exception(of_prompt(answer, "prompts", index, len(self.rows)))
+        elif answer.shape != self.rows.shape[1:]:
+            text = f"the model's V was {self.rows.shape[1]} and is {answer.size} now: ask again"
+            self.future.set_exception(ModelMismatch(text))
+        else:
+            self.rows[index] = answer
+            self.count()
 
     def count(self) -> None:
         """Count a row that has been written to the array."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self, TypeVar
@@ -19,8 +19,9 @@ from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.producer.client.adapters import Adapters
 from lmpool.producer.client.discovery import CLOSED, TROUBLE, Vocabularies
-from lmpool.producer.client.receive import Receiver, Requester, SessionSettings
-from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, Stage
+from lmpool.producer.client.receive import Receiver, Requester
+from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, SessionSettings, Stage
+from lmpool.producer.client.submit import Homes
 from lmpool.protocol.model_info import ModelInfo
 
 T = TypeVar("T")
@@ -61,25 +62,20 @@ class Session(Requester):
     def __init__(self, server: Server, settings: SessionSettings) -> None:
         super().__init__(server, settings)
         self.closed = False
-        self._waits_when_absent = settings.when_absent == "wait"
         self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
         self.vocabularies = Vocabularies(self._connections, settings.keys)
         self.adapters = Adapters(self._connections)
         self.fetching_head = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
-        self._is_following = self._has_logged_absence = False
+        self._following: asyncio.Task[None] | None = None
+        self._has_logged_absence = False
         self._alone_since: float | None = None
         self._next_recheck = 0
 
     # Opening and closing
 
     async def open(self, model: str | None) -> None:
-        """Connect and read the model info. After a failure the caller may try again.
-
-        Raises:
-            ServerError: the server cannot be used.
-            UnknownModel, AmbiguousModel: the model is not served, or `model` is None and several models are.
-        """
+        """Connect and read the model info. After a failure the caller may try again."""
         try:
             try:
                 info = await self._discovery.info(model)
@@ -87,15 +83,14 @@ class Session(Requester):
                 if not error.is_loading:
                     # If the server refuses writes, no model info can be stored: report this instead of UnknownModel.
                     await self._connections.check_writes(model or "")
-                if model and self._waits_when_absent:
+                if model and self._settings.when_absent == "wait":
                     await self._discovery.want(model)
                 raise
-            await self._liveness.start(info.name)
+            self._liveness.count = (await self._discovery.alive(info.name)).serving
         except errors.LMPoolError:
             raise
         except (RedisError, OSError) as error:
-            raise self._connections.explain(error) from error
-        self._submitter.homes.has_choice = self._liveness.count > 1
+            raise self._connections.server.explain(error) from error
         self._adopt(info)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
         # Start the task now: a task that is cancelled before its first step does not run its `finally`.
@@ -117,19 +112,14 @@ class Session(Requester):
             self.closed = self._connections.closed = True
             # If the program closed the loop without cancelling its tasks, no cleanup can run any more.
             if not self.loop.is_closed():
-                await self._shut_down()
-
-    async def _shut_down(self) -> None:
-        await self._connections.end_tasks()
-        try:
-            async with asyncio.timeout(_GOODBYE_S):
-                await self._submitter.cancel_all()
-                await self._connections.redis.unlink(self._connections.model.reply)
-        except (*TROUBLE, TimeoutError):
-            pass  # The reply stream and registrations of this client expire on the server.
-        for request in self._requests:
-            self._requests.resolve(request, errors.ProducerClosed(CLOSED))
-        await self._connections.close()
+                await self._connections.end_tasks()
+                with suppress(*TROUBLE):  # The reply stream and registrations of this client expire on the server.
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await self._submitter.cancel_all()
+                        await self._connections.redis.unlink(self._connections.model.reply)
+                for request in self._requests:
+                    self._requests.resolve(request, errors.ProducerClosed(CLOSED))
+                await self._connections.close()
 
     async def close(self) -> None:
         """End all requests, remove this client from the server, and close the connections."""
@@ -160,8 +150,8 @@ class Session(Requester):
                     if self._requests:
                         absence = await self._liveness.check(self.loop.time())
                     else:
-                        self._liveness.pause()
-                    if absence is not None and not self._waits_when_absent:
+                        self._liveness.missing_since = None
+                    if absence is not None and self._settings.when_absent == "raise":
                         self._give_up(list(self._requests), absence)
                     elif absence is not None and not self._has_logged_absence:
                         _log.warning("%s; requests wait until their deadlines", absence)
@@ -177,9 +167,9 @@ class Session(Requester):
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
             except TROUBLE as error:
-                self._liveness.pause()  # The heartbeats could not be read, so no worker counts as missing.
+                self._liveness.missing_since = None  # The heartbeats could not be read, so no worker counts as missing.
                 self._connections.note(error)
-                await self._connections.reconnect(error)
+                await self._connections.server.reconnect(self._connections.redis, error)
             self._end_endless(absence or self._connections.trouble)
 
     async def _recheck(self) -> None:
@@ -220,41 +210,31 @@ class Session(Requester):
         """Switch to a model, or to other weights of the same model."""
         self._connections.adopt(info)
         self._requests.restart(info.fingerprint)
-        self._submitter.homes.clear()
+        self._submitter.homes = Homes(has_choice=self._liveness.count > 1)
         self._settings.counters.model = info.name
-        self.info = info
-
-    def _renew(self, info: ModelInfo) -> None:
-        """Replace the model info by a newer one for the same weights."""
-        self._connections.model = replace(self._connections.model, info=info)
         self.info = info
 
     def _follow_model(self) -> None:
         """Read the info of the changed model and send all requests again."""
 
         async def reload() -> None:
-            try:
-                with self._connections.noting():
-                    await self._reload_info()
-            finally:
-                self._is_following = False
+            with self._connections.noting():
+                await self._reload_info()
 
-        if not self._is_following:
-            self._is_following = True
-            self._connections.spawn(reload())
+        if self._following is None or self._following.done():
+            self._following = self._connections.spawn(reload())
         self._submitter.retry_soon()
 
     async def _reload_info(self) -> None:
         info = await self._discovery.find(self.info.name)
-        if info is None:
-            return  # No worker serves at the moment; requests wait for the next one.
-        if info.fingerprint == self.info.fingerprint:
-            self._renew(info)
-            return
-        _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
-        self._adopt(info)
-        self._submitter.retry_soon()
-        await self._connections.scan_segments()
+        if info is not None and info.fingerprint == self.info.fingerprint:
+            self._connections.model = replace(self._connections.model, info=info)
+            self.info = info
+        elif info is not None:  # Without an info, no worker serves at the moment; requests wait for the next one.
+            _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
+            self._adopt(info)
+            self._submitter.retry_soon()
+            await self._connections.scan_segments()
 
 
 class CopiedAsItself:
@@ -273,7 +253,6 @@ class _Attempt:
 
     Attributes:
         waiting: number of callers that wait for the session.
-        timeout_s: longest timeout of these callers.
         server: the server to connect to, or None before the first try.
         absence: the last error that says that the server is unreachable or the model is not served.
         is_over: whether the producer was closed, or all callers have given up.
@@ -281,7 +260,6 @@ class _Attempt:
 
     task: asyncio.Task[Session] = field(init=False)
     waiting: int = 0
-    timeout_s: float = 0.0
     server: Server | None = None
     absence: errors.LMPoolError | None = None
     is_over: bool = False
@@ -296,16 +274,12 @@ class SessionPerLoop:
     """
 
     def __init__(
-        self,
-        server: Callable[[], Server],
-        make: Callable[[Server], Session],
-        model: str | None,
-        when_absent: WhenAbsent = "raise",
+        self, server: Callable[[], Server], make: Callable[[Server], Session], model: str | None, waits: bool = False
     ) -> None:
         self._server = server
         self._make = make
         self._model = model
-        self._waits = when_absent == "wait"
+        self._waits = waits  # Whether `open` waits while no worker serves the model.
         # `close_soon` may run in another thread. The lock is reentrant, because the garbage collector may call
         # `close_soon` while this thread holds the lock.
         self._lock = threading.RLock()
@@ -313,21 +287,10 @@ class SessionPerLoop:
         self.by_loop: dict[asyncio.AbstractEventLoop, Session] = {}
         self.session: Session | None = None
 
-    @property
-    def is_open(self) -> bool:
-        """Whether any loop has an open session."""
-        return any(not session.closed for session in list(self.by_loop.values()))
-
     async def open(self, deadline: Deadline) -> Session:
         """Return the session of the running event loop; concurrent callers share one attempt to open it.
 
         Without a deadline, this call waits for as long as a worker loads the model.
-
-        Raises:
-            ServerError, DeadlineExceeded: the server cannot be used, or does not reply in time.
-            UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
-            NoWorker: no worker served the model in time.
-            ProducerClosed: the producer was closed.
         """
         session = self.by_loop.get(deadline.loop)
         if session is not None and not session.closed:
@@ -341,31 +304,21 @@ class SessionPerLoop:
                 if part is deadline or not isinstance(absence, errors.UnknownModel) or not absence.is_loading:
                     raise
 
-    async def request(
-        self, adapter: object, deadline: Deadline, ask: Callable[[Session, str], Coroutine[Any, Any, T]]
-    ) -> T:
+    async def request(self, adapter: object, deadline: Deadline, ask: Callable[[Session, str], Awaitable[T]]) -> T:
         """Call `ask` in a session, and again whenever a worker reports that the adapter has changed.
 
-        Args:
-            adapter: name of the adapter, or "" for none.
-            deadline: time by which the request must end.
-            ask: called with the session and the adapter's name in jobs, which is "name@digest", or "" for none.
-
-        Raises:
-            UnknownAdapter: the model has no adapter of that name.
-            LMPoolError: raised by `open` or `ask`.
+        `ask` receives the session and the adapter's name in jobs, which is "name@digest", or "" for none.
         """
-        session = await self.open(deadline)
-        if isinstance(adapter, str) and not adapter:
-            return await ask(session, "")
         for wait in delays():
+            session = await self.open(deadline)
+            if isinstance(adapter, str) and not adapter:
+                return await ask(session, "")
             try:
                 return await ask(session, await session.adapters.qualified(adapter, deadline))
             except errors.AdapterChanged:
                 session.adapters.doubt()
             # The worker may have read the change of the adapter before this client can read it.
             await asyncio.sleep(wait)
-            session = await self.open(deadline)
         raise AssertionError("the delays never end")
 
     async def _open(self, deadline: Deadline) -> Session:
@@ -380,7 +333,6 @@ class SessionPerLoop:
                         self._opening.pop(old, None)
                 self._opening[loop] = attempt
         attempt.waiting += 1
-        attempt.timeout_s = max(attempt.timeout_s, deadline.seconds)
         try:
             async with deadline.limit():
                 await ended(attempt.task)
@@ -397,25 +349,16 @@ class SessionPerLoop:
         finally:
             attempt.waiting -= 1
             if not attempt.waiting:
-                self._abandon(attempt, loop)
+                with self._lock:
+                    if self._opening.get(loop) is attempt:
+                        del self._opening[loop]
+                if not attempt.task.done() and not loop.is_closed():
+                    # Without callers, end the attempt, so that the next caller does not wait for a dead server.
+                    attempt.is_over = True
+                    attempt.task.cancel()
         if attempt.is_over:
             raise errors.ProducerClosed(CLOSED)
         return outcome(attempt.task)
-
-    def _abandon(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel an attempt without callers, so that the next caller does not wait for a dead server."""
-
-        def forget(_: object) -> None:
-            with self._lock:
-                if self._opening.get(loop) is attempt:
-                    del self._opening[loop]
-
-        if attempt.task.done() or loop.is_closed():
-            forget(None)
-        else:
-            attempt.is_over = True
-            attempt.task.add_done_callback(forget)
-            attempt.task.cancel()
 
     async def _connect(self, attempt: _Attempt) -> Session:
         session = None
@@ -426,7 +369,13 @@ class SessionPerLoop:
                         attempt.server = self._server()
                         session = self._make(attempt.server)
                     await session.open(self._model)
-                    self._hold(attempt, session)
+                    with self._lock:
+                        if attempt.is_over:
+                            raise errors.ProducerClosed(CLOSED)
+                        for loop, old in list(self.by_loop.items()):
+                            if old.closed or loop.is_closed():
+                                self.by_loop.pop(loop, None)
+                        self.by_loop[session.loop] = self.session = session
                     return session
                 except (errors.UnknownModel, errors.ServerError) as error:
                     # Wait and try again if no worker serves the model yet, or if the server is starting.
@@ -437,10 +386,8 @@ class SessionPerLoop:
                     if type(attempt.absence) is not type(error):
                         served = "a model" if self._model is None else repr(self._model)
                         missing = f"a worker to serve {served}" if is_absent else "the server"
-                        limit = f"up to {attempt.timeout_s:g} s ({errors.argument('timeout')})"
                         at_once = errors.argument("when_absent", '"raise"')
-                        text = "waiting for %s: %s; this waits %s; %s fails at once"
-                        _log.warning(text, missing, error, limit, at_once)
+                        _log.warning("waiting for %s: %s; %s fails at once", missing, error, at_once)
                     attempt.absence = error
                 await asyncio.sleep(wait)
             raise AssertionError("the delays never end")
@@ -449,16 +396,6 @@ class SessionPerLoop:
             if session is not None and not session.loop.is_closed():
                 await finish(session.close())
             raise
-
-    def _hold(self, attempt: _Attempt, session: Session) -> None:
-        """Keep an open session; raises ProducerClosed if the producer was closed."""
-        with self._lock:
-            if attempt.is_over:
-                raise errors.ProducerClosed(CLOSED)
-            for loop, old in list(self.by_loop.items()):
-                if old.closed or loop.is_closed():
-                    self.by_loop.pop(loop, None)
-            self.by_loop[session.loop] = self.session = session
 
     def close_soon(self) -> None:
         """Close all sessions, each in its own event loop, without waiting. Any thread may call this."""

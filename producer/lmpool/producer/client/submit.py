@@ -6,6 +6,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -20,8 +21,6 @@ from lmpool.protocol.job import Job, Prompt, pack_jobs
 from lmpool.protocol.keys import GROUP
 from lmpool.rows.cache import Found
 
-_SENDING = (Stage.SENDING, Stage.SENDING_AGAIN)
-_SENT = (*_SENDING, Stage.WAITING)
 _NO_ROW = np.empty(0, np.float32)
 # Flush early when this many requests are unsent, even while rows are arriving.
 _MAX_HELD_BACK = 64
@@ -64,38 +63,30 @@ class Homes:
         workers: the workers that have computed rows for this client.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_choice: bool = False) -> None:
         # Use OrderedDict: finding the first key of a dict slows down with every key that was removed before it.
         self._homes: OrderedDict[int, bytes] = OrderedDict()
         self._lengths: set[int] = set()
         # Hashes of the first blocks of prompts with homes, to recognize most prompts without a home by one lookup.
         self._heads: OrderedDict[int, None] = OrderedDict()
-        self.has_choice = False
+        self.has_choice = has_choice
         self.workers: set[bytes] = set()
 
     def note(self, prompts: Sequence[Prompt], worker: bytes) -> None:
         """Record the worker that computed some prompts."""
         self.workers.add(worker)
-        if self.has_choice:
-            for prompt in prompts:
-                self._note(prompt, worker)
-
-    def _note(self, prompt: Prompt, worker: bytes) -> None:
-        homes, ids = self._homes, prompt.ids
-        size = len(ids)
-        for end in {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}:
-            key = _prefix_key(ids, end, prompt.adapter)
-            homes[key] = worker
-            homes.move_to_end(key)
-            self._lengths.add(end)
-        if size >= _BLOCK_BYTES:
-            head = hash((ids[:_BLOCK_BYTES], prompt.adapter))
-            self._heads[head] = None
-            self._heads.move_to_end(head)
-        if prompt.adapter:
-            homes[key := hash(prompt.adapter)] = worker
-            homes.move_to_end(key)
-        for entries in (homes, self._heads):
+        for prompt in prompts if self.has_choice else ():
+            ids, size, adapter = prompt.ids, len(prompt.ids), prompt.adapter
+            ends = {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}
+            self._lengths |= ends
+            for key in [_prefix_key(ids, end, adapter) for end in ends] + [hash(adapter)] * bool(adapter):
+                self._homes[key] = worker
+                self._homes.move_to_end(key)
+            if size >= _BLOCK_BYTES:
+                head = hash((ids[:_BLOCK_BYTES], adapter))
+                self._heads[head] = None
+                self._heads.move_to_end(head)
+        for entries in (self._homes, self._heads):
             while len(entries) > _MAX_HOMES:
                 entries.popitem(last=False)
 
@@ -129,12 +120,10 @@ class Homes:
         families = Counter(key for home, key in found if home)
         if not families:
             return requests, []
-        pairs = zip(requests, found, strict=True)
-        arranged = sorted(pairs, key=lambda pair: (pair[1][0], -families[pair[1][1]], pair[1][1]))
-        homes, before = [], _NO_HOME
-        for _, place in arranged:
-            homes.append(_SAME_HOME if place == before and place[0] else place[0])
-            before = place
+        placed = zip(requests, found, strict=True)
+        arranged = sorted(placed, key=lambda pair: (pair[1][0], -families[pair[1][1]], pair[1][1]))
+        pairs = pairwise([_NO_HOME, *(place for _, place in arranged)])
+        homes = [_SAME_HOME if place == before and place[0] else place[0] for before, place in pairs]
         return [request for request, _ in arranged], homes
 
     def forget(self, workers: Collection[bytes]) -> None:
@@ -142,13 +131,6 @@ class Homes:
         if workers:
             self.workers.difference_update(workers)
             self._homes = OrderedDict(home for home in self._homes.items() if home[1] not in workers)
-
-    def clear(self) -> None:
-        """Remove all homes, because the model has changed."""
-        self._homes.clear()
-        self._lengths.clear()
-        self._heads.clear()
-        self.workers.clear()
 
 
 def _prefix_key(ids: bytes, end: int, adapter: str) -> int:
@@ -167,18 +149,13 @@ class Submitter:
     """
 
     def __init__(
-        self,
-        connections: Connections,
-        requests: PendingRequests,
-        *,
-        waits_when_full: bool = True,
-        traces: Traces | None = None,
+        self, connections: Connections, requests: PendingRequests, *, waits: bool = True, traces: Traces | None = None
     ) -> None:
         self.homes = Homes()
         self.is_full = self.is_retrying = False
         self._connections = connections
         self._requests = requests
-        self._waits_when_full = waits_when_full
+        self._waits = waits  # Whether requests wait while the queue is full.
         self._traces = traces
         self._unsent: deque[PendingRequest] = deque()
         self._is_flushing = self._is_cancelling = False
@@ -211,7 +188,8 @@ class Submitter:
         requests = self._requests
         # Wait while callers that receive rows submit their next prompts, to send the prompts together. Requests whose
         # rows are being looked up must be sent before later requests.
-        while requests.is_looking_up or (requests.is_resolving and len(self._unsent) < _MAX_HELD_BACK):  # noqa: ASYNC110
+        reading = requests.reading
+        while "unsent" in reading or ("announced" in reading and len(self._unsent) < _MAX_HELD_BACK):  # noqa: ASYNC110
             await asyncio.sleep(0)
         self._is_flushing = False
         batch = requests.admit(self._unsent)
@@ -221,8 +199,7 @@ class Submitter:
 
     async def _retry(self) -> None:
         def pending() -> list[PendingRequest]:
-            stages = (Stage.UNSENT, Stage.REFUSED)
-            return [request for request in self._requests if request.in_flight and request.stage in stages]
+            return [request for request in self._requests if request.in_flight and request.stage is Stage.UNSENT]
 
         waits = delays()
         try:
@@ -236,19 +213,15 @@ class Submitter:
 
     async def _send(self, requests: Sequence[PendingRequest]) -> None:
         """Look up rows in shared memory and in the cache, and submit the requests whose rows were not found."""
-        sending, again, refused = *_SENDING, Stage.REFUSED
+        sending = Stage.SENDING
         for request in requests:
-            request.stage = again if request.stage is refused else sending
+            request.stage = sending
         # Do not look up warming requests, which need no row, or private ones, which no client can have made before.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
         segments, model = self._connections.segments, self._connections.model
         if sought and segments.has_any:
             find = partial(segments.find, vocab_size=model.info.vocab_size)
-            self._requests.is_looking_up = True
-            try:
-                await self._requests.resolve_by([request.prompt.digest for request in sought], find)
-            finally:
-                self._requests.is_looking_up = False
+            await self._requests.resolve_by([request.prompt.digest for request in sought], find, "unsent")
             sought = [request for request in sought if request.waiters]
         try:
             min_hit_rate = _MIN_HIT_RATE_OF_MANY if len(sought) > _FEW else _MIN_HIT_RATE_OF_FEW
@@ -256,22 +229,20 @@ class Submitter:
                 await self.fetch([request.prompt.digest for request in sought])
             await self.submit([request for request in requests if request.waiters])
             # Skip cancelled and refused requests: they have no origin, or the origin of an earlier submission.
-            origins = [request.origin for request in sought if request.origin and request.stage is not refused]
+            origins = [request.origin for request in sought if request.origin and not request.is_refused]
             if origins:
                 self._hit_rate += (origins.count("cache_hits") / len(origins) - self._hit_rate) / _HIT_RATE_WINDOW
         except TROUBLE as error:
             self._connections.note(error)
             for request in requests:
-                if request.stage in _SENDING:
-                    request.stage = refused if request.stage is again else Stage.UNSENT
+                if request.stage is sending:
+                    request.stage = Stage.UNSENT
             self.retry_soon()
 
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
         """Register this client for prompts, and queue a job for each prompt without a job.
 
-        Args:
-            requests: the requests.
-            again: whether the requests were submitted before; then `submit.lua` checks that their jobs still exist.
+        If the requests were submitted before (`again`), `submit.lua` checks that their jobs still exist.
         """
         rows = self._connections.model.rows
         if whole := [request.prompt.digest for request in requests if request.whole and not again]:
@@ -281,54 +252,45 @@ class Submitter:
         if not rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await self.fetch(await rows.existing(warmed), are_stored=True)
-        stored = await self._submit_portions(requests, again)
-        self._connections.trouble = None
-        if stored:
-            await self.fetch(stored, are_stored=True)
-            damaged = [request for request in requests if request.damaged and self._requests.is_open(request)]
-            if damaged:
-                await self.submit(damaged)
-            pending = map(self._requests.get, stored)
-            evicted = [request for request in pending if request is not None and not request.damaged]
-            if evicted and not again:
-                await self.submit(evicted, again=True)
-
-    async def _submit_portions(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
-        """Submit requests in several script calls; returns the digests whose rows are in the cache."""
         stored, is_full = list[bytes](), False
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
-            if is_full and self._waits_when_full:
+            if is_full and self._waits:
                 # The full queue would refuse these requests too, so do not send them now.
                 for request in waited_for:
-                    request.stage = Stage.REFUSED
+                    request.stage, request.is_refused = Stage.UNSENT, True
                 continue
-            weights = [request.weights for request in waited_for if request.weights is not None]
-            if weights:
-                if refused := await self._connections.model.rows.put_weights(weights):
-                    raise self._connections.explain(ResponseError(next(iter(refused.values()))))
+            if weights := [request.weights for request in waited_for if request.weights is not None]:
+                if refused := await rows.put_weights(weights):
+                    raise self._connections.server.explain(ResponseError(next(iter(refused.values()))))
                 for request in waited_for:
                     request.weights = None
                 waited_for = [request for request in waited_for if request.waiters]
             if waited_for:
                 stored += await self._submit_portion(waited_for, again)
                 is_full = self.is_full
-        return stored
+        self._connections.trouble = None
+        if stored:
+            await self.fetch(stored, are_stored=True)
+            if damaged := [request for request in requests if request.damaged and self._requests.is_open(request)]:
+                await self.submit(damaged)
+            pending = map(self._requests.get, stored)
+            evicted = [request for request in pending if request is not None and not request.damaged]
+            if evicted and not again:
+                await self.submit(evicted, again=True)
 
     async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
         """Submit requests in one script call; returns the digests whose rows are in the cache."""
-        is_damaged = True in [request.damaged for request in requests]
         requests, homes = self.homes.arrange(requests)
-        outcome = await self._call_script(requests, homes, is_damaged, again)
+        outcome = await self._call_script(requests, homes, again)
         self.is_full = b"F" in outcome
-        if self.is_full and self._waits_when_full:
+        if self.is_full and self._waits:
             self.retry_soon()
         stored, abandoned = list[bytes](), list[bytes]()
         now, waiting, pending = self._connections.loop.time(), Stage.WAITING, self._requests.get
         for request, code in zip(requests, outcome.decode("ascii", "replace"), strict=True):
-            request.since, request.stage = now, waiting
-            if is_damaged:
-                request.overwrites += request.damaged
+            request.since, request.stage, request.is_refused = now, waiting, False
+            request.overwrites += request.damaged
             if code == "Q":  # Queued.
                 request.origin = "computed"
                 if again and not request.damaged:
@@ -340,8 +302,8 @@ class Submitter:
                 if pending(request.prompt.digest) is not None:
                     stored.append(request.prompt.digest)
             elif code == "F":  # The queue is full.
-                request.stage = Stage.REFUSED
-                if not self._waits_when_full:
+                request.stage, request.is_refused = Stage.UNSENT, True
+                if not self._waits:
                     self._requests.resolve(request, QueueFull(self._connections.describe_full_queue()))
             if not request.waiters and code in "QJ" and pending(request.prompt.digest) is None:
                 abandoned.append(request.prompt.digest)
@@ -349,30 +311,21 @@ class Submitter:
             await self._cancel(abandoned)
         return stored
 
-    async def _call_script(
-        self, requests: Sequence[PendingRequest], homes: Sequence[bytes], is_damaged: bool, again: bool
-    ) -> bytes:
+    async def _call_script(self, requests: Sequence[PendingRequest], homes: Sequence[bytes], again: bool) -> bytes:
         """Call `submit.lua`; returns its outcome, one character for each request."""
         connections, model = self._connections, self._connections.model
-        is_unfit = is_damaged or True in [request.whole for request in requests]
+        is_unfit = True in [request.damaged or request.whole for request in requests]
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
         digests, prefix = [request.prompt.digest for request in requests], model.keys.waiting
         keys = [model.keys.jobs, model.reply, *[prefix + digest for digest in digests]]
         if lookup == "rows":
             keys += model.rows.keys_of(digests)
-        fingerprint, host = model.fingerprint, model.host
-        unpacked = [
-            Job(
-                request.prompt.ids,
-                request.prompt.adapter,
-                fingerprint,
-                request.damaged,
-                request.prompt.query,
-                # Without a host, the worker stores the row itself, not a reference to shared memory.
-                b"" if request.whole or request.lost else host,
-            )
-            for request in requests
-        ]
+        unpacked = list[Job]()
+        for request in requests:
+            ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
+            # Without a host, the worker stores the row itself, not a reference to shared memory.
+            host = b"" if request.whole or request.lost else model.host
+            unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host))
         jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:
             jobs = self._traces.mark(requests, jobs)
@@ -381,11 +334,9 @@ class Submitter:
         patience_s += max(2 * model.info.lease_s, _MIN_PATIENCE_S)
         patience_ms = int(1000 * min(max(patience_s, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
         args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, int(again), len(jobs), *jobs]
-        if requests[0].prompt.generated:  # If one request is a continuation, all requests are.
-            args += homes or [b""] * len(requests)
-            args += [request.prompt.generated for request in requests]
-        else:
-            args += homes
+        is_continued = requests[0].prompt.generated > 0  # If one request is a continuation, all requests are.
+        args += homes or [b""] * len(requests) * is_continued
+        args += [request.prompt.generated for request in requests if is_continued]
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
         if not isinstance(outcome, bytes) or len(outcome) != len(requests):
             raise connections.commands.distrust(outcome)
@@ -401,13 +352,11 @@ class Submitter:
         rows, lengths, wanted = self._connections.model.rows, dict[bytes, int](), list[bytes]()
         for digest in digests:
             request = self._requests.get(digest)
-            if request is None:
-                continue
-            if not request.warm:
+            if request is not None and not request.warm:
                 wanted.append(digest)
                 if request.prompt.length:
                     lengths[digest] = request.prompt.length
-            elif are_stored:
+            elif request is not None and are_stored:
                 self._requests.resolve(request, _NO_ROW)
         if not wanted:
             return
@@ -425,8 +374,7 @@ class Submitter:
         announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
         await self.fetch(digests, are_stored=True)
         # A newer request for the same prompt looks up its row itself.
-        lost = [request for request in announced if request.in_flight and self._requests.is_open(request)]
-        if lost:
+        if lost := [request for request in announced if request.in_flight and self._requests.is_open(request)]:
             await self.submit(lost, again=True)
 
     # Cancelling
@@ -437,7 +385,7 @@ class Submitter:
         if len(self._unsent) > 2 * len(self._requests) + _FEW:
             # Most of the unsent requests have ended.
             self._unsent = deque(request for request in self._unsent if request.waiters)
-        if request.stage in _SENT:
+        if request.stage is not Stage.UNSENT:
             self._cancelled.add(request.prompt.digest)
             if not self._is_cancelling:
                 self._is_cancelling = True
@@ -455,7 +403,7 @@ class Submitter:
         """Withdraw all requests and remove their weights, because the session ends."""
         self.discard(list(self._requests))
         await self._drop_discarded()
-        waiting = [request.prompt.digest for request in self._requests if request.stage in _SENT]
+        waiting = [request.prompt.digest for request in self._requests if request.stage is not Stage.UNSENT]
         # Submissions use the same connection, so the server receives these cancellations after pending submissions.
         await self._cancel([*waiting, *self._cancelled])
 

@@ -201,5 +201,5 @@ def test_workers_without_hidden_states_refuse(pool: Pool) -> None:
     with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
         with pytest.raises(SettingsError, match="hidden: the workers of 'syn' return no hidden states"):
             producer.hidden([1, 2])
-        with pytest.raises(SettingsError, match="head: the workers of 'syn' do not return it"):
+        with pytest.raises(SettingsError, match="head: the workers of 'syn' return no hidden states"):
             producer.head()
