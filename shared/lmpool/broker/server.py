@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
 from functools import cache
@@ -138,13 +138,19 @@ class _Cancellable(connections.AbstractConnection):
     """
 
     async def connect(self) -> None:
-        try:
-            async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
-                await super().connect()  # type: ignore[no-untyped-call]
-        except BaseException:
-            # redis-py would keep a connection that the server has not accepted.
-            await self.disconnect(nowait=True)
-            raise
+        # A TLS server that refuses a client sends the reason and closes the connection. If the client has already sent
+        # more data, its system discards the reason: then connect again.
+        cuts_left = _MAX_CUTS if _is_of_tls(type(self)) else 0
+        while True:
+            try:
+                async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
+                    return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+            except BaseException as error:
+                # redis-py would keep a connection that the server has not accepted.
+                await self.disconnect(nowait=True)
+                if not (cuts_left and isinstance(error, redis_sync.ConnectionError) and replies.was_cut(error)):
+                    raise
+                cuts_left -= 1
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         # Connect and check here, outside of the limit for sending: both have limits of their own.
@@ -178,22 +184,6 @@ class _Cancellable(connections.AbstractConnection):
                 setattr(self, name, limit)
 
 
-class _Tls(connections.SSLConnection):
-    """Connects again after a cut: a server that refuses a client sends the reason and closes, but the client's system
-    discards the reason if the client has already sent more data.
-    """
-
-    async def connect(self) -> None:
-        for _ in range(_MAX_CUTS):
-            try:
-                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-            except redis_sync.ConnectionError as error:
-                if not replies.was_cut(error):
-                    raise
-            await self.disconnect(nowait=True)
-        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-
-
 @cache
 def connection_class(kind: type) -> type[connections.AbstractConnection]:
     """The class of connections that replaces `kind`, a class of redis-py for asyncio or for threads."""
@@ -206,8 +196,7 @@ def connection_class(kind: type) -> type[connections.AbstractConnection]:
         (connections.AbstractConnection, kind),
     ):
         if issubclass(kind, known):
-            base = _Tls if ours is connections.SSLConnection else ours
-            return type(kind.__name__, (_Cancellable, base), {})
+            return type(kind.__name__, (_Cancellable, ours), {})
     raise SettingsError(f"redis: lmpool cannot use a client whose connections are of the type {kind.__name__}")
 
 
@@ -231,64 +220,6 @@ def _connection_errors() -> Iterator[None]:
         yield
     except RedisClusterException as error:
         raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
-
-
-class Cluster:
-    """The masters of a cluster and their slots. One of `nodes` must answer; `options` are those of redis-py."""
-
-    def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
-        self.nodes = list(nodes)
-        self._options = {**options, "ssl": True} if is_tls else dict(options)
-        self._places: dict[int, Place] | None = None
-        self._reading = asyncio.Lock()
-
-    def client(self, reply_timeout_s: float) -> redis_async.RedisCluster:
-        """A client for control messages, which finds the master of each key."""
-        client = _ClusterClient(
-            startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=reply_timeout_s,
-            **UNNAMED,
-            **self._options,
-        )
-        # The constructor accepts no connection class. Later nodes take the class from `connection_kwargs`.
-        kind = connection_class(client.connection_kwargs["connection_class"])
-        client.connection_kwargs["connection_class"] = kind
-        for node in client.nodes_manager.startup_nodes.values():
-            node.connection_class = cast(type[connections.Connection], kind)
-        return client
-
-    async def place(self, key: bytes) -> Place:
-        """The master that serves a key."""
-        if (places := self._places) is None:
-            async with self._reading:
-                if (places := self._places) is None:
-                    places = self._places = await self._read()
-        slot = key_slot(key)
-        if slot not in places:
-            self.forget()
-            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {slot} at present")
-        return places[slot]
-
-    async def _read(self) -> dict[int, Place]:
-        client = self.client(_CLUSTER_TIMEOUT_S)
-        try:
-            await client.initialize()
-            slots = client.nodes_manager.slots_cache.items()
-            served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
-        finally:
-            await client.aclose()
-        # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
-        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MAX_NODES]
-        return served
-
-    def forget(self) -> None:
-        """Discard the slots, so that the next use reads them again."""
-        self._places = None
-
-    def __str__(self) -> str:
-        host, port = self.nodes[0]
-        return f"{host}:{port}"
 
 
 class Server:
@@ -342,19 +273,21 @@ class Server:
         if kwargs.get("protocol") is None:  # In a client of redis-py, None means its default.
             kwargs["protocol"] = 2
         self._kwargs: dict[str, Any] = kwargs
-        self.is_node = False
-        self._nodes: dict[Place, Server] = {}
-        self._cluster: Cluster | None = None
+        self.is_cluster = bool(nodes)  # Whether keys are on several masters.
+        self.is_node = False  # Whether this is one master of a cluster.
+        self._cluster = self  # The masters of a cluster are copies of it, and keep this reference.
+        # Of a cluster: nodes of which one must answer, server of each node, master of each slot (None: not read yet).
+        self._nodes, self._servers = nodes, dict[Place, Server]()
+        self._places: dict[int, Place] | None = None
+        self._reading = asyncio.Lock()
         for name in _FILES:
             try:
                 if path := kwargs.get(name):
                     os.scandir(path).close() if name == "ssl_ca_path" else Path(path).open("rb").close()
             except OSError as error:
                 raise SettingsError(f"redis: {name} cannot be read: {path} ({error.strerror})") from None
-        if nodes:
-            for name in ("host", "port", "db", "path"):
-                kwargs.pop(name, None)
-            self._cluster = Cluster(nodes, kwargs, is_tls=self._is_tls)
+        for name in ("host", "port", "db", "path") if nodes else ():
+            kwargs.pop(name, None)
         self._connection()
 
     def __str__(self) -> str:
@@ -362,16 +295,11 @@ class Server:
         if path := self._kwargs.get("path"):
             return f"unix://{path}"
         if self.is_cluster:
-            return f"{self._scheme}{CLUSTER}://{self._cluster}"
+            return f"{self._scheme}{CLUSTER}://{':'.join(map(str, self._nodes[0]))}"
         return f"{self._scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
 
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
-
-    @property
-    def is_cluster(self) -> bool:
-        """Whether keys are on several masters."""
-        return self._cluster is not None and not self.is_node
 
     @property
     def _is_tls(self) -> bool:
@@ -383,18 +311,35 @@ class Server:
 
     async def at(self, key: bytes) -> Server:
         """The server that has a key: this one, or one master of the cluster. Equal addresses give the same object."""
-        if self._cluster is None or self.is_node:
+        if not self.is_cluster:
             return self
-        try:
-            place = await self._cluster.place(key)
-        except (RedisError, OSError) as error:
-            raise self.explain(error) from error
-        node = self._nodes.get(place)
+        if (places := self._places) is None:
+            try:
+                async with self._reading:
+                    places = self._places = self._places or await self._read_places()
+            except (RedisError, OSError) as error:
+                raise self.explain(error) from error
+        if (place := places.get(key_slot(key))) is None:
+            self.forget_places()
+            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {key_slot(key)} at present")
+        node = self._servers.get(place)
         if node is None:
-            node = self._nodes[place] = copy(self)
-            node.is_node = True
+            node = self._servers[place] = copy(self)
+            node.is_cluster, node.is_node = False, True
             node._kwargs = {**self._kwargs, "host": place[0], "port": place[1]}
         return node
+
+    async def _read_places(self) -> dict[int, Place]:
+        client = self.client(reply_timeout_s=_CLUSTER_TIMEOUT_S)
+        try:
+            await client.initialize()
+            slots = cast(redis_async.RedisCluster, client).nodes_manager.slots_cache.items()
+            served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
+        finally:
+            await client.aclose()
+        # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
+        self._nodes = list(dict.fromkeys([*served.values(), *self._nodes]))[:_MAX_NODES]
+        return served
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether the request must be repeated on a new connection after an error; if so, the slots are read again."""
@@ -411,14 +356,23 @@ class Server:
 
     def forget_places(self) -> None:
         """Discard the slots of the masters, if this is a cluster; the next use reads them again."""
-        if self._cluster is not None:
-            self._cluster.forget()
+        self._cluster._places = None
 
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
         """A client for control messages. It does not retry; callers do."""
-        if self._cluster is not None and self.is_cluster:
+        if self.is_cluster:
+            options = {**self._kwargs, "ssl": True} if self._is_tls else self._kwargs
+            nodes = [ClusterNode(host, port) for host, port in self._nodes]
+            retry = Retry(NoBackoff(), 0)
+            client = _ClusterClient(
+                startup_nodes=nodes, retry=retry, socket_timeout=reply_timeout_s, **UNNAMED, **options
+            )
+            # The constructor accepts no connection class. Later nodes take the class from `connection_kwargs`.
+            client.connection_kwargs["connection_class"] = self._class
+            for node in client.nodes_manager.startup_nodes.values():
+                node.connection_class = cast(type[connections.Connection], self._class)
             # The cluster client has the methods of Redis, but is no subclass.
-            return cast(redis_async.Redis, self._cluster.client(reply_timeout_s))
+            return cast(redis_async.Redis, client)
         pool = connections.ConnectionPool(
             connection_class=self._class,
             retry=Retry(NoBackoff(), 0),

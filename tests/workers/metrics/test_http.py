@@ -26,9 +26,8 @@ from lmpool.protocol.job import Job
 from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.execution.contract import BackendStats
-from lmpool.workers.metrics import prometheus
-from lmpool.workers.metrics.counters import WorkerCounters
-from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector
+from lmpool.workers.metrics import counters as metrics
+from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCollector, WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, open_sockets, until, until_async
@@ -290,12 +289,12 @@ def monitored(port: int) -> Iterator[None]:
     health = Health(DEADLINE_S)
     health.state = "ready"
     snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
-    with prometheus.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
+    with metrics.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
         yield
 
 
 def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors() -> None:
-    port, count, before = free_port(), 4 * prometheus.MAX_CONNECTIONS, open_sockets()
+    port, count, before = free_port(), 4 * metrics.MAX_CONNECTIONS, open_sockets()
     with monitored(port), contextlib.ExitStack() as stack:
         for _ in range(count):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
@@ -304,11 +303,11 @@ def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors
         assert is_like(port, "/readyz", 200, "ok")
         assert "lmpool_worker_info" in scrape(port).kinds
         # Add three for the listening socket and the two ends of the event loop's wake-up socket pair.
-        assert open_sockets() - before - count <= prometheus.MAX_CONNECTIONS + 3
+        assert open_sockets() - before - count <= metrics.MAX_CONNECTIONS + 3
 
 
 def test_a_request_sent_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
+    monkeypatch.setattr(metrics, "REQUEST_S", 0.2)
     port = free_port()
     with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
 

@@ -31,8 +31,7 @@ from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
-from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
-from lmpool.workers.metrics.prometheus import Health, Snapshot
+from lmpool.workers.metrics.counters import CounterDelta, Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer
