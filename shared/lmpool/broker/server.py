@@ -148,7 +148,9 @@ class _Cancellable(connections.AbstractConnection):
             except BaseException as error:
                 # redis-py would keep a connection that the server has not accepted.
                 await self.disconnect(nowait=True)
-                if not (cuts_left and isinstance(error, redis_sync.ConnectionError) and replies.was_cut(error)):
+                if not (
+                    cuts_left and isinstance(error, redis_sync.ConnectionError) and re.search(replies.CUT, str(error))
+                ):
                     raise
                 cuts_left -= 1
 
@@ -343,8 +345,7 @@ class Server:
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether the request must be repeated on a new connection after an error; if so, the slots are read again."""
-        is_not_now = replies.is_not_now(error)
-        if is_not_now:
+        if is_not_now := replies.code_of(error) in replies.NOT_NOW:
             self.forget_places()
         return is_not_now
 

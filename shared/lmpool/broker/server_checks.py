@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.server import Server
@@ -111,34 +112,23 @@ async def read_version(server: Server) -> tuple[str, str]:
     return fields.get("server", ""), fields.get("version", "")
 
 
-async def read_doubt(server: Server) -> str | None:
-    """The warning about a server's version, as `doubt_of` returns it."""
-    return doubt_of(*await read_version(server))
-
-
-async def read_doubts(server: Server) -> list[str]:
-    """Check that a server can be used; returns the warnings about its version and its memory."""
+async def check_server(server: Server) -> tuple[ServerMemory | None, list[str]]:
+    """Check that a server can be used; returns its memory, and the warnings about its version and its memory."""
     # Open a new client: an idle connection may be cut while the model loads.
-    redis = server.client()
-    try:
+    async with server.connected() as redis:
         await redis.ping()
         memory = await read_memory(redis)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await redis.aclose()
-    doubts = (await read_doubt(server), memory and memory.doubt())
-    return [doubt for doubt in doubts if doubt]
+    doubts = (doubt_of(*await read_version(server)), memory and memory.doubt())
+    return memory, [doubt for doubt in doubts if doubt]
 
 
 def _fields(reply: Any) -> dict[str, str]:
     """The short texts in a reply to HELLO, by field; RESP2 and RESP3 nest the reply differently."""
+    pairs: Iterable[tuple[Any, Any]] = reply.items() if isinstance(reply, dict) else ()
     if isinstance(reply, list):
-        pairs = list(zip(reply[::2], reply[1::2], strict=False))
-    else:
-        pairs = list(reply.items()) if isinstance(reply, dict) else []
-    return {name.decode(): value.decode() for name, value in pairs if _is_plain(name) and _is_plain(value)}
+        pairs = zip(reply[::2], reply[1::2], strict=False)
 
+    def is_plain(value: object) -> bool:
+        return isinstance(value, bytes) and len(value) <= _MAX_TEXT and value.isascii() and value.decode().isprintable()
 
-def _is_plain(value: object) -> bool:
-    return isinstance(value, bytes) and len(value) <= _MAX_TEXT and value.isascii() and value.decode().isprintable()
+    return {name.decode(): value.decode() for name, value in pairs if is_plain(name) and is_plain(value)}

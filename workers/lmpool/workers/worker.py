@@ -16,7 +16,7 @@ from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.scripts import read_alive, read_infos
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import read_doubts, read_memory
+from lmpool.broker.server_checks import check_server, read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.adapter import MAX_LOADED
 from lmpool.protocol.keys import Keys
@@ -437,7 +437,7 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
         ServerError: the server cannot be used.
         SettingsError: an adapter lies outside of the allowed folders.
     """
-    for doubt in await read_doubts(server):
+    for doubt in (await check_server(server))[1]:
         _log.warning("%s", doubt)
     for source in getattr(backend, "adapter_folders", {}).values():
         place_of(settings, source, is_own=True)
