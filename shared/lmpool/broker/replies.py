@@ -70,7 +70,7 @@ _AUTH_WORDS = {
 NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
            "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
 _REFUSED = {"NOAUTH", "WRONGPASS", "NOPERM"}
-# Patterns in the texts of connection errors: not all exceptions of redis-py have a cause. Some texts have only the error
+# Patterns in the texts of connection errors: some exceptions of redis-py have no cause. Some texts have only the error
 # number, of Linux or macOS. CUT: the other side closed the connection.
 CUT = r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost"
 _LOST = {

@@ -58,11 +58,11 @@ class CheckpointWatch:
     def __init__(self, backend: BackendSettings) -> None:
         self.changed = ""  # Names of the files that have changed or disappeared, at the last check.
         self._thread: threading.Thread | None = None
-        try:
+        self._loaded: dict[Path, tuple[int, int, int] | None] = {}
+        # RuntimeError: an unknown ~user. The load reports these errors better.
+        with contextlib.suppress(OSError, RuntimeError):
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
             self._loaded = {path: _state_of(path) for path in files}
-        except (OSError, RuntimeError):  # RuntimeError: an unknown ~user. The load reports these errors better.
-            self._loaded = {}
 
     def start_check(self) -> None:
         """Check in a thread, unless a check is running: a network file system may hang, and heartbeats must go on."""
@@ -76,9 +76,9 @@ class CheckpointWatch:
             names = [path.name for path, state in self._loaded.items() if _state_of(path) != state]
         except OSError:
             return  # The file system is not available now.
-        more = len(names) - _MAX_NAMED_FILES
-        changed = ", ".join(names[:_MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
-        if changed and changed != self.changed:
+        more = f" and {len(names) - _MAX_NAMED_FILES} more" if len(names) > _MAX_NAMED_FILES else ""
+        changed = ", ".join(names[:_MAX_NAMED_FILES]) + more
+        if changed not in ("", self.changed):
             _log.warning(
                 "files of the model have changed since this worker loaded them: %s. It continues with the weights that "
                 "it has loaded; a worker that starts now loads others",
@@ -89,11 +89,10 @@ class CheckpointWatch:
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
     """Size, time of modification in ns and inode of a file; None if it does not exist."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         seen = path.stat()
-    except FileNotFoundError:
-        return None
-    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+        return seen.st_size, seen.st_mtime_ns, seen.st_ino
+    return None
 
 
 @dataclass(eq=False)
@@ -176,16 +175,15 @@ class Heartbeat:
 
     async def _serving(self, fingerprint: str) -> list[str]:
         """Other live workers of this model with `fingerprint`; for "", workers with another fingerprint than ours."""
-        workers, alive = [], await read_alive(self.redis, self._model, names=True)
-        for worker_id in [name for name in alive.names if name != self.worker_id]:
+        workers, ours = [], self.info.service_fingerprint
+        for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
             try:
-                fields = await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])
+                theirs = (await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])).get("fingerprint")
             except ProtocolError as error:  # One key of another type must not hide the other workers.
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
-            theirs, ours = fields.get("fingerprint"), self.info.service_fingerprint
             is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
-            if is_wanted:
+            if is_wanted and worker_id != self.worker_id:
                 workers.append(worker_id)
         return workers
 
@@ -237,9 +235,9 @@ class Heartbeat:
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
         args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
-        _, has_unknown, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
+        has_unknown, moved = False, 1
         while moved:
-            _, _, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
+            _, has_unknown, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
         if has_unknown:
             consumers, lease_ms = await read_consumers(self.redis, keys), int(self.info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MAX_AT_ONCE):
@@ -268,18 +266,19 @@ class Heartbeat:
 
     async def _write(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
+        info = self.info
         fields: dict[str, str | int | float] = {
-            "model": self.info.name,
-            "backend": self.info.backend,
-            "fingerprint": self.info.service_fingerprint,
+            "model": info.name,
+            "backend": info.backend,
+            "fingerprint": info.service_fingerprint,
             "started": self._started,
-            "lease_s": self.info.lease_s,
+            "lease_s": info.lease_s,
             **counters,
         }
         if self.files is not None:
             fields["changed_files"] = self.files.changed
             self.files.start_check()
-        lease_ms, keys = int(self.info.lease_s * 1000), self._model
+        lease_ms, keys = int(info.lease_s * 1000), self._model
         await scripts.HEARTBEAT(self.redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
         batch = 0 if counters.get("state") == "draining" else self.batch
         args = [self.worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
