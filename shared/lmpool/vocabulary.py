@@ -91,32 +91,28 @@ def _read(tokenizer: Any) -> _Tokens:
     added: dict[int, str] = {}
     spelling: _Spelling | None = None
     if hasattr(backend, "id_to_token"):  # The backend is an object of the package `tokenizers`.
-        count, name = max(backend.get_vocab_size(), _end(backend.get_vocab())), backend.id_to_token
+        count, name = max([backend.get_vocab_size() - 1, *backend.get_vocab().values()]) + 1, backend.id_to_token
         added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         spelling = _declared(backend)
     elif hasattr(tokenizer, "id_to_piece"):
         count = tokenizer.n_words if hasattr(tokenizer, "n_words") else tokenizer.get_piece_size()
         name, spelling = tokenizer.id_to_piece, _sentencepiece
     elif hasattr(tokenizer, "convert_ids_to_tokens"):
-        count, name = max(len(tokenizer), _end(tokenizer.get_vocab())), tokenizer.convert_ids_to_tokens
+        count, name = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()]) + 1, tokenizer.convert_ids_to_tokens
         added = {i: text for text, i in tokenizer.get_added_vocab().items()}
     else:
-        raise InvalidVocabulary(
-            "it is no tokenizer of transformers, tokenizers, sentencepiece, mistral-common or tiktoken"
-        )
+        libraries = "transformers, tokenizers, sentencepiece, mistral-common or tiktoken"
+        raise InvalidVocabulary(f"it is no tokenizer of {libraries}")
     pieces = [_or_none(name, i) for i in _ids(count)]
     spelling = spelling or _undeclared(tokenizer, pieces)
     tokens = []
     for i, piece in enumerate(pieces):
         try:
-            if i not in added:
-                tokens.append(b"" if piece is None else spelling(piece))
-            else:
-                text = added[i].encode()
-                tokens.append(text.replace(_SPACE, b" ") if spelling is _sentencepiece else text)
+            token = added[i].encode() if i in added else b"" if piece is None else spelling(piece)
         except (LookupError, TypeError, ValueError) as error:
             reason = f"token {i}, {shown(piece, _MAX_SHOWN)}, has a character that stands for no byte"
             raise InvalidVocabulary(reason) from error
+        tokens.append(token.replace(_SPACE, b" ") if spelling is _sentencepiece else token)
     return tokens, pieces
 
 
@@ -135,21 +131,16 @@ def _declared(backend: Any) -> _Spelling | None:
     if "WordPiece" in parts:
         prefix = parts["WordPiece"]["prefix"]
         return lambda piece: (piece.removeprefix(prefix) or piece).encode()  # Keep a piece that is the prefix alone.
-    named = ", ".join(sorted(parts))
-    raise InvalidVocabulary(
-        f"its decoder is {named}: only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
-    )
+    known = "only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
+    raise InvalidVocabulary(f"its decoder is {', '.join(sorted(parts))}: {known}")
 
 
 def _parts(node: Any) -> Iterator[dict[str, Any]]:
     """Yield all parts of a decoder, including nested parts."""
-    if isinstance(node, dict):
-        if isinstance(node.get("type"), str):
-            yield node
-        node = list(node.values())
-    if isinstance(node, list):
-        for inner in node:
-            yield from _parts(inner)
+    if isinstance(node, dict) and isinstance(node.get("type"), str):
+        yield node
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _parts(inner)
 
 
 def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
@@ -160,9 +151,8 @@ def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
         return _byte_level(byte_of)
     # Any English word is spelled in GPT-2's alphabet, but only byte-level vocabularies have all its letters as tokens.
     if not {_BYTE_OF.get(piece) for piece in pieces if piece} >= _BYTES_OF_UTF8:
-        raise InvalidVocabulary(
-            "it has no decoder and no byte_decoder, and not every byte of GPT-2's alphabet is a token"
-        )
+        missing = "not every byte of GPT-2's alphabet is a token"
+        raise InvalidVocabulary(f"it has no decoder and no byte_decoder, and {missing}")
     return _byte_level(_BYTE_OF)
 
 
@@ -196,11 +186,6 @@ def _name(tokenizer: Any) -> str:
     named = getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", None)
     kind = type(tokenizer).__name__
     return f"{shown(named, _MAX_SHOWN)} ({kind})" if isinstance(named, str) else kind
-
-
-def _end(vocab: Mapping[str, int]) -> int:
-    """One more than the highest id; 0 without ids."""
-    return max(vocab.values(), default=-1) + 1
 
 
 def _ids(count: int) -> range:
@@ -283,13 +268,12 @@ class Vocabulary:
             raise ProtocolError(f"a vocabulary of {len(view)} bytes is shorter than its {_HEADER.size}-byte header")
         magic, version, zero, zeros, count, total = _HEADER.unpack_from(view)
         if (magic, version, zero, zeros) != (_MAGIC, _WIRE_VERSION, 0, 0):
-            raise ProtocolError(
-                f"not a vocabulary of wire version {_WIRE_VERSION}: it begins with {magic!r}, version {version}"
-            )
+            found = f"it begins with {magic!r}, version {version}"
+            raise ProtocolError(f"not a vocabulary of wire version {_WIRE_VERSION}: {found}")
         split = _HEADER.size + count * _LENGTHS.itemsize
         if len(view) != split + total:
-            text = f"a vocabulary of {count} tokens and {total} bytes takes {split + total} bytes, not {len(view)}"
-            raise ProtocolError(text)
+            size = split + total
+            raise ProtocolError(f"a vocabulary of {count} tokens and {total} bytes takes {size} bytes, not {len(view)}")
         lengths = np.frombuffer(view[_HEADER.size : split], _LENGTHS).copy()
         if problem := _over_a_limit(lengths):
             raise ProtocolError(problem)
@@ -384,18 +368,15 @@ def decode_vocab(
         reason = str(error) if isinstance(error, InvalidVocabulary) else f"{type(error).__name__}: {error}"
         raise InvalidVocabulary(f"the vocabulary of {_name(tokenizer)} cannot be read: {reason}") from error
     named = pieces if byte2str_fallback == "tokenizer" and pieces is not None else [None] * len(tokens)
-    texts = [_text(token, piece, byte2str_fallback) for token, piece in zip(tokens, named, strict=True)]
+    texts = []
+    for token, piece in zip(tokens, named, strict=True):
+        try:
+            texts.append(token.decode())
+        except UnicodeDecodeError:
+            shown_as = token.decode("latin-1") if byte2str_fallback == "latin1" else token.decode(errors="replace")
+            texts.append(shown_as if piece is None else piece)
     missing = 0 if vocab_size is None else max(0, vocab_size - len(tokens))
     return DecodedVocab((tokens + [b""] * missing)[:vocab_size], (texts + [""] * missing)[:vocab_size])
-
-
-def _text(token: bytes, piece: str | None, fallback: str) -> str:
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        if piece is not None:
-            return piece
-        return token.decode("latin-1") if fallback == "latin1" else token.decode(errors="replace")
 
 
 def _described(value: object) -> str:
