@@ -73,9 +73,6 @@ class RawConnection(asyncio.BaseProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
 
-    def eof_received(self) -> bool:
-        return False  # False makes asyncio close the transport.
-
 
 class RawCommandConnection(RawConnection, asyncio.Protocol):
     """A raw connection for any commands, whose replies hiredis parses.

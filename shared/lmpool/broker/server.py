@@ -258,7 +258,10 @@ class Server:
             kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
             kind = redis.connection_pool.connection_class
         else:
-            url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
+            url = redis if redis is not None else os.environ.get(URL_VARIABLE) or find()
+            if url is None:
+                advice = f"{_ADVICE}{argument('redis')} or {URL_VARIABLE}"
+                raise ServerUnreachable(f"no Redis server was named and none of yours runs in {runtime_dir()}{advice}")
             nodes, url = cluster_nodes(url)
             kwargs = parse_url(url)
             kind = kwargs.pop("connection_class", connections.Connection)
@@ -270,10 +273,9 @@ class Server:
                 kwargs["ssl_check_hostname"] = True
         for name in _NOT_TAKEN:
             kwargs.pop(name, None)
-        if kwargs.get("socket_connect_timeout") is None:  # The default of redis-py 5.3.
-            kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
-        if kwargs.get("protocol") is None:  # In a client of redis-py, None means its default.
-            kwargs["protocol"] = 2
+        # In a client of redis-py, None means its default.
+        defaults = {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "protocol": 2}
+        kwargs |= {name: default for name, default in defaults.items() if kwargs.get(name) is None}
         self._kwargs: dict[str, Any] = kwargs
         self.is_cluster = bool(nodes)  # Whether keys are on several masters.
         self.is_node = False  # Whether this is one master of a cluster.
@@ -362,26 +364,18 @@ class Server:
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
         """A client for control messages. It does not retry; callers do."""
         if self.is_cluster:
-            options = {**self._kwargs, "ssl": True} if self._is_tls else self._kwargs
+            options = self._kwargs | UNNAMED | ({"ssl": True} if self._is_tls else {})
             nodes = [ClusterNode(host, port) for host, port in self._nodes]
-            retry = Retry(NoBackoff(), 0)
-            client = _ClusterClient(
-                startup_nodes=nodes, retry=retry, socket_timeout=reply_timeout_s, **UNNAMED, **options
-            )
+            options |= {"socket_timeout": reply_timeout_s, "retry": Retry(NoBackoff(), 0)}
+            client = _ClusterClient(startup_nodes=nodes, **options)
             # The constructor accepts no connection class. Later nodes take the class from `connection_kwargs`.
             client.connection_kwargs["connection_class"] = self._class
             for node in client.nodes_manager.startup_nodes.values():
                 node.connection_class = cast(type[connections.Connection], self._class)
             # The cluster client has the methods of Redis, but is no subclass.
             return cast(redis_async.Redis, client)
-        pool = connections.ConnectionPool(
-            connection_class=self._class,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=reply_timeout_s,
-            **self._kwargs,
-            **UNNAMED,
-        )
-        return redis_async.Redis.from_pool(pool)
+        options = {"socket_timeout": reply_timeout_s, "retry": Retry(NoBackoff(), 0), **self._kwargs, **UNNAMED}
+        return redis_async.Redis.from_pool(connections.ConnectionPool(self._class, **options))
 
     @asynccontextmanager
     async def connected(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> AsyncIterator[redis_async.Redis]:
@@ -429,20 +423,16 @@ class Server:
         if "Cluster mode is not enabled" in text:
             return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
         if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self.is_node:
-            return ServerError(
-                f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
-            )
+            name = f"{self._scheme}{CLUSTER}://HOST:PORT"
+            return ServerError(f"{self} is one node of a Redis Cluster: name it as {name} ({text})")
         is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError))
         if meaning:
             return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
             # A server without TLS does not answer a TLS greeting. "reading" in the text: the connection was open.
             is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
-            why = replies.loss(error)
-            return ServerUnreachable(
-                f"no Redis server answers at {self}: {f'{why} ({text})' if why else text}"
-                f"{'; is it a port with TLS?' if is_mute else ''}"
-            )
+            why = f"{loss} ({text})" if (loss := replies.loss(error)) else text
+            return ServerUnreachable(f"no Redis server answers at {self}: {why}{'; is it a port with TLS?' * is_mute}")
         return ServerError(f"{self} answered with an error: {text}")
 
 
@@ -459,14 +449,6 @@ def where(redis: RedisLike | None) -> str:
         return str(Server(redis))
     except SettingsError:
         return f"a client of the type {type(redis).__name__}"
-
-
-def _embedded_url() -> str:
-    url = find()
-    if url is None:
-        text = f"no Redis server was named and none of yours runs in {runtime_dir()}"
-        raise ServerUnreachable(f"{text}{_ADVICE}{argument('redis')} or {URL_VARIABLE}")
-    return url
 
 
 def without_advice(error: Exception) -> str:

@@ -31,7 +31,7 @@ from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
-from lmpool.workers.metrics.counters import CounterDelta, Health, Snapshot, WorkerCounters
+from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer
@@ -147,7 +147,6 @@ class Worker:
         self.settings = settings or WorkerSettings()
         self.worker_id = new_worker_id()
         self.counters = WorkerCounters()
-        self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
         self._serving: Serving | None = None
@@ -377,13 +376,13 @@ class Worker:
             "stolen": self.counters.stolen,
             "claimed": self.counters.claimed,
             **({"shared": self.counters.shared} if self.counters.shared_bytes else {}),
-            **self._delta.since_heartbeat(stats),
+            **self.counters.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),
         }
 
     async def _log_counters(self, serving: Serving) -> None:
-        line, in_flight = self._delta.describe_since_log(serving.engine_thread.stats), len(serving.in_flight)
+        line, in_flight = self.counters.describe_since_log(serving.engine_thread.stats), len(serving.in_flight)
         if line or in_flight:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 

@@ -71,6 +71,13 @@ class WorkerCounters:
     speed: float = 0.0  # Results per second of computing, in the last heartbeat interval with steps.
     memory: ServerMemory | None = None  # The server's memory at the last heartbeat; None if it was not read.
     clock_ahead_s: float = 0.0  # Server clock minus local clock, in seconds.
+    # At the last heartbeat: the backend's counters and the monotonic time, and counts of `job_s`.
+    _at_heartbeat: tuple[BackendStats, float] = field(default_factory=lambda: (BackendStats(), time.monotonic()))
+    _job_counts: list[int] = field(default_factory=list)
+    _computed: tuple[float, float] = 0.0, 0.0  # Number of answers and busy seconds when the speed was last measured.
+    # At the last log line: the backend's counters and the monotonic time, and numbers of homed and of stolen jobs.
+    _at_log: tuple[BackendStats, float] = field(default_factory=lambda: (BackendStats(), time.monotonic()))
+    _moved: tuple[int, int] = 0, 0
 
     def note_queue(self, queue: QueueState, sent_at: float) -> None:
         """Record the state of the queue, which was requested at the local time `sent_at`."""
@@ -112,31 +119,19 @@ class WorkerCounters:
             is_sent_again = failure is not None and failure.kind in SENT_AGAIN
             self.ended["dead" if is_dead else "sent_again" if is_sent_again else "failed"] += 1
 
-
-class CounterDelta:
-    """Rates of counters since the last heartbeat and since the last log line."""
-
-    def __init__(self, counters: WorkerCounters) -> None:
-        self._counters = counters
-        self._heartbeat = self._logged = BackendStats(), time.monotonic()
-        self._job_counts: list[int] = []
-        self._computed = 0.0, 0.0  # Number of answers and busy seconds when the speed was last measured.
-        self._moved = 0, 0  # Numbers of homed and of stolen jobs at the last log line.
-
     def since_heartbeat(self, now: BackendStats) -> dict[str, str | float]:
         """The rates since the last call as fields of the heartbeat; "" without a value."""
-        (before, at), self._heartbeat = self._heartbeat, (now, time.monotonic())
-        jobs = self._counters.job_s
-        counts, self._job_counts = jobs.since(self._job_counts), list(jobs.counts)
+        (before, at), self._at_heartbeat = self._at_heartbeat, (now, time.monotonic())
+        counts, self._job_counts = self.job_s.since(self._job_counts), list(self.job_s.counts)
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
         rows, steps = now.rows - before.rows, now.steps - before.steps
-        answers, busy_s = self._counters.batch.total, self._counters.step_s.total
+        answers, busy_s = self.batch.total, self.step_s.total
         if answers > self._computed[0] and busy_s > self._computed[1]:
-            self._counters.speed = (answers - self._computed[0]) / (busy_s - self._computed[1])
+            self.speed = (answers - self._computed[0]) / (busy_s - self._computed[1])
             self._computed = answers, busy_s
         return {
-            "speed": round(self._counters.speed, 3),
-            "rows_per_s": round(rows / max(1e-3, self._heartbeat[1] - at), 1),
+            "speed": round(self.speed, 3),
+            "rows_per_s": round(rows / max(1e-3, self._at_heartbeat[1] - at), 1),
             "batch": round(rows / steps, 1) if steps else "",
             "p50_s": "" if p50 is None else round(p50, 6),
             "p99_s": "" if p99 is None else round(p99, 6),
@@ -146,14 +141,14 @@ class CounterDelta:
 
     def describe_since_log(self, now: BackendStats) -> str:
         """The rates since the last call as text; "" without a step."""
-        (before, at), self._logged = self._logged, (now, time.monotonic())
+        (before, at), self._at_log = self._at_log, (now, time.monotonic())
         rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
         if not steps:
             return ""
         reused = (now.reused - before.reused) / max(1, tokens)
-        (homed, stolen), self._moved = self._moved, (self._counters.homed, self._counters.stolen)
+        (homed, stolen), self._moved = self._moved, (self.homed, self.stolen)
         return (
-            f"{rows / max(1e-3, self._logged[1] - at):.1f} rows/s, {rows / steps:.1f} prompts a batch, "
+            f"{rows / max(1e-3, self._at_log[1] - at):.1f} rows/s, {rows / steps:.1f} prompts a batch, "
             f"{100 * reused:.0f} % of tokens from the prefix cache, {self._moved[0] - homed} prompts homed, "
             f"{self._moved[1] - stolen} stolen"
         )
@@ -331,12 +326,10 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
         loop.close()
 
 
-# Returns status, content type and body of a page from the path and the Accept header of a request.
-_Render = Callable[[str, str], tuple[int, str, bytes]]
-
-
-async def _serve(render: _Render, listening: socket.socket, stopped: asyncio.Event) -> None:
-    """Send pages over HTTP, one per connection."""
+async def _serve(
+    render: Callable[[str, str], tuple[int, str, bytes]], listening: socket.socket, stopped: asyncio.Event
+) -> None:
+    """Send pages over HTTP, one per connection. `render`: path and Accept header -> status, content type, and body."""
     connections: list[asyncio.Task[Any]] = []  # Open connections, the oldest first.
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -347,7 +340,16 @@ async def _serve(render: _Render, listening: socket.socket, stopped: asyncio.Eve
             connections.pop(0).cancel()
         try:
             async with asyncio.timeout(REQUEST_S):
-                writer.write(_response(render, await reader.readuntil(b"\r\n\r\n")))
+                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+                method, _, rest = head.partition("\r\n")[0].partition(" ")
+                accept = re.search(r"^accept:(.*)$", head, re.IGNORECASE | re.MULTILINE)
+                status, kind, body = 405, _TEXT, b"GET and HEAD are allowed\n"
+                if method in ("GET", "HEAD"):
+                    path = rest.partition(" ")[0].partition("?")[0]
+                    status, kind, body = render(path, accept[1].strip() if accept else "")
+                headers = f"Content-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close"
+                writer.write(f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\n{headers}\r\n\r\n".encode())
+                writer.write(b"" if method == "HEAD" else body)
                 await writer.drain()
         except (OSError, EOFError, TimeoutError, asyncio.LimitOverrunError, asyncio.CancelledError) as error:
             _log.debug("monitor: a request failed: %r", error)
@@ -361,19 +363,3 @@ async def _serve(render: _Render, listening: socket.socket, stopped: asyncio.Eve
         for task in connections:
             task.cancel()
         await asyncio.gather(*connections, return_exceptions=True)
-
-
-def _response(render: _Render, head: bytes) -> bytes:
-    """The response to a request without a body."""
-    text = head.decode("latin-1")
-    method, _, rest = text.partition("\r\n")[0].partition(" ")
-    accept = re.search(r"^accept:(.*)$", text, re.IGNORECASE | re.MULTILINE)
-    if method in ("GET", "HEAD"):
-        status, kind, body = render(rest.partition(" ")[0].partition("?")[0], accept[1].strip() if accept else "")
-    else:
-        status, kind, body = 405, _TEXT, b"GET and HEAD are allowed\n"
-    start = (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    )
-    return start.encode() + (b"" if method == "HEAD" else body)
