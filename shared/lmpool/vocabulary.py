@@ -62,9 +62,6 @@ _SPACE = "▁".encode()
 _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 256))
 
 
-_Tokens = tuple[list[bytes], list[str | None] | None]
-"""The byte string of each id, b"" for an id without a token; and the tokenizer's names of the tokens, if it has any."""
-
 _Spelling = Callable[[str], bytes]
 """Converts the name of an ordinary token to bytes."""
 
@@ -79,8 +76,11 @@ def _innermost(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _read(tokenizer: Any) -> _Tokens:
-    """Read the tokens of a tokenizer by their ids: a dictionary by their names would merge duplicates."""
+def _read(tokenizer: Any) -> tuple[list[bytes], list[str | None] | None]:
+    """Read a tokenizer's tokens by their ids, because a dictionary by their names would merge duplicates.
+
+    Returns the byte string of each id, b"" for an id without a token; and the tokens' names, if the tokenizer has any.
+    """
     if hasattr(tokenizer, "decode_single_token_bytes"):
         return [_or_none(tokenizer.decode_single_token_bytes, i) or b"" for i in _ids(tokenizer.n_vocab)], None
     if hasattr(tokenizer, "id_to_byte_piece"):
@@ -165,9 +165,8 @@ def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
     """The spelling of a byte-level vocabulary; `end_of_word` (as in CLIP's) stands for a space after a word."""
 
     def ordinary(piece: str) -> bytes:
-        if end_of_word and piece.endswith(end_of_word):
-            return ordinary(piece.removesuffix(end_of_word)) + b" "
-        return bytes(map(byte_of.__getitem__, piece))
+        word = piece.removesuffix(end_of_word)
+        return bytes(map(byte_of.__getitem__, word)) + b" " * (word != piece)
 
     return ordinary
 
@@ -228,8 +227,7 @@ class Vocabulary:
             index, token = next((i, token) for i, token in enumerate(listed) if not isinstance(token, bytes))
             raise InvalidVocabulary(f"token {index} is {_described(token)}, not bytes: see decode_vocab for tokenizers")
         lengths = np.fromiter(map(len, listed), np.int64, len(listed))
-        if problem := _over_a_limit(lengths):
-            raise InvalidVocabulary(problem)
+        _check_limits(lengths, InvalidVocabulary)
         self._take(lengths.astype(_LENGTHS), b"".join(listed))
 
     def _take(self, lengths: NDArray[np.uint32], data: bytes) -> None:
@@ -275,8 +273,7 @@ class Vocabulary:
             size = split + total
             raise ProtocolError(f"a vocabulary of {count} tokens and {total} bytes takes {size} bytes, not {len(view)}")
         lengths = np.frombuffer(view[_HEADER.size : split], _LENGTHS).copy()
-        if problem := _over_a_limit(lengths):
-            raise ProtocolError(problem)
+        _check_limits(lengths, ProtocolError)
         if (summed := int(lengths.sum(dtype=np.int64))) != total:
             raise ProtocolError(f"the tokens of the vocabulary have {summed} bytes together, its header says {total}")
         vocabulary = cls.__new__(cls)
@@ -312,16 +309,15 @@ class Vocabulary:
         return f"<Vocabulary of {len(self)} tokens, {len(self.data)} bytes, {self.digest}>"
 
 
-def _over_a_limit(lengths: NDArray[Any]) -> str:
-    """Name the limit that the lengths of tokens exceed; "" for none."""
+def _check_limits(lengths: NDArray[Any], error: type[Exception]) -> None:
+    """Raise `error` if the lengths of tokens exceed a limit."""
     if not 1 <= len(lengths) <= MAX_TOKENS:
-        return f"the vocabulary has {len(lengths)} tokens: from 1 to {MAX_TOKENS} are allowed"
+        raise error(f"the vocabulary has {len(lengths)} tokens: from 1 to {MAX_TOKENS} are allowed")
     if (total := int(lengths.sum(dtype=np.int64))) > MAX_BYTES:
-        return f"the tokens of the vocabulary have {total} bytes together: at most {MAX_BYTES} are allowed"
-    longest = int(lengths.argmax())
-    if lengths[longest] > MAX_TOKEN_BYTES:
-        return f"token {longest} of the vocabulary has {lengths[longest]} bytes: at most {MAX_TOKEN_BYTES} are allowed"
-    return ""
+        raise error(f"the tokens of the vocabulary have {total} bytes together: at most {MAX_BYTES} are allowed")
+    if (most := int(lengths.max())) > MAX_TOKEN_BYTES:
+        text = f"token {int(lengths.argmax())} of the vocabulary has {most} bytes"
+        raise error(f"{text}: at most {MAX_TOKEN_BYTES} are allowed")
 
 
 class DecodedVocab(NamedTuple):

@@ -79,11 +79,8 @@ class CheckpointWatch:
         more = f" and {len(names) - _MAX_NAMED_FILES} more" if len(names) > _MAX_NAMED_FILES else ""
         changed = ", ".join(names[:_MAX_NAMED_FILES]) + more
         if changed not in ("", self.changed):
-            _log.warning(
-                "files of the model have changed since this worker loaded them: %s. It continues with the weights that "
-                "it has loaded; a worker that starts now loads others",
-                changed,
-            )
+            text = "It continues with the weights that it has loaded; a worker that starts now loads others"
+            _log.warning("files of the model have changed since this worker loaded them: %s. %s", changed, text)
         self.changed = changed
 
 
@@ -123,7 +120,6 @@ class Heartbeat:
         # Register before comparing infos, so that of two workers that start together each finds the other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
         await self._write(counters)
-        await self._keep_texts()
         while (seen := await self._read_info()) != self.info.pack():
             if await self._put_info(seen):
                 return
@@ -151,7 +147,6 @@ class Heartbeat:
             self._others_since = min(self._others_since, now)
             if now - self._others_since > self.info.lease_s:
                 raise
-        await self._keep_texts()
         return lane
 
     async def _read_info(self) -> bytes:
@@ -166,12 +161,11 @@ class Heartbeat:
         """Replace the info `seen` in Redis by this worker's info; False if another worker has replaced it before."""
         differences, fingerprint = _compare(self.info, seen)
         if differences and (others := await self._serving(fingerprint)):
-            raise ModelMismatch(
-                f"the model {self.info.name!r} is served by {', '.join(others)} with another fingerprint "
-                f"({'; '.join(differences)}): serve these weights under another --name, or stop the other workers first"
-            )
-        swap = [self.info.name, seen, self.info.pack()]
-        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, self.info.name)], swap))
+            theirs = f"served by {', '.join(others)} with another fingerprint ({'; '.join(differences)})"
+            advice = "serve these weights under another --name, or stop the other workers first"
+            raise ModelMismatch(f"the model {self.info.name!r} is {theirs}: {advice}")
+        name = self.info.name
+        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
     async def _serving(self, fingerprint: str) -> list[str]:
         """Other live workers of this model with `fingerprint`; for "", workers with another fingerprint than ours."""
@@ -257,13 +251,6 @@ class Heartbeat:
             for key in (*keys.queue, *lanes):
                 await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A later worker keeps the key (`keep_queue.lua`).
 
-    async def _keep_texts(self) -> None:
-        """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
-        if self.vocabulary is not None:
-            await register(self.redis, self.keys, self.vocabulary)
-        if self.tokenizer is not None:
-            await register_tokenizer(self.redis, self.keys, self.tokenizer)
-
     async def _write(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
         info = self.info
@@ -283,7 +270,13 @@ class Heartbeat:
         batch = 0 if counters.get("state") == "draining" else self.batch
         args = [self.worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
-        return int(await scripts.REGISTER(self.redis, registered, args))
+        lane = int(await scripts.REGISTER(self.redis, registered, args))
+        # Keep vocabulary and tokenizer in the pool, so that clients need no copies.
+        if self.vocabulary is not None:
+            await register(self.redis, self.keys, self.vocabulary)
+        if self.tokenizer is not None:
+            await register_tokenizer(self.redis, self.keys, self.tokenizer)
+        return lane
 
 
 def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
