@@ -109,8 +109,7 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
                 self.received = 0
                 if not self._pending:
                     raise ProtocolError(f"a reply without a command: {reply!r:.80}")
-                future = self._pending.popleft()
-                if future.done():
+                if (future := self._pending.popleft()).done():
                     continue
                 if isinstance(reply, Exception):
                     future.set_exception(reply)
@@ -206,8 +205,7 @@ class Connection(Generic[Raw]):
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
         """Close the raw connection, and return True, if a command must be repeated on a new one after the error."""
-        is_not_now = self._server.is_not_now(error)
-        if is_not_now:
+        if is_not_now := self._server.is_not_now(error):
             raw.close(self._server.explain(error))
         return is_not_now
 
@@ -240,7 +238,6 @@ class Connection(Generic[Raw]):
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         if self._raw is not None:
             self._raw.close()
 

@@ -43,8 +43,6 @@ def _text(name: str, included: set[str]) -> str:
 class Script:
     """A Lua script. Its whole text is sent only if the server has not cached the script yet."""
 
-    __slots__ = ("name", "sha", "source")
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.source = _text(name, set())
@@ -207,8 +205,8 @@ def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
 
 async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     """The state of a model's queue. A queue that no worker has ever served is empty."""
-    depth, age_ms, dead, now_ms = await SURVEY(redis, [keys.jobs, keys.dead], [])
-    return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)
+    depth, age_ms, dead, now_ms = map(int, await SURVEY(redis, [keys.jobs, keys.dead], []))
+    return QueueState(depth, age_ms / 1000, dead, now_ms / 1000)
 
 
 class Alive(NamedTuple):
@@ -235,8 +233,7 @@ async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
         if not str(error).startswith(_NO_QUEUE):
             raise
         return {}
-    lengths = [(worker, int(min(max(0.0, length), _MAX_LANE))) for worker, length in lanes if worker]
-    return {worker.decode("utf-8", "replace"): length for worker, length in lengths}
+    return {name.decode("utf-8", "replace"): int(min(max(0.0, jobs), _MAX_LANE)) for name, jobs in lanes if name}
 
 
 async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:
