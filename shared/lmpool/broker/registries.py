@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -24,20 +25,15 @@ MARGIN_S = 0.5  # Further seconds that a change of an adapter waits, because clo
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
-async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
-    """Store a vocabulary for a day, unless the pool has a value of its size. With `anew`, replace this value."""
-    key = keys.vocabulary(vocabulary.digest)
-    if anew or not await _keep(redis, key, vocabulary.nbytes):
-        await redis.set(key, vocabulary.pack(), px=_TTL_MS)
-
-
-async def _keep(redis: Redis, key: bytes, size: int) -> bool:
-    """Renew the lifetime of a value; False if the pool has no value of this size under the key."""
-    is_there = await redis.pexpire(key, _TTL_MS)
-    try:
-        return bool(is_there) and await redis.strlen(key) == size
-    except ResponseError:
-        return False  # The key holds another type than a string.
+async def register(redis: Redis, keys: Keys, value: Vocabulary | PackedTokenizer, *, anew: bool = False) -> None:
+    """Store a vocabulary or a tokenizer for a day, unless the pool has a value of its size; `anew`: in any case."""
+    key = (keys.vocabulary if isinstance(value, Vocabulary) else keys.tokenizer)(value.digest)
+    is_kept = False
+    with suppress(ResponseError):  # The key holds another type than a string.
+        size = value.nbytes if isinstance(value, Vocabulary) else len(value.data)
+        is_kept = not anew and bool(await redis.pexpire(key, _TTL_MS)) and await redis.strlen(key) == size
+    if not is_kept:
+        await redis.set(key, value.pack() if isinstance(value, Vocabulary) else value.data, px=_TTL_MS)
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
@@ -67,13 +63,6 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
         text = f"the pool does not know the vocabulary {digest}{why}"
         raise UnknownVocabulary(f"{text}: register it with producer.trie, or request it again later") from error
     return vocabulary
-
-
-async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenizer) -> None:
-    """Store a tokenizer for a day, unless the pool has a value of its size."""
-    key = keys.tokenizer(tokenizer.digest)
-    if not await _keep(redis, key, len(tokenizer.data)):
-        await redis.set(key, tokenizer.data, px=_TTL_MS)
 
 
 async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:

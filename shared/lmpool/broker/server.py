@@ -37,14 +37,10 @@ URL_VARIABLE = "LMPOOL_REDIS_URL"
 # Seconds without a reply after which a connection counts as broken, until the pool's lease is known.
 REPLY_TIMEOUT_S = 15.0
 
-UNNAMED: dict[str, Any] = (
-    {"driver_info": None}
-    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
-    else {"lib_name": None, "lib_version": None}
-)
-"""Options that keep redis-py from sending its name and version: users with few rights may not send them, and the
-server would log each refusal.
-"""
+# Options that keep redis-py from sending its name and version: users with few rights may not send them, and the server
+# would log each refusal.
+_HAS_INFO = "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+UNNAMED: dict[str, Any] = {"driver_info": None} if _HAS_INFO else {"lib_name": None, "lib_version": None}
 
 _ADVICE = ": start one with `lmpool up MODEL`, or set "
 _CONNECT_TIMEOUT_S = 5.0  # Seconds to connect and authenticate; a server on the same continent takes far less.
@@ -246,11 +242,8 @@ class Server:
             if isinstance(redis, redis_async.RedisCluster):
                 given = redis.connection_kwargs
             # Keep options about trust (`_TRUST`) even if they are false or None: such a value has a meaning.
-            kwargs = {
-                name: value
-                for name, value in given.items()
-                if (value and (name in _OPTIONS or name.startswith("ssl_"))) or name in _TRUST
-            }
+            kept = {name for name, value in given.items() if value and (name in _OPTIONS or name.startswith("ssl_"))}
+            kwargs = {name: given[name] for name in (kept | set(_TRUST)) & set(given)}
             kind: type = given.get("connection_class") or connections.Connection
             kind = connections.SSLConnection if given.get("ssl") or _is_of_tls(kind) else connections.Connection
         elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
@@ -266,6 +259,8 @@ class Server:
             kwargs = parse_url(url)
             kind = kwargs.pop("connection_class", connections.Connection)
         self._class = connection_class(kind)
+        self._is_tls = _is_of_tls(self._class)
+        self._scheme = "rediss" if self._is_tls else "redis"
         if self._is_tls and kwargs.get("ssl_cert_reqs", "required") not in ("none", None, ssl.CERT_NONE):
             # redis-py 5 does not compare the host with the certificate by default: False need not be the user's choice.
             chosen = kwargs.get("ssl_check_hostname")
@@ -304,14 +299,6 @@ class Server:
 
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
-
-    @property
-    def _is_tls(self) -> bool:
-        return _is_of_tls(self._class)
-
-    @property
-    def _scheme(self) -> str:
-        return "rediss" if self._is_tls else "redis"
 
     async def at(self, key: bytes) -> Server:
         """The server that has a key: this one, or one master of the cluster. Equal addresses give the same object."""
@@ -425,7 +412,7 @@ class Server:
         if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self.is_node:
             name = f"{self._scheme}{CLUSTER}://HOST:PORT"
             return ServerError(f"{self} is one node of a Redis Cluster: name it as {name} ({text})")
-        is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError))
+        is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError))
         if meaning:
             return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
@@ -445,10 +432,9 @@ def where(redis: RedisLike | None) -> str:
     if redis is None or isinstance(redis, str):
         url = os.environ.get(URL_VARIABLE) if redis is None else redis
         return mask(url) if url else "your embedded server"
-    try:
+    with suppress(SettingsError):
         return str(Server(redis))
-    except SettingsError:
-        return f"a client of the type {type(redis).__name__}"
+    return f"a client of the type {type(redis).__name__}"
 
 
 def without_advice(error: Exception) -> str:

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
-from lmpool.broker.registries import register, register_tokenizer
+from lmpool.broker.registries import register
 from lmpool.broker.scripts import info_key, read_alive, read_consumers, read_infos, read_queue, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
@@ -272,10 +272,9 @@ class Heartbeat:
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
         lane = int(await scripts.REGISTER(self.redis, registered, args))
         # Keep vocabulary and tokenizer in the pool, so that clients need no copies.
-        if self.vocabulary is not None:
-            await register(self.redis, self.keys, self.vocabulary)
-        if self.tokenizer is not None:
-            await register_tokenizer(self.redis, self.keys, self.tokenizer)
+        for value in (self.vocabulary, self.tokenizer):
+            if value is not None:
+                await register(self.redis, self.keys, value)
         return lane
 
 

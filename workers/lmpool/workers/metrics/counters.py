@@ -263,10 +263,8 @@ class Health:
         """Why the worker takes no jobs; "" while it takes jobs."""
         if why := self.why_dead():
             return why
-        if self.state == "loading":
-            return "the model is loading"
         if self.state != "ready":
-            return f"the worker is {self.state}"
+            return "the model is loading" if self.state == "loading" else f"the worker is {self.state}"
         if self.trouble:
             return f"the last heartbeat failed: {self.trouble}"
         if self.silent_s > self._lease_s:

@@ -38,11 +38,8 @@ class JobTraces:
         self._new_context: Callable[[], Any] = Context
         self._propagator = TraceContextTextMapPropagator()
         self._tracer = self._api.get_tracer("lmpool.worker", version("lmpool"))
-        self._attributes = {
-            "messaging.system": "lmpool",
-            "messaging.destination.name": model,
-            "messaging.client.id": worker_id,
-        }
+        names = {"messaging.destination.name": model, "messaging.client.id": worker_id}
+        self._attributes = {"messaging.system": "lmpool", **names}
 
     def taken(self, message: Job, queued_ms: float) -> JobTrace | None:
         """Begin to trace a job that was queued at `queued_ms`, in ms since 1970 by the local clock; None: untraced."""
@@ -76,11 +73,10 @@ class JobTraces:
         for entry in entries:
             if (trace := entry.trace) is None:
                 continue
-            step = trace.stepped or (trace.taken, trace.taken)
-            spans = [("queue", "receive", trace.queued, trace.taken), ("step", "process", *step)]
-            for name, operation, began, ended in [*spans, ("publish", "settle", step[1], now)]:
-                if name == "step" and trace.stepped is None:
-                    continue
+            spans = [("queue", "receive", trace.queued, trace.taken)]
+            if trace.stepped is not None:
+                spans.append(("step", "process", *trace.stepped))
+            for name, operation, began, ended in [*spans, ("publish", "settle", spans[-1][3], now)]:
                 links = [self._api.Link(trace.batch)] if name == "step" and trace.batch is not None else []
                 kind = self._api.SpanKind.CONSUMER if name == "queue" else self._api.SpanKind.INTERNAL
                 attributes = {**self._attributes, "messaging.operation.type": operation}
