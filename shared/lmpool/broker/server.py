@@ -144,9 +144,8 @@ class _Cancellable(connections.AbstractConnection):
             except BaseException as error:
                 # redis-py would keep a connection that the server has not accepted.
                 await self.disconnect(nowait=True)
-                if not (
-                    cuts_left and isinstance(error, redis_sync.ConnectionError) and re.search(replies.CUT, str(error))
-                ):
+                is_cut = isinstance(error, redis_sync.ConnectionError) and re.search(replies.CUT, str(error))
+                if not (cuts_left and is_cut):
                     raise
                 cuts_left -= 1
 
@@ -159,11 +158,9 @@ class _Cancellable(connections.AbstractConnection):
         async with self._limit("socket_timeout", "Timeout writing to socket"):
             await super().send_packed_command(command, check_health=False)
 
-    async def read_response(self, disable_decoding: bool = False, timeout: float | None = None, **options: Any) -> Any:
-        if timeout is not None:
-            return await super().read_response(disable_decoding, timeout, **options)
+    async def read_response(self, *args: Any, **options: Any) -> Any:
         async with self._limit("socket_timeout", "Timeout reading from the server"):
-            return await super().read_response(disable_decoding, **options)
+            return await super().read_response(*args, **options)
 
     @asynccontextmanager
     async def _limit(self, name: str, text: str) -> AsyncIterator[None]:
@@ -311,7 +308,7 @@ class Server:
             except (RedisError, OSError) as error:
                 raise self.explain(error) from error
         if (place := places.get(key_slot(key))) is None:
-            self.forget_places()
+            self._cluster._places = None
             raise ServerUnreachable(f"no master of the cluster at {self} serves slot {key_slot(key)} at present")
         node = self._servers.get(place)
         if node is None:
@@ -333,9 +330,9 @@ class Server:
         return served
 
     def is_not_now(self, error: BaseException) -> bool:
-        """Whether the request must be repeated on a new connection after an error; if so, the slots are read again."""
+        """Whether the request must be repeated on a new connection after an error; if so, read the slots again."""
         if is_not_now := replies.code_of(error) in replies.NOT_NOW:
-            self.forget_places()
+            self._cluster._places = None
         return is_not_now
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
@@ -343,10 +340,6 @@ class Server:
         if self.is_not_now(error) and not self.is_cluster:
             with suppress(RedisError, OSError):
                 await client.connection_pool.disconnect(inuse_connections=False)
-
-    def forget_places(self) -> None:
-        """Discard the slots of the masters, if this is a cluster; the next use reads them again."""
-        self._cluster._places = None
 
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
         """A client for control messages. It does not retry; callers do."""
@@ -381,7 +374,7 @@ class Server:
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
-            self.forget_places()  # Another node may have become the master.
+            self._cluster._places = None  # Another node may have become the master.
             raise self.explain(error) from error
         return connection
 
