@@ -291,6 +291,10 @@ class EmbeddedServer:
         folder: the folder of the server's files; None means `runtime_dir()`.
         appendonly: log every write, so that a restart in the same folder loses nothing.
 
+    Attributes:
+        url: URL of the server, for redis-py.
+        log_path: path of the server's log; `stop` removes the log unless the server has ended before.
+
     Raises:
         SettingsError: `memory_bytes` is below 4 MiB.
     """
@@ -299,22 +303,13 @@ class EmbeddedServer:
         self._memory_bytes = physical_memory() // 4 if memory_bytes is None else memory_bytes
         check_number("memory_bytes", self._memory_bytes, MIN_MEMORY_BYTES)
         self._folder = (folder or runtime_dir()).absolute()
-        self._socket = self._folder / "redis.sock"
+        self._socket, self.log_path = self._folder / "redis.sock", self._folder / "server.log"
+        self.url = socket_url(self._socket)
         self._appendonly = appendonly
         self._keeper: subprocess.Popen[bytes] | None = None
         self._state: StateFile | None = None
         self._owner = 0  # Id of the process that opened the state file; a fork of this process holds no locks.
         self._number = 0  # Number of this process's record; 0 for none.
-
-    @property
-    def url(self) -> str:
-        """URL of the server, for redis-py."""
-        return socket_url(self._socket)
-
-    @property
-    def log_path(self) -> Path:
-        """Path of the server's log; `stop` removes the log unless the server has ended before."""
-        return self._folder / "server.log"
 
     @property
     def running(self) -> bool:

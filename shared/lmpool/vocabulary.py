@@ -210,6 +210,7 @@ class Vocabulary:
     Attributes:
         lengths: number of bytes of each token: read-only uint32 of shape (V,).
         data: all byte strings, one after the other.
+        nbytes: number of bytes of the packed vocabulary.
         digest: 32 hex digits: the BLAKE2b-128 of V, the lengths (both as little-endian uint32) and the byte strings.
     """
 
@@ -233,6 +234,7 @@ class Vocabulary:
     def _take(self, lengths: NDArray[np.uint32], data: bytes) -> None:
         lengths.flags.writeable = False
         self.lengths, self.data = lengths, data
+        self.nbytes = _HEADER.size + lengths.nbytes + len(data)
         named = hashlib.blake2b(len(lengths).to_bytes(4, "little"), digest_size=16)
         named.update(lengths.data)
         named.update(data)
@@ -243,11 +245,6 @@ class Vocabulary:
         """The byte string of each token, as a shared list that must not be changed."""
         ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
         return list(map(self.data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the packed vocabulary."""
-        return _HEADER.size + self.lengths.nbytes + len(self.data)
 
     def pack(self) -> bytes:
         """The vocabulary as bytes, in the layout that the docstring of this module describes."""
