@@ -87,18 +87,15 @@ def _table(vocab_size: int, seed: int) -> _Table:
     return _Table(logprobs, bits, log_z, np.array(bases[0].sizes, np.uint32), quarter, place)
 
 
-class Draw(NamedTuple):
-    """The row that a prompt gets: a base row, and the rotation of each quarter."""
-
-    base: BaseRow
-    shifts: tuple[int, ...]
+# The row that a prompt gets: a base row, and the rotation of each quarter.
+Draw = tuple[BaseRow, tuple[int, ...]]
 
 
 def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
     """Choose the row of an encoded prompt; `revision` is the revision of its adapter, or "" without one."""
     number, *turns = _HASHED.unpack(_hash(ids, seed, revision))
     base = base_rows(vocab_size, seed)[number % _BASES]
-    return Draw(base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)]))
+    return base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)])
 
 
 def draw_few_tokens(

@@ -40,7 +40,7 @@ _log = logging.getLogger("lmpool.worker")
 _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the lists of workers, longer than the lease of any worker.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Ms that the queue of a model without workers lives, longer than any request waits.
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes.
-_SAY_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
+LOG_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
 
 
@@ -288,10 +288,8 @@ def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
 
 
 @contextlib.asynccontextmanager
-async def loading(
-    server: Server, settings: WorkerSettings, worker_id: str, model: str, *, say_every_s: float = _SAY_EVERY_S
-) -> AsyncIterator[None]:
-    """Register in Redis that a worker loads a model, while the context is open; log every `say_every_s` seconds."""
+async def loading(server: Server, settings: WorkerSettings, worker_id: str, model: str) -> AsyncIterator[None]:
+    """Register in Redis that a worker loads a model, while the context is open; log every `LOG_EVERY_S` seconds."""
     _log.info("loading %r", model)
     redis, keys = server.client(), Keys(settings.prefix)
     with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and log its errors.
@@ -301,13 +299,13 @@ async def loading(
 
     async def send_heartbeats() -> None:
         began, started = time.monotonic(), time.time()
-        say_at = began + say_every_s
+        log_at = began + LOG_EVERY_S
         while True:
-            if (now := time.monotonic()) >= say_at:
-                say_at = now + say_every_s
+            if (now := time.monotonic()) >= log_at:
+                log_at = now + LOG_EVERY_S
                 _log.info("still loading %r after %.0f s", model, now - began)
             try:
-                await send_loading(redis, keys, settings, worker_id, model, started)
+                await send_loading(redis, settings, worker_id, model, started)
             except (RedisError, OSError) as error:
                 _log.warning("will try again: %s", server.explain(error))
             await asyncio.sleep(settings.heartbeat_s)
@@ -331,11 +329,10 @@ async def loading(
             await redis.aclose()
 
 
-async def send_loading(
-    redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str, model: str, started: float
-) -> None:
+async def send_loading(redis: Redis, settings: WorkerSettings, worker_id: str, model: str, started: float) -> None:
     """Write the heartbeat of a loading worker. A loading worker, drawn at random, removes old ones."""
-    lease_ms, loading = int(settings.lease_s * 1000), keys.loading()
+    keys, lease_ms = Keys(settings.prefix), int(settings.lease_s * 1000)
+    loading = keys.loading()
     fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
     await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])
     await scripts.HEARTBEAT(redis, [loading], [lease_ms, worker_id, model])
