@@ -463,24 +463,20 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
         while server.poll() is None:
             if state.lock(_MUTEX):
                 if state.lock(_RECORD_BYTES, _MUTEX - _RECORD_BYTES):  # No process uses the server.
-                    _end(server)
-                    for file in (path, folder / "server.log"):
-                        file.unlink(missing_ok=True)
                     return  # The kernel releases all locks when the keeper ends.
                 state.unlock(_MUTEX)
             time.sleep(_POLL_S)
         state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(folder / 'server.log')}"})
     finally:
-        _end(server)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+        if server.poll() is None:
+            server.terminate()
+            try:
+                server.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+            for file in (path, folder / "server.log"):
+                file.unlink(missing_ok=True)
 
 
 def _last_lines(log: Path) -> str:

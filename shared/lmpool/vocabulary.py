@@ -181,12 +181,6 @@ _BYTE_OF = (
 )
 
 
-def _name(tokenizer: Any) -> str:
-    named = getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", None)
-    kind = type(tokenizer).__name__
-    return f"{shown(named, _MAX_SHOWN)} ({kind})" if isinstance(named, str) else kind
-
-
 def _ids(count: int) -> range:
     if not 1 <= count <= MAX_TOKENS:
         raise InvalidVocabulary(f"it has {count} tokens: from 1 to {MAX_TOKENS} are allowed")
@@ -359,7 +353,10 @@ def decode_vocab(
         tokens, pieces = _read(_innermost(tokenizer))
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, InvalidVocabulary) else f"{type(error).__name__}: {error}"
-        raise InvalidVocabulary(f"the vocabulary of {_name(tokenizer)} cannot be read: {reason}") from error
+        named = getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", None)
+        kind = type(tokenizer).__name__
+        name = f"{shown(named, _MAX_SHOWN)} ({kind})" if isinstance(named, str) else kind
+        raise InvalidVocabulary(f"the vocabulary of {name} cannot be read: {reason}") from error
     named = pieces if byte2str_fallback == "tokenizer" and pieces is not None else [None] * len(tokens)
     texts = []
     for token, piece in zip(tokens, named, strict=True):
