@@ -168,14 +168,12 @@ def info_key(keys: Keys, model: str) -> bytes:
     return keys.trie_models() if model == TRIE_SERVICE else keys.models()
 
 
-async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
-    """The encoded infos of some models, or of all: name -> info, or its size if that exceeds `MAX_INFO_BYTES`."""
-    wanted: dict[bytes, list[str]] = {}
-    for name in names:
-        wanted.setdefault(info_key(keys, name), []).append(name)
+async def read_infos(redis: Redis, keys: Keys, name: str | None = None) -> dict[bytes, bytes | int]:
+    """The encoded infos of a model, or of all: name -> info, or its size if that exceeds `MAX_INFO_BYTES`."""
+    wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]} if name is None else {info_key(keys, name): [name]}
     infos: dict[bytes, bytes | int] = {}
-    for key, fields in (wanted or {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}).items():
-        infos.update(await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields))
+    for key, fields in wanted.items():
+        infos |= await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields)
     return infos
 
 

@@ -444,7 +444,7 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
         return
     name, keys, redis = backend.served_as, Keys(settings.prefix), server.client()
     try:
-        packed = (await read_infos(redis, keys, [name])).get(name.encode())
+        packed = (await read_infos(redis, keys, name)).get(name.encode())
         served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
         if served != kind and (await read_alive(redis, keys.model(name))).serving:
             raise ModelMismatch(

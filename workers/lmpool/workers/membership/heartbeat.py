@@ -151,7 +151,7 @@ class Heartbeat:
 
     async def _read_info(self) -> bytes:
         """The info of the model in Redis; b"" for none."""
-        seen = (await read_infos(self.redis, self.keys, [self.info.name])).get(self.info.name.encode(), b"")
+        seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
         await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # A value too large for an info.
