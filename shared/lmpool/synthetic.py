@@ -57,11 +57,9 @@ def base_rows(vocab_size: int, seed: int) -> list[BaseRow]:
         bits = narrow_to_bf16(draws)
         logits = widen_bf16(bits)
         log_z = np.float32(np.logaddexp.reduce(logits.astype(np.float64)))
-        logprobs, quarters = np.array_split(logits - log_z, _PARTS), np.array_split(bits, _PARTS)
-        sizes = [max(1, len(part)) for part in quarters]
-        bases.append(
-            BaseRow([np.tile(part, 2) for part in logprobs], [np.tile(part, 2) for part in quarters], log_z, sizes)
-        )
+        logprobs = [np.tile(part, 2) for part in np.array_split(logits - log_z, _PARTS)]
+        quarters = [np.tile(part, 2) for part in np.array_split(bits, _PARTS)]
+        bases.append(BaseRow(logprobs, quarters, log_z, [max(1, len(part) // 2) for part in quarters]))
     return bases
 
 
@@ -83,28 +81,21 @@ def _table(vocab_size: int, seed: int) -> _Table:
     quarter = np.repeat(np.arange(_PARTS), lengths)
     # Each quarter before the token's own is stored twice.
     place = np.arange(vocab_size) + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
-    return _Table(
-        np.concatenate([part for base in bases for part in base.logprobs]),
-        np.concatenate([part for base in bases for part in base.bits]),
-        np.array([base.log_z for base in bases], np.float32),
-        np.array(bases[0].sizes, np.uint32),
-        quarter,
-        place,
-    )
+    logprobs = np.concatenate([part for base in bases for part in base.logprobs])
+    bits = np.concatenate([part for base in bases for part in base.bits])
+    log_z = np.array([base.log_z for base in bases], np.float32)
+    return _Table(logprobs, bits, log_z, np.array(bases[0].sizes, np.uint32), quarter, place)
 
 
-class Draw(NamedTuple):
-    """The row that a prompt gets: a base row, and the rotation of each quarter."""
-
-    base: BaseRow
-    shifts: tuple[int, ...]
+# The row that a prompt gets: a base row, and the rotation of each quarter.
+Draw = tuple[BaseRow, tuple[int, ...]]
 
 
 def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
     """Choose the row of an encoded prompt; `revision` is the revision of its adapter, or "" without one."""
     number, *turns = _HASHED.unpack(_hash(ids, seed, revision))
     base = base_rows(vocab_size, seed)[number % _BASES]
-    return Draw(base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)]))
+    return base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)])
 
 
 def draw_few_tokens(
@@ -118,8 +109,7 @@ def draw_few_tokens(
     hashes = b"".join([_hash(ids, seed, revision) for ids, revision in prompts])
     numbers, table = np.frombuffer(hashes, _HASHES), _table(vocab_size, seed)
     bases = numbers["base"].astype(np.intp) % _BASES
-    shifts = (numbers["turns"] % table.sizes).astype(np.intp)
-    at = shifts.take(table.quarter, axis=1)
+    at = (numbers["turns"] % table.sizes).astype(np.intp).take(table.quarter, axis=1)
     at += table.place
     at += 2 * vocab_size * bases[:, None]
     return (table.bits if bits else table.logprobs).take(at), table.log_z[bases]
@@ -183,9 +173,7 @@ def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
         SettingsError: `vocab_size` is not a whole number from 1 to `lmpool.vocabulary.MAX_TOKENS`.
     """
     check_number("vocab_size", vocab_size, 1, MAX_TOKENS)
-    tokens = [b""]
-    if vocab_size >= _SINGLE_BYTES_FROM:
-        tokens += [bytes([value]) for value in range(256)]
+    tokens = [b"", *(bytes([value]) for value in range(256 if vocab_size >= _SINGLE_BYTES_FROM else 0))]
     generator = np.random.Generator(np.random.PCG64(seed))
     return Vocabulary(tokens + _draw_words(generator, vocab_size - len(tokens)))
 
@@ -194,9 +182,10 @@ def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
     """Draw words that share prefixes: except for the first words, each begins like an earlier word."""
     words = np.zeros((count, _MAX_WORD), np.uint8)
     lengths = np.full(count, _MIN_WORD, np.uint8)
-    columns = np.arange(_MAX_WORD)
-    done = min(count, _STEMS)
-    words[:done, :_MIN_WORD] = _draw_letters(generator, done)[:, :_MIN_WORD]
+    columns, done = np.arange(_MAX_WORD), min(count, _STEMS)
+    words[:done, :_MIN_WORD] = _LETTERS[generator.integers(0, len(_LETTERS), (done, _MAX_WORD), np.uint8)][
+        :, :_MIN_WORD
+    ]
     words[:done:2, 0] = ord(" ")
     while done < count:
         # Double the number of words in each round.
@@ -206,15 +195,11 @@ def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
         cut = generator.integers(0, _MAX_CUT + 1, size)
         kept = np.maximum(_MIN_WORD, lengths[earlier] - cut)
         ends = np.minimum(_MAX_WORD, kept + generator.integers(1, _MAX_ADDED + 1, size))
-        drawn = np.where(columns < ends[:, None], _draw_letters(generator, size), 0)
+        letters = _LETTERS[generator.integers(0, len(_LETTERS), (size, _MAX_WORD), np.uint8)]
+        drawn = np.where(columns < ends[:, None], letters, 0)
         words[new] = np.where(columns < kept[:, None], words[earlier], drawn)
         lengths[new] = ends
         done = new.stop
     # numpy removes zeros at the ends of byte strings: these zeros pad the words.
     tokens: list[bytes] = words.view(f"S{_MAX_WORD}")[:, 0].tolist()
     return tokens
-
-
-def _draw_letters(generator: np.random.Generator, count: int) -> NDArray[np.uint8]:
-    letters: NDArray[np.uint8] = _LETTERS[generator.integers(0, len(_LETTERS), (count, _MAX_WORD), np.uint8)]
-    return letters

@@ -62,9 +62,6 @@ _SPACE = "▁".encode()
 _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 256))
 
 
-_Tokens = tuple[list[bytes], list[str | None] | None]
-"""The byte string of each id, b"" for an id without a token; and the tokenizer's names of the tokens, if it has any."""
-
 _Spelling = Callable[[str], bytes]
 """Converts the name of an ordinary token to bytes."""
 
@@ -79,8 +76,11 @@ def _innermost(tokenizer: Any) -> Any:
     return tokenizer
 
 
-def _read(tokenizer: Any) -> _Tokens:
-    """Read the tokens of a tokenizer by their ids: a dictionary by their names would merge duplicates."""
+def _read(tokenizer: Any) -> tuple[list[bytes], list[str | None] | None]:
+    """Read a tokenizer's tokens by their ids, because a dictionary by their names would merge duplicates.
+
+    Returns the byte string of each id, b"" for an id without a token; and the tokens' names, if the tokenizer has any.
+    """
     if hasattr(tokenizer, "decode_single_token_bytes"):
         return [_or_none(tokenizer.decode_single_token_bytes, i) or b"" for i in _ids(tokenizer.n_vocab)], None
     if hasattr(tokenizer, "id_to_byte_piece"):
@@ -91,32 +91,28 @@ def _read(tokenizer: Any) -> _Tokens:
     added: dict[int, str] = {}
     spelling: _Spelling | None = None
     if hasattr(backend, "id_to_token"):  # The backend is an object of the package `tokenizers`.
-        count, name = max(backend.get_vocab_size(), _end(backend.get_vocab())), backend.id_to_token
+        count, name = max([backend.get_vocab_size() - 1, *backend.get_vocab().values()]) + 1, backend.id_to_token
         added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         spelling = _declared(backend)
     elif hasattr(tokenizer, "id_to_piece"):
         count = tokenizer.n_words if hasattr(tokenizer, "n_words") else tokenizer.get_piece_size()
         name, spelling = tokenizer.id_to_piece, _sentencepiece
     elif hasattr(tokenizer, "convert_ids_to_tokens"):
-        count, name = max(len(tokenizer), _end(tokenizer.get_vocab())), tokenizer.convert_ids_to_tokens
+        count, name = max([len(tokenizer) - 1, *tokenizer.get_vocab().values()]) + 1, tokenizer.convert_ids_to_tokens
         added = {i: text for text, i in tokenizer.get_added_vocab().items()}
     else:
-        raise InvalidVocabulary(
-            "it is no tokenizer of transformers, tokenizers, sentencepiece, mistral-common or tiktoken"
-        )
+        libraries = "transformers, tokenizers, sentencepiece, mistral-common or tiktoken"
+        raise InvalidVocabulary(f"it is no tokenizer of {libraries}")
     pieces = [_or_none(name, i) for i in _ids(count)]
     spelling = spelling or _undeclared(tokenizer, pieces)
     tokens = []
     for i, piece in enumerate(pieces):
         try:
-            if i not in added:
-                tokens.append(b"" if piece is None else spelling(piece))
-            else:
-                text = added[i].encode()
-                tokens.append(text.replace(_SPACE, b" ") if spelling is _sentencepiece else text)
+            token = added[i].encode() if i in added else b"" if piece is None else spelling(piece)
         except (LookupError, TypeError, ValueError) as error:
             reason = f"token {i}, {shown(piece, _MAX_SHOWN)}, has a character that stands for no byte"
             raise InvalidVocabulary(reason) from error
+        tokens.append(token.replace(_SPACE, b" ") if spelling is _sentencepiece else token)
     return tokens, pieces
 
 
@@ -135,21 +131,16 @@ def _declared(backend: Any) -> _Spelling | None:
     if "WordPiece" in parts:
         prefix = parts["WordPiece"]["prefix"]
         return lambda piece: (piece.removeprefix(prefix) or piece).encode()  # Keep a piece that is the prefix alone.
-    named = ", ".join(sorted(parts))
-    raise InvalidVocabulary(
-        f"its decoder is {named}: only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
-    )
+    known = "only ByteLevel, ByteFallback, Metaspace and WordPiece can be read"
+    raise InvalidVocabulary(f"its decoder is {', '.join(sorted(parts))}: {known}")
 
 
 def _parts(node: Any) -> Iterator[dict[str, Any]]:
     """Yield all parts of a decoder, including nested parts."""
-    if isinstance(node, dict):
-        if isinstance(node.get("type"), str):
-            yield node
-        node = list(node.values())
-    if isinstance(node, list):
-        for inner in node:
-            yield from _parts(inner)
+    if isinstance(node, dict) and isinstance(node.get("type"), str):
+        yield node
+    for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _parts(inner)
 
 
 def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
@@ -160,9 +151,8 @@ def _undeclared(tokenizer: Any, pieces: list[str | None]) -> _Spelling:
         return _byte_level(byte_of)
     # Any English word is spelled in GPT-2's alphabet, but only byte-level vocabularies have all its letters as tokens.
     if not {_BYTE_OF.get(piece) for piece in pieces if piece} >= _BYTES_OF_UTF8:
-        raise InvalidVocabulary(
-            "it has no decoder and no byte_decoder, and not every byte of GPT-2's alphabet is a token"
-        )
+        missing = "not every byte of GPT-2's alphabet is a token"
+        raise InvalidVocabulary(f"it has no decoder and no byte_decoder, and {missing}")
     return _byte_level(_BYTE_OF)
 
 
@@ -175,9 +165,8 @@ def _byte_level(byte_of: Mapping[str, int], end_of_word: str = "") -> _Spelling:
     """The spelling of a byte-level vocabulary; `end_of_word` (as in CLIP's) stands for a space after a word."""
 
     def ordinary(piece: str) -> bytes:
-        if end_of_word and piece.endswith(end_of_word):
-            return ordinary(piece.removesuffix(end_of_word)) + b" "
-        return bytes(map(byte_of.__getitem__, piece))
+        word = piece.removesuffix(end_of_word)
+        return bytes(map(byte_of.__getitem__, word)) + b" " * (word != piece)
 
     return ordinary
 
@@ -190,17 +179,6 @@ _BYTE_OF = (
     | {chr(256 + i): byte for i, byte in enumerate(sorted(set(range(256)) - set(_PRINTABLE)))}
     | {" ": 0x20, "\n": 0x0A, "\r": 0x0D, "\t": 0x09, "▁": 0x20}
 )
-
-
-def _name(tokenizer: Any) -> str:
-    named = getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", None)
-    kind = type(tokenizer).__name__
-    return f"{shown(named, _MAX_SHOWN)} ({kind})" if isinstance(named, str) else kind
-
-
-def _end(vocab: Mapping[str, int]) -> int:
-    """One more than the highest id; 0 without ids."""
-    return max(vocab.values(), default=-1) + 1
 
 
 def _ids(count: int) -> range:
@@ -226,6 +204,7 @@ class Vocabulary:
     Attributes:
         lengths: number of bytes of each token: read-only uint32 of shape (V,).
         data: all byte strings, one after the other.
+        nbytes: number of bytes of the packed vocabulary.
         digest: 32 hex digits: the BLAKE2b-128 of V, the lengths (both as little-endian uint32) and the byte strings.
     """
 
@@ -243,13 +222,13 @@ class Vocabulary:
             index, token = next((i, token) for i, token in enumerate(listed) if not isinstance(token, bytes))
             raise InvalidVocabulary(f"token {index} is {_described(token)}, not bytes: see decode_vocab for tokenizers")
         lengths = np.fromiter(map(len, listed), np.int64, len(listed))
-        if problem := _over_a_limit(lengths):
-            raise InvalidVocabulary(problem)
+        _check_limits(lengths, InvalidVocabulary)
         self._take(lengths.astype(_LENGTHS), b"".join(listed))
 
     def _take(self, lengths: NDArray[np.uint32], data: bytes) -> None:
         lengths.flags.writeable = False
         self.lengths, self.data = lengths, data
+        self.nbytes = _HEADER.size + lengths.nbytes + len(data)
         named = hashlib.blake2b(len(lengths).to_bytes(4, "little"), digest_size=16)
         named.update(lengths.data)
         named.update(data)
@@ -260,11 +239,6 @@ class Vocabulary:
         """The byte string of each token, as a shared list that must not be changed."""
         ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
         return list(map(self.data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes of the packed vocabulary."""
-        return _HEADER.size + self.lengths.nbytes + len(self.data)
 
     def pack(self) -> bytes:
         """The vocabulary as bytes, in the layout that the docstring of this module describes."""
@@ -283,16 +257,14 @@ class Vocabulary:
             raise ProtocolError(f"a vocabulary of {len(view)} bytes is shorter than its {_HEADER.size}-byte header")
         magic, version, zero, zeros, count, total = _HEADER.unpack_from(view)
         if (magic, version, zero, zeros) != (_MAGIC, _WIRE_VERSION, 0, 0):
-            raise ProtocolError(
-                f"not a vocabulary of wire version {_WIRE_VERSION}: it begins with {magic!r}, version {version}"
-            )
+            found = f"it begins with {magic!r}, version {version}"
+            raise ProtocolError(f"not a vocabulary of wire version {_WIRE_VERSION}: {found}")
         split = _HEADER.size + count * _LENGTHS.itemsize
         if len(view) != split + total:
-            text = f"a vocabulary of {count} tokens and {total} bytes takes {split + total} bytes, not {len(view)}"
-            raise ProtocolError(text)
+            size = split + total
+            raise ProtocolError(f"a vocabulary of {count} tokens and {total} bytes takes {size} bytes, not {len(view)}")
         lengths = np.frombuffer(view[_HEADER.size : split], _LENGTHS).copy()
-        if problem := _over_a_limit(lengths):
-            raise ProtocolError(problem)
+        _check_limits(lengths, ProtocolError)
         if (summed := int(lengths.sum(dtype=np.int64))) != total:
             raise ProtocolError(f"the tokens of the vocabulary have {summed} bytes together, its header says {total}")
         vocabulary = cls.__new__(cls)
@@ -328,16 +300,15 @@ class Vocabulary:
         return f"<Vocabulary of {len(self)} tokens, {len(self.data)} bytes, {self.digest}>"
 
 
-def _over_a_limit(lengths: NDArray[Any]) -> str:
-    """Name the limit that the lengths of tokens exceed; "" for none."""
+def _check_limits(lengths: NDArray[Any], error: type[Exception]) -> None:
+    """Raise `error` if the lengths of tokens exceed a limit."""
     if not 1 <= len(lengths) <= MAX_TOKENS:
-        return f"the vocabulary has {len(lengths)} tokens: from 1 to {MAX_TOKENS} are allowed"
+        raise error(f"the vocabulary has {len(lengths)} tokens: from 1 to {MAX_TOKENS} are allowed")
     if (total := int(lengths.sum(dtype=np.int64))) > MAX_BYTES:
-        return f"the tokens of the vocabulary have {total} bytes together: at most {MAX_BYTES} are allowed"
-    longest = int(lengths.argmax())
-    if lengths[longest] > MAX_TOKEN_BYTES:
-        return f"token {longest} of the vocabulary has {lengths[longest]} bytes: at most {MAX_TOKEN_BYTES} are allowed"
-    return ""
+        raise error(f"the tokens of the vocabulary have {total} bytes together: at most {MAX_BYTES} are allowed")
+    if (most := int(lengths.max())) > MAX_TOKEN_BYTES:
+        text = f"token {int(lengths.argmax())} of the vocabulary has {most} bytes"
+        raise error(f"{text}: at most {MAX_TOKEN_BYTES} are allowed")
 
 
 class DecodedVocab(NamedTuple):
@@ -382,20 +353,20 @@ def decode_vocab(
         tokens, pieces = _read(_innermost(tokenizer))
     except (AttributeError, LookupError, OverflowError, TypeError, ValueError) as error:
         reason = str(error) if isinstance(error, InvalidVocabulary) else f"{type(error).__name__}: {error}"
-        raise InvalidVocabulary(f"the vocabulary of {_name(tokenizer)} cannot be read: {reason}") from error
+        named = getattr(tokenizer, "name_or_path", None) or getattr(tokenizer, "name", None)
+        kind = type(tokenizer).__name__
+        name = f"{shown(named, _MAX_SHOWN)} ({kind})" if isinstance(named, str) else kind
+        raise InvalidVocabulary(f"the vocabulary of {name} cannot be read: {reason}") from error
     named = pieces if byte2str_fallback == "tokenizer" and pieces is not None else [None] * len(tokens)
-    texts = [_text(token, piece, byte2str_fallback) for token, piece in zip(tokens, named, strict=True)]
+    texts = []
+    for token, piece in zip(tokens, named, strict=True):
+        try:
+            texts.append(token.decode())
+        except UnicodeDecodeError:
+            shown_as = token.decode("latin-1") if byte2str_fallback == "latin1" else token.decode(errors="replace")
+            texts.append(shown_as if piece is None else piece)
     missing = 0 if vocab_size is None else max(0, vocab_size - len(tokens))
     return DecodedVocab((tokens + [b""] * missing)[:vocab_size], (texts + [""] * missing)[:vocab_size])
-
-
-def _text(token: bytes, piece: str | None, fallback: str) -> str:
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        if piece is not None:
-            return piece
-        return token.decode("latin-1") if fallback == "latin1" else token.decode(errors="replace")
 
 
 def _described(value: object) -> str:

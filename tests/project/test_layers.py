@@ -272,7 +272,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "shared/lmpool/metrics.py": {"prometheus_client", "opentelemetry"},
         "producer/lmpool/producer/metrics.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/tracing.py": {"opentelemetry"},
-        "workers/lmpool/workers/metrics/prometheus.py": {"prometheus_client"},
+        "workers/lmpool/workers/metrics/counters.py": {"prometheus_client"},
         "workers/lmpool/workers/cli/serve.py": {"pythonjsonlogger", "uvloop"},
         "testing/lmpool/pytest_plugin.py": {"pytest"},
         "testing/lmpool/testing/front.py": {"fakeredis"},

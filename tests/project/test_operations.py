@@ -10,8 +10,7 @@ from lmpool import errors
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.producer.producer import Producer
 from lmpool.workers.execution.contract import BackendStats
-from lmpool.workers.metrics.counters import OUTCOMES, WorkerCounters
-from lmpool.workers.metrics.prometheus import Snapshot, WorkerCollector
+from lmpool.workers.metrics.counters import OUTCOMES, Snapshot, WorkerCollector, WorkerCounters
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "operations.md").read_text("utf-8")

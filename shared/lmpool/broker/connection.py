@@ -73,9 +73,6 @@ class RawConnection(asyncio.BaseProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.close(ConnectionError(f"the connection was lost: {exc}" if exc else "the server closed the connection"))
 
-    def eof_received(self) -> bool:
-        return False  # False makes asyncio close the transport.
-
 
 class RawCommandConnection(RawConnection, asyncio.Protocol):
     """A raw connection for any commands, whose replies hiredis parses.
@@ -112,8 +109,7 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
                 self.received = 0
                 if not self._pending:
                     raise ProtocolError(f"a reply without a command: {reply!r:.80}")
-                future = self._pending.popleft()
-                if future.done():
+                if (future := self._pending.popleft()).done():
                     continue
                 if isinstance(reply, Exception):
                     future.set_exception(reply)
@@ -209,8 +205,7 @@ class Connection(Generic[Raw]):
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
         """Close the raw connection, and return True, if a command must be repeated on a new one after the error."""
-        is_not_now = self._server.is_not_now(error)
-        if is_not_now:
+        if is_not_now := self._server.is_not_now(error):
             raw.close(self._server.explain(error))
         return is_not_now
 
@@ -243,7 +238,6 @@ class Connection(Generic[Raw]):
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
         if self._raw is not None:
             self._raw.close()
 

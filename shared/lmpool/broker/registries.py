@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -10,16 +11,8 @@ from redis.exceptions import ResponseError
 from lmpool.broker import scripts
 from lmpool.broker.scripts import read_hash
 from lmpool.errors import ProtocolError, SettingsError, UnknownTokenizer, UnknownTokenSet, UnknownVocabulary
-from lmpool.protocol.adapter import (
-    MAX_ADAPTER_BYTES,
-    MAX_ADAPTERS,
-    OWNER_FIELD,
-    VERSION_FIELD,
-    Adapter,
-    Registered,
-    unpack_adapter,
-    unpack_registered,
-)
+from lmpool.protocol import adapter as adapters
+from lmpool.protocol.adapter import Adapter, Registered
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
@@ -32,20 +25,15 @@ MARGIN_S = 0.5  # Further seconds that a change of an adapter waits, because clo
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
-async def register(redis: Redis, keys: Keys, vocabulary: Vocabulary, *, anew: bool = False) -> None:
-    """Store a vocabulary for a day, unless the pool has a value of its size. With `anew`, replace this value."""
-    key = keys.vocabulary(vocabulary.digest)
-    if anew or not await _keep(redis, key, vocabulary.nbytes):
-        await redis.set(key, vocabulary.pack(), px=_TTL_MS)
-
-
-async def _keep(redis: Redis, key: bytes, size: int) -> bool:
-    """Renew the lifetime of a value; False if the pool has no value of this size under the key."""
-    is_there = await redis.pexpire(key, _TTL_MS)
-    try:
-        return bool(is_there) and await redis.strlen(key) == size
-    except ResponseError:
-        return False  # The key holds another type than a string.
+async def register(redis: Redis, keys: Keys, value: Vocabulary | PackedTokenizer, *, anew: bool = False) -> None:
+    """Store a vocabulary or a tokenizer for a day, unless the pool has a value of its size; `anew`: in any case."""
+    key = (keys.vocabulary if isinstance(value, Vocabulary) else keys.tokenizer)(value.digest)
+    is_kept = False
+    with suppress(ResponseError):  # The key holds another type than a string.
+        size = value.nbytes if isinstance(value, Vocabulary) else len(value.data)
+        is_kept = not anew and bool(await redis.pexpire(key, _TTL_MS)) and await redis.strlen(key) == size
+    if not is_kept:
+        await redis.set(key, value.pack() if isinstance(value, Vocabulary) else value.data, px=_TTL_MS)
 
 
 async def look_up(redis: Redis, keys: Keys, digest: str) -> Vocabulary:
@@ -71,19 +59,10 @@ def unpack_known(data: bytes, digest: str) -> Vocabulary:
         if vocabulary.digest != digest:
             raise ProtocolError(f"its value is another: {vocabulary.digest}")
     except ProtocolError as error:
-        reason = f" ({error})" if data else ""
-        raise UnknownVocabulary(
-            f"the pool does not know the vocabulary {digest}{reason}: register it with producer.trie, or ask again in "
-            "a moment"
-        ) from error
+        why = f" ({error})" if data else ""
+        text = f"the pool does not know the vocabulary {digest}{why}"
+        raise UnknownVocabulary(f"{text}: register it with producer.trie, or request it again later") from error
     return vocabulary
-
-
-async def register_tokenizer(redis: Redis, keys: Keys, tokenizer: PackedTokenizer) -> None:
-    """Store a tokenizer for a day, unless the pool has a value of its size."""
-    key = keys.tokenizer(tokenizer.digest)
-    if not await _keep(redis, key, len(tokenizer.data)):
-        await redis.set(key, tokenizer.data, px=_TTL_MS)
 
 
 async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
@@ -108,9 +87,8 @@ async def look_up_tokens(redis: Redis, keys: Keys, name: bytes, vocab_size: int)
     try:
         return tokens_of_bits(await _read(redis, keys.token_set(name), vocab_size // 8 + 2), vocab_size, name)
     except ProtocolError as error:
-        raise UnknownTokenSet(
-            f"the pool does not know the set of tokens {name.hex()}, or no longer: register it with producer.token_set"
-        ) from error
+        text = f"the pool does not know the set of tokens {name.hex()}"
+        raise UnknownTokenSet(f"{text}: register it with producer.token_set") from error
 
 
 class AdapterRegistry:
@@ -123,17 +101,17 @@ class AdapterRegistry:
 
     async def read(self, *names: str) -> Registered:
         """Read the entries of some adapters, or the entries of all."""
-        fields, most = [OWNER_FIELD, VERSION_FIELD, *names] if names else [], MAX_ADAPTERS + 2
-        key = self.keys.adapters
+        fields = [adapters.OWNER_FIELD, adapters.VERSION_FIELD, *names] if names else []
+        limits = {"most_bytes": adapters.MAX_ADAPTER_BYTES, "most_fields": adapters.MAX_ADAPTERS + 2}
         try:
-            values = await read_hash(self.redis, key, most_bytes=MAX_ADAPTER_BYTES, fields=fields, most_fields=most)
-            return unpack_registered(values, self.fingerprint)
+            values = await read_hash(self.redis, self.keys.adapters, fields=fields, **limits)
+            return adapters.unpack_registered(values, self.fingerprint)
         except ProtocolError as error:
             raise ProtocolError(f"the adapters of this model cannot be read: {error}") from error
 
     async def version(self) -> int:
         """Read the version of the registry; 0 for an empty registry."""
-        return (await self.read(VERSION_FIELD)).version
+        return (await self.read(adapters.VERSION_FIELD)).version
 
     async def put(self, name: str, adapter: Adapter | None, *, is_new: bool = False) -> tuple[int, float]:
         """Write the entry of an adapter (with `is_new`, only if the name has none); an `adapter` of None removes it.
@@ -143,10 +121,11 @@ class AdapterRegistry:
             another adapter of this name.
         """
         packed = adapter.pack() if adapter else b""
-        args = [self.fingerprint, name, packed, MAX_ADAPTERS, "new" * is_new]
+        args = [self.fingerprint, name, packed, adapters.MAX_ADAPTERS, "new" * is_new]
         version, age_ms = await scripts.CHANGE_ADAPTER(self.redis, [self.keys.adapters], args)
         if version < 0:
-            raise SettingsError(f"adapters: {name!r} is one too many: a model may have {MAX_ADAPTERS}; remove others")
+            limit = f"a model may have {adapters.MAX_ADAPTERS}; remove others"
+            raise SettingsError(f"adapters: {name!r} is one too many: {limit}")
         return version, 0.0 if age_ms < 0 else max(0.0, KNOWN_FOR_S + MARGIN_S - age_ms / 1000)
 
     async def begin_check(self, nonce: str, source: str, lifetime_s: float) -> None:
@@ -159,5 +138,5 @@ class AdapterRegistry:
 
     async def read_check(self, nonce: str) -> Adapter | None:
         """Read the adapter of a check; it has a revision once a worker has loaded it. None if the check has expired."""
-        data = await _read(self.redis, self.keys.adapter_check(nonce), MAX_ADAPTER_BYTES + 1)
-        return unpack_adapter(data, "the adapter to check") if data else None
+        data = await _read(self.redis, self.keys.adapter_check(nonce), adapters.MAX_ADAPTER_BYTES + 1)
+        return adapters.unpack_adapter(data, "the adapter to check") if data else None

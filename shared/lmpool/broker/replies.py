@@ -66,23 +66,24 @@ _AUTH_WORDS = {
     "HELLO must be called with the client already authenticated": "NOAUTH",
     "Authentication required": "NOAUTH",
 }
-# Errors after which the command must be repeated soon on a new connection.
-_NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
-            "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
+# Codes of errors after which the command must be repeated soon on a new connection.
+NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
+           "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
 _REFUSED = {"NOAUTH", "WRONGPASS", "NOPERM"}
-# Patterns in the texts of connection errors. Some texts have only the error number, of Linux or macOS.
-_CUT = r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost"
+# Patterns in the texts of connection errors: some exceptions of redis-py have no cause. Some texts have only the error
+# number, of Linux or macOS. CUT: the other side closed the connection.
+CUT = r"Err(or|no) (104|54)\b|reset by peer|closed|Broken pipe|was lost|Connection lost"
 _LOST = {
     r"Err(or|no) (111|61)\b|refused": "nothing listens there: does the server run, and are host and port right?",
     r"Err(or|no) (113|101|65|51)\b": "that host cannot be reached: is the network up, and the host right?",
     "Name or service not known|name resolution|nodename nor servname": "no host has this name",
     "No such file or directory": "there is no such socket: has the server ended?",
     "Permission denied": "this user may not open its socket",
-    _CUT: "the server, or a device on the way to it, has closed the connection; with TLS the URL begins with rediss://",
+    CUT: "the server, or a device on the way to it, has closed the connection; with TLS the URL begins with rediss://",
     r"Err(or|no) (110|60)\b|Timeout": "it is silent",
 }
 # OpenSSL's names of the alerts with which a server rejects our certificate.
-_ALERTS = ("CERTIFICATE_REQUIRED", "UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
+_ALERTS = ("UNKNOWN_CA", "CERTIFICATE_EXPIRED", "CERTIFICATE_REVOKED", "BAD_CERTIFICATE",
            "UNSUPPORTED_CERTIFICATE", "CERTIFICATE_UNKNOWN", "ACCESS_DENIED")  # fmt: skip
 _BEFORE = re.compile(r"(ERR )?Error running script \(call to \w+\): (@user_script: ?\d+: )+-?")
 _BEHIND = re.compile(r"\s+script: (\w+, )?on @user_script:\d+\.?\s*$")
@@ -97,11 +98,6 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         link = link.__cause__ or link.__context__
 
 
-def was_cut(error: BaseException) -> bool:
-    """Whether the other side closed the connection, judged by the text: not all exceptions of redis-py have a cause."""
-    return re.search(_CUT, str(error)) is not None
-
-
 def words(error: BaseException) -> str:
     """The first line of a server's error, without the text about a script, and with the code that redis-py removes."""
     lines = str(error).splitlines()
@@ -113,16 +109,9 @@ def words(error: BaseException) -> str:
 def code_of(error: BaseException) -> str:
     """The word in capitals at the beginning of a server's error, or ""."""
     text = words(error)
-    for begin, code in _AUTH_WORDS.items():
-        if begin in text:
-            return code
-    code_word = _CODE.match(text)
-    return code_word[0] if code_word and code_word[0] != "ERR" else ""
-
-
-def is_not_now(error: BaseException) -> bool:
-    """Whether an error means that the command must be repeated on a new connection."""
-    return code_of(error) in _NOT_NOW
+    found = _CODE.match(text)
+    code = found[0] if found and found[0] != "ERR" else ""
+    return next((code for begin, code in _AUTH_WORDS.items() if begin in text), code)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -133,10 +122,9 @@ def is_refusal(error: BaseException) -> bool:
 
 def meaning(error: BaseException) -> str:
     """The meaning of a server's error, and what to do, as the rest of a sentence: "is …", "has …"; "" if unknown."""
-    code, text = code_of(error), words(error)
-    if code:
+    if code := code_of(error):
         return _MEANINGS.get(code, "")
-    return next((sentence for begin, sentence in _OTHERS.items() if begin in text), "")
+    return next((sentence for begin, sentence in _OTHERS.items() if begin in words(error)), "")
 
 
 def loss(error: BaseException) -> str:
@@ -153,13 +141,12 @@ def sentence(error: BaseException, who: str = "the server") -> str:
 
 def tls_refusal(error: BaseException) -> str:
     """Why a server rejects our certificate, and what to do; "" for other errors."""
-    alerts = [link.reason for link in chain(error) if isinstance(link, ssl.SSLError) and "ALERT" in (link.reason or "")]
-    reason = alerts[0] if alerts else ""
-    if not any(name in reason for name in _ALERTS):
-        return ""
+    reasons = [link.reason or "" for link in chain(error) if isinstance(link, ssl.SSLError)]
+    reason = next((reason for reason in reasons if "ALERT" in reason), "")
     if "CERTIFICATE_REQUIRED" in reason:
         return "it wants a client certificate: name one with ssl_certfile= and ssl_keyfile="
-    return f"it does not accept this client certificate ({_alert(reason)}): see ssl_certfile="
+    is_refused = any(name in reason for name in _ALERTS)
+    return f"it does not accept this client certificate ({_alert(reason)}): see ssl_certfile=" if is_refused else ""
 
 
 def tls_fault(error: BaseException, *, has_certificate: bool) -> str:

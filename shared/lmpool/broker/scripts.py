@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,32 +28,20 @@ _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why jobs were released; dead letters contain them.
 _MAX_REASONS = 1000  # Max reasons kept per model.
 _MAX_REASON_TEXT = 500  # Max characters of a reason.
-# Name of a script -> its file; names are unique across the folders.
-_FILES = {path.stem: path for path in Path(__file__).with_name("lua").glob("*/*.lua")}
+# Name of a file -> its text; names are unique across the folders. Read all files when this module is imported: an
+# installation may be replaced while the program runs.
+_TEXTS = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
-
-
-# Read each file once, when this module is imported: an installation may be replaced while the program runs.
-@cache
-def _read(name: str) -> str:
-    return _FILES[name].read_text("utf-8")
 
 
 def _text(name: str, included: set[str]) -> str:
     """The text of a file. A line "-- include NAME" is replaced by the text of that file, but only the first time."""
-    if name in included:
-        return ""
     included.add(name)
-    return _INCLUDE.sub(lambda match: _text(match[1], included), _read(name))
+    return _INCLUDE.sub(lambda match: "" if match[1] in included else _text(match[1], included), _TEXTS[name])
 
 
 class Script:
-    """A Lua script. Its whole text is sent only if the server has not cached the script yet.
-
-    A line "-- include NAME" in its text stands for the text of another file of `lua/`.
-    """
-
-    __slots__ = ("name", "sha", "source")
+    """A Lua script. Its whole text is sent only if the server has not cached the script yet."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -69,12 +56,7 @@ class Script:
             return await call("EVAL", self.source, len(keys), *keys, *args)
 
     async def __call__(self, redis: Redis, keys: Sequence[bytes], args: Sequence[Any]) -> Any:
-        """Run the script through a redis-py client for control messages.
-
-        Raises:
-            NoPermissionError: the user may not run a command of the script.
-            RedisError, OSError: the server cannot be used.
-        """
+        """Run the script through a redis-py client for control messages; NoPermissionError if a right is missing."""
         try:
             return await self.on(redis.execute_command, keys, args)
         except ResponseError as error:
@@ -114,7 +96,6 @@ MAX_FIELD_BYTES = 1024 * 1024  # Max bytes of a field of a heartbeat; the names 
 MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more are only counted.
 _MAX_FIELDS = 4096  # Max fields of a hash that is read whole.
 _MAX_LANE = 1e9  # Max jobs that a lane counts with: clients may write larger numbers.
-_MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 # Error texts that begin with these mean that no worker has served the model yet: no stream, or no consumer group.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
@@ -169,7 +150,6 @@ async def read_hash(
 
     Raises:
         ProtocolError: the key holds another type than a hash, or a hash with too many fields.
-        RedisError, OSError: the server cannot be used.
     """
     values: dict[bytes, bytes | int] = {}
     begin = 0
@@ -188,14 +168,12 @@ def info_key(keys: Keys, model: str) -> bytes:
     return keys.trie_models() if model == TRIE_SERVICE else keys.models()
 
 
-async def read_infos(redis: Redis, keys: Keys, names: Sequence[str] = ()) -> dict[bytes, bytes | int]:
-    """The encoded infos of some models, or of all: name -> info, or its size if that exceeds `MAX_INFO_BYTES`."""
-    wanted: dict[bytes, list[str]] = {}
-    for name in names:
-        wanted.setdefault(info_key(keys, name), []).append(name)
+async def read_infos(redis: Redis, keys: Keys, name: str | None = None) -> dict[bytes, bytes | int]:
+    """The encoded infos of a model, or of all: name -> info, or its size if that exceeds `MAX_INFO_BYTES`."""
+    wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]} if name is None else {info_key(keys, name): [name]}
     infos: dict[bytes, bytes | int] = {}
-    for key, fields in (wanted or {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}).items():
-        infos.update(await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields))
+    for key, fields in wanted.items():
+        infos |= await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields)
     return infos
 
 
@@ -225,8 +203,8 @@ def drain_seconds(queue: QueueState, answers_per_s: float) -> float:
 
 async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     """The state of a model's queue. A queue that no worker has ever served is empty."""
-    depth, age_ms, dead, now_ms = await SURVEY(redis, [keys.jobs, keys.dead], [])
-    return QueueState(int(depth), int(age_ms) / 1000, int(dead), int(now_ms) / 1000)
+    depth, age_ms, dead, now_ms = map(int, await SURVEY(redis, [keys.jobs, keys.dead], []))
+    return QueueState(depth, age_ms / 1000, dead, now_ms / 1000)
 
 
 class Alive(NamedTuple):
@@ -253,8 +231,7 @@ async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
         if not str(error).startswith(_NO_QUEUE):
             raise
         return {}
-    lengths = [(worker, int(min(max(0.0, length), _MAX_LANE))) for worker, length in lanes if worker]
-    return {worker.decode("utf-8", "replace"): length for worker, length in lengths}
+    return {name.decode("utf-8", "replace"): int(min(max(0.0, jobs), _MAX_LANE)) for name, jobs in lanes if name}
 
 
 async def read_consumers(redis: Redis, keys: ModelKeys) -> list[bytes]:

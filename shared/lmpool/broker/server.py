@@ -7,7 +7,7 @@ import inspect
 import os
 import re
 import ssl
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
 from functools import cache
@@ -37,20 +37,16 @@ URL_VARIABLE = "LMPOOL_REDIS_URL"
 # Seconds without a reply after which a connection counts as broken, until the pool's lease is known.
 REPLY_TIMEOUT_S = 15.0
 
-UNNAMED: dict[str, Any] = (
-    {"driver_info": None}
-    if "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
-    else {"lib_name": None, "lib_version": None}
-)
-"""Options that keep redis-py from sending its name and version: users with few rights may not send them, and the
-server would log each refusal.
-"""
+# Options that keep redis-py from sending its name and version: users with few rights may not send them, and the server
+# would log each refusal.
+_HAS_INFO = "driver_info" in inspect.signature(connections.AbstractConnection.__init__).parameters
+UNNAMED: dict[str, Any] = {"driver_info": None} if _HAS_INFO else {"lib_name": None, "lib_version": None}
 
 _ADVICE = ": start one with `lmpool up MODEL`, or set "
 _CONNECT_TIMEOUT_S = 5.0  # Seconds to connect and authenticate; a server on the same continent takes far less.
 _CLUSTER_TIMEOUT_S = 5.0  # Seconds for one node to report which master serves which slots.
 _MAX_NODES = 100  # Max nodes of a cluster that are remembered, for the case that the first nodes disappear.
-_MAX_CUTS = 2  # Max attempts to open a TLS connection that the server cuts before it reports a reason.
+_MAX_CUTS = 8  # Max retries of a TLS connection that the server cuts: on a busy machine, half of them lose the reason.
 # Connection options of a given redis-py client that lmpool does not copy.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
@@ -138,13 +134,20 @@ class _Cancellable(connections.AbstractConnection):
     """
 
     async def connect(self) -> None:
-        try:
-            async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
-                await super().connect()  # type: ignore[no-untyped-call]
-        except BaseException:
-            # redis-py would keep a connection that the server has not accepted.
-            await self.disconnect(nowait=True)
-            raise
+        # A TLS server that refuses a client sends the reason and closes the connection. If the client has already sent
+        # more data, its system discards the reason: then connect again.
+        cuts_left = _MAX_CUTS if _is_of_tls(type(self)) else 0
+        while True:
+            try:
+                async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
+                    return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+            except BaseException as error:
+                # redis-py would keep a connection that the server has not accepted.
+                await self.disconnect(nowait=True)
+                is_cut = isinstance(error, redis_sync.ConnectionError) and re.search(replies.CUT, str(error))
+                if not (cuts_left and is_cut):
+                    raise
+                cuts_left -= 1
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         # Connect and check here, outside of the limit for sending: both have limits of their own.
@@ -155,11 +158,9 @@ class _Cancellable(connections.AbstractConnection):
         async with self._limit("socket_timeout", "Timeout writing to socket"):
             await super().send_packed_command(command, check_health=False)
 
-    async def read_response(self, disable_decoding: bool = False, timeout: float | None = None, **options: Any) -> Any:
-        if timeout is not None:
-            return await super().read_response(disable_decoding, timeout, **options)
+    async def read_response(self, *args: Any, **options: Any) -> Any:
         async with self._limit("socket_timeout", "Timeout reading from the server"):
-            return await super().read_response(disable_decoding, **options)
+            return await super().read_response(*args, **options)
 
     @asynccontextmanager
     async def _limit(self, name: str, text: str) -> AsyncIterator[None]:
@@ -178,22 +179,6 @@ class _Cancellable(connections.AbstractConnection):
                 setattr(self, name, limit)
 
 
-class _Tls(connections.SSLConnection):
-    """Connects again after a cut: a server that refuses a client sends the reason and closes, but the client's system
-    discards the reason if the client has already sent more data.
-    """
-
-    async def connect(self) -> None:
-        for _ in range(_MAX_CUTS):
-            try:
-                return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-            except redis_sync.ConnectionError as error:
-                if not replies.was_cut(error):
-                    raise
-            await self.disconnect(nowait=True)
-        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-
-
 @cache
 def connection_class(kind: type) -> type[connections.AbstractConnection]:
     """The class of connections that replaces `kind`, a class of redis-py for asyncio or for threads."""
@@ -206,8 +191,7 @@ def connection_class(kind: type) -> type[connections.AbstractConnection]:
         (connections.AbstractConnection, kind),
     ):
         if issubclass(kind, known):
-            base = _Tls if ours is connections.SSLConnection else ours
-            return type(kind.__name__, (_Cancellable, base), {})
+            return type(kind.__name__, (_Cancellable, ours), {})
     raise SettingsError(f"redis: lmpool cannot use a client whose connections are of the type {kind.__name__}")
 
 
@@ -233,64 +217,6 @@ def _connection_errors() -> Iterator[None]:
         raise redis_sync.ConnectionError(f"the cluster cannot be used: {error}") from error
 
 
-class Cluster:
-    """The masters of a cluster and their slots. One of `nodes` must answer; `options` are those of redis-py."""
-
-    def __init__(self, nodes: Sequence[Place], options: Mapping[str, Any], *, is_tls: bool) -> None:
-        self.nodes = list(nodes)
-        self._options = {**options, "ssl": True} if is_tls else dict(options)
-        self._places: dict[int, Place] | None = None
-        self._reading = asyncio.Lock()
-
-    def client(self, reply_timeout_s: float) -> redis_async.RedisCluster:
-        """A client for control messages, which finds the master of each key."""
-        client = _ClusterClient(
-            startup_nodes=[ClusterNode(host, port) for host, port in self.nodes],
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=reply_timeout_s,
-            **UNNAMED,
-            **self._options,
-        )
-        # The constructor accepts no connection class. Later nodes take the class from `connection_kwargs`.
-        kind = connection_class(client.connection_kwargs["connection_class"])
-        client.connection_kwargs["connection_class"] = kind
-        for node in client.nodes_manager.startup_nodes.values():
-            node.connection_class = cast(type[connections.Connection], kind)
-        return client
-
-    async def place(self, key: bytes) -> Place:
-        """The master that serves a key."""
-        if (places := self._places) is None:
-            async with self._reading:
-                if (places := self._places) is None:
-                    places = self._places = await self._read()
-        slot = key_slot(key)
-        if slot not in places:
-            self.forget()
-            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {slot} at present")
-        return places[slot]
-
-    async def _read(self) -> dict[int, Place]:
-        client = self.client(_CLUSTER_TIMEOUT_S)
-        try:
-            await client.initialize()
-            slots = client.nodes_manager.slots_cache.items()
-            served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
-        finally:
-            await client.aclose()
-        # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
-        self.nodes = list(dict.fromkeys([*served.values(), *self.nodes]))[:_MAX_NODES]
-        return served
-
-    def forget(self) -> None:
-        """Discard the slots, so that the next use reads them again."""
-        self._places = None
-
-    def __str__(self) -> str:
-        host, port = self.nodes[0]
-        return f"{host}:{port}"
-
-
 class Server:
     """Where a pool's Redis is and how to connect to it. It holds no connection itself.
 
@@ -313,11 +239,8 @@ class Server:
             if isinstance(redis, redis_async.RedisCluster):
                 given = redis.connection_kwargs
             # Keep options about trust (`_TRUST`) even if they are false or None: such a value has a meaning.
-            kwargs = {
-                name: value
-                for name, value in given.items()
-                if (value and (name in _OPTIONS or name.startswith("ssl_"))) or name in _TRUST
-            }
+            kept = {name for name, value in given.items() if value and (name in _OPTIONS or name.startswith("ssl_"))}
+            kwargs = {name: given[name] for name in (kept | set(_TRUST)) & set(given)}
             kind: type = given.get("connection_class") or connections.Connection
             kind = connections.SSLConnection if given.get("ssl") or _is_of_tls(kind) else connections.Connection
         elif isinstance(redis, (redis_async.Redis, redis_sync.Redis)):
@@ -325,11 +248,16 @@ class Server:
             kwargs = {name: value for name, value in taken.items() if value or name not in _SYNC_ONLY}
             kind = redis.connection_pool.connection_class
         else:
-            url = redis if redis is not None else os.environ.get(URL_VARIABLE) or _embedded_url()
+            url = redis if redis is not None else os.environ.get(URL_VARIABLE) or find()
+            if url is None:
+                advice = f"{_ADVICE}{argument('redis')} or {URL_VARIABLE}"
+                raise ServerUnreachable(f"no Redis server was named and none of yours runs in {runtime_dir()}{advice}")
             nodes, url = cluster_nodes(url)
             kwargs = parse_url(url)
             kind = kwargs.pop("connection_class", connections.Connection)
         self._class = connection_class(kind)
+        self._is_tls = _is_of_tls(self._class)
+        self._scheme = "rediss" if self._is_tls else "redis"
         if self._is_tls and kwargs.get("ssl_cert_reqs", "required") not in ("none", None, ssl.CERT_NONE):
             # redis-py 5 does not compare the host with the certificate by default: False need not be the user's choice.
             chosen = kwargs.get("ssl_check_hostname")
@@ -337,24 +265,25 @@ class Server:
                 kwargs["ssl_check_hostname"] = True
         for name in _NOT_TAKEN:
             kwargs.pop(name, None)
-        if kwargs.get("socket_connect_timeout") is None:  # The default of redis-py 5.3.
-            kwargs["socket_connect_timeout"] = _CONNECT_TIMEOUT_S
-        if kwargs.get("protocol") is None:  # In a client of redis-py, None means its default.
-            kwargs["protocol"] = 2
+        # In a client of redis-py, None means its default.
+        defaults = {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "protocol": 2}
+        kwargs |= {name: default for name, default in defaults.items() if kwargs.get(name) is None}
         self._kwargs: dict[str, Any] = kwargs
-        self.is_node = False
-        self._nodes: dict[Place, Server] = {}
-        self._cluster: Cluster | None = None
+        self.is_cluster = bool(nodes)  # Whether keys are on several masters.
+        self.is_node = False  # Whether this is one master of a cluster.
+        self._cluster = self  # The masters of a cluster are copies of it, and keep this reference.
+        # Of a cluster: nodes of which one must answer, server of each node, master of each slot (None: not read yet).
+        self._nodes, self._servers = nodes, dict[Place, Server]()
+        self._places: dict[int, Place] | None = None
+        self._reading = asyncio.Lock()
         for name in _FILES:
             try:
                 if path := kwargs.get(name):
                     os.scandir(path).close() if name == "ssl_ca_path" else Path(path).open("rb").close()
             except OSError as error:
                 raise SettingsError(f"redis: {name} cannot be read: {path} ({error.strerror})") from None
-        if nodes:
-            for name in ("host", "port", "db", "path"):
-                kwargs.pop(name, None)
-            self._cluster = Cluster(nodes, kwargs, is_tls=self._is_tls)
+        for name in ("host", "port", "db", "path") if nodes else ():
+            kwargs.pop(name, None)
         self._connection()
 
     def __str__(self) -> str:
@@ -362,45 +291,48 @@ class Server:
         if path := self._kwargs.get("path"):
             return f"unix://{path}"
         if self.is_cluster:
-            return f"{self._scheme}{CLUSTER}://{self._cluster}"
+            return f"{self._scheme}{CLUSTER}://{':'.join(map(str, self._nodes[0]))}"
         return f"{self._scheme}://{self._kwargs.get('host', 'localhost')}:{self._kwargs.get('port', 6379)}"
 
     def __repr__(self) -> str:
         return f"Server({str(self)!r})"
 
-    @property
-    def is_cluster(self) -> bool:
-        """Whether keys are on several masters."""
-        return self._cluster is not None and not self.is_node
-
-    @property
-    def _is_tls(self) -> bool:
-        return _is_of_tls(self._class)
-
-    @property
-    def _scheme(self) -> str:
-        return "rediss" if self._is_tls else "redis"
-
     async def at(self, key: bytes) -> Server:
         """The server that has a key: this one, or one master of the cluster. Equal addresses give the same object."""
-        if self._cluster is None or self.is_node:
+        if not self.is_cluster:
             return self
-        try:
-            place = await self._cluster.place(key)
-        except (RedisError, OSError) as error:
-            raise self.explain(error) from error
-        node = self._nodes.get(place)
+        if (places := self._places) is None:
+            try:
+                async with self._reading:
+                    places = self._places = self._places or await self._read_places()
+            except (RedisError, OSError) as error:
+                raise self.explain(error) from error
+        if (place := places.get(key_slot(key))) is None:
+            self._cluster._places = None
+            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {key_slot(key)} at present")
+        node = self._servers.get(place)
         if node is None:
-            node = self._nodes[place] = copy(self)
-            node.is_node = True
+            node = self._servers[place] = copy(self)
+            node.is_cluster, node.is_node = False, True
             node._kwargs = {**self._kwargs, "host": place[0], "port": place[1]}
         return node
 
+    async def _read_places(self) -> dict[int, Place]:
+        client = self.client(reply_timeout_s=_CLUSTER_TIMEOUT_S)
+        try:
+            await client.initialize()
+            slots = cast(redis_async.RedisCluster, client).nodes_manager.slots_cache.items()
+            served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
+        finally:
+            await client.aclose()
+        # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
+        self._nodes = list(dict.fromkeys([*served.values(), *self._nodes]))[:_MAX_NODES]
+        return served
+
     def is_not_now(self, error: BaseException) -> bool:
-        """Whether the request must be repeated on a new connection after an error; if so, the slots are read again."""
-        is_not_now = replies.is_not_now(error)
-        if is_not_now:
-            self.forget_places()
+        """Whether the request must be repeated on a new connection after an error; if so, read the slots again."""
+        if is_not_now := replies.code_of(error) in replies.NOT_NOW:
+            self._cluster._places = None
         return is_not_now
 
     async def reconnect(self, client: redis_async.Redis, error: BaseException) -> None:
@@ -409,24 +341,21 @@ class Server:
             with suppress(RedisError, OSError):
                 await client.connection_pool.disconnect(inuse_connections=False)
 
-    def forget_places(self) -> None:
-        """Discard the slots of the masters, if this is a cluster; the next use reads them again."""
-        if self._cluster is not None:
-            self._cluster.forget()
-
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
         """A client for control messages. It does not retry; callers do."""
-        if self._cluster is not None and self.is_cluster:
+        if self.is_cluster:
+            options = self._kwargs | UNNAMED | ({"ssl": True} if self._is_tls else {})
+            nodes = [ClusterNode(host, port) for host, port in self._nodes]
+            options |= {"socket_timeout": reply_timeout_s, "retry": Retry(NoBackoff(), 0)}
+            client = _ClusterClient(startup_nodes=nodes, **options)
+            # The constructor accepts no connection class. Later nodes take the class from `connection_kwargs`.
+            client.connection_kwargs["connection_class"] = self._class
+            for node in client.nodes_manager.startup_nodes.values():
+                node.connection_class = cast(type[connections.Connection], self._class)
             # The cluster client has the methods of Redis, but is no subclass.
-            return cast(redis_async.Redis, self._cluster.client(reply_timeout_s))
-        pool = connections.ConnectionPool(
-            connection_class=self._class,
-            retry=Retry(NoBackoff(), 0),
-            socket_timeout=reply_timeout_s,
-            **self._kwargs,
-            **UNNAMED,
-        )
-        return redis_async.Redis.from_pool(pool)
+            return cast(redis_async.Redis, client)
+        options = {"socket_timeout": reply_timeout_s, "retry": Retry(NoBackoff(), 0), **self._kwargs, **UNNAMED}
+        return redis_async.Redis.from_pool(connections.ConnectionPool(self._class, **options))
 
     @asynccontextmanager
     async def connected(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> AsyncIterator[redis_async.Redis]:
@@ -445,7 +374,7 @@ class Server:
         try:
             await connection.connect()  # type: ignore[no-untyped-call]
         except (RedisError, OSError) as error:
-            self.forget_places()  # Another node may have become the master.
+            self._cluster._places = None  # Another node may have become the master.
             raise self.explain(error) from error
         return connection
 
@@ -474,20 +403,16 @@ class Server:
         if "Cluster mode is not enabled" in text:
             return ServerError(f"{self} is no Redis Cluster: name it as {self._scheme}://HOST:PORT")
         if replies.code_of(error) in ("MOVED", "CROSSSLOT") and not self.is_cluster and not self.is_node:
-            return ServerError(
-                f"{self} is one node of a Redis Cluster: name it as {self._scheme}{CLUSTER}://HOST:PORT ({text})"
-            )
-        is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError, TimeoutError))
+            name = f"{self._scheme}{CLUSTER}://HOST:PORT"
+            return ServerError(f"{self} is one node of a Redis Cluster: name it as {name} ({text})")
+        is_lost = isinstance(error, (OSError, redis_sync.ConnectionError, redis_sync.TimeoutError))
         if meaning:
             return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
             # A server without TLS does not answer a TLS greeting. "reading" in the text: the connection was open.
             is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
-            why = replies.loss(error)
-            return ServerUnreachable(
-                f"no Redis server answers at {self}: {f'{why} ({text})' if why else text}"
-                f"{'; is it a port with TLS?' if is_mute else ''}"
-            )
+            why = f"{loss} ({text})" if (loss := replies.loss(error)) else text
+            return ServerUnreachable(f"no Redis server answers at {self}: {why}{'; is it a port with TLS?' * is_mute}")
         return ServerError(f"{self} answered with an error: {text}")
 
 
@@ -500,18 +425,9 @@ def where(redis: RedisLike | None) -> str:
     if redis is None or isinstance(redis, str):
         url = os.environ.get(URL_VARIABLE) if redis is None else redis
         return mask(url) if url else "your embedded server"
-    try:
+    with suppress(SettingsError):
         return str(Server(redis))
-    except SettingsError:
-        return f"a client of the type {type(redis).__name__}"
-
-
-def _embedded_url() -> str:
-    url = find()
-    if url is None:
-        text = f"no Redis server was named and none of yours runs in {runtime_dir()}"
-        raise ServerUnreachable(f"{text}{_ADVICE}{argument('redis')} or {URL_VARIABLE}")
-    return url
+    return f"a client of the type {type(redis).__name__}"
 
 
 def without_advice(error: Exception) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.server import Server
@@ -22,7 +23,7 @@ _FIXED: dict[str, tuple[Version, ...]] = {
     "redis": ((6, 2, 20), (7, 2, 11), (7, 4, 6), (8, 0, 4), (8, 2, 2)),
     "valkey": ((7, 2, 11), (8, 0, 6), (8, 1, 4)),
 }
-_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})(?!\d)")
+_VERSION = re.compile(r"(\d{1,5})\.(\d{1,5})\.(\d{1,5})([-+.][\w.-]*)?", re.ASCII)
 _MAX_TEXT = 64  # Max bytes of a field in the reply to HELLO; names and versions are shorter.
 
 
@@ -82,18 +83,17 @@ async def read_memory(redis: Redis) -> ServerMemory | None:
 
 def doubt_of(product: str, version: str) -> str | None:
     """A warning about a version of Redis or Valkey, without a full stop; None if the version is safe or unknown."""
-    numbers, fixed = _VERSION.match(version), _FIXED.get(product)
+    numbers, fixed = _VERSION.fullmatch(version), _FIXED.get(product)
     if numbers is None or fixed is None:
         return None
-    major, minor, patch = map(int, numbers.groups())
+    major, minor, patch = map(int, numbers.groups()[:3])
     if (major, minor) > fixed[-1][:2] or any((major, minor) == least[:2] and patch >= least[2] for least in fixed):
         return None
     levels = ", ".join(".".join(map(str, least)) for least in fixed)
-    return (
-        f"the server is {product.capitalize()} {version} and may lack the fixes of CVE-2025-49844, CVE-2025-46817 and "
-        f"CVE-2024-46981, which let any user that may run scripts take it over: run {levels} or newer, unless your "
-        "distribution has fixed this version"
-    )
+    lacks = "may lack the fixes of CVE-2025-49844, CVE-2025-46817 and CVE-2024-46981"
+    why = "which let any user that may run scripts take it over"
+    advice = f"run {levels} or newer, unless your distribution has fixed this version"
+    return f"the server is {product.capitalize()} {version} and {lacks}, {why}: {advice}"
 
 
 async def read_version(server: Server) -> tuple[str, str]:
@@ -103,42 +103,27 @@ async def read_version(server: Server) -> tuple[str, str]:
     """
     connection = CommandConnection(server)
     try:
-        fields = _fields(await connection.call(b"HELLO"))
+        return _product(await connection.call(b"HELLO"))
     except LMPoolError:
         return "", ""  # A proxy may lack HELLO. If the server cannot be used, the next command fails.
     finally:
         connection.close()
+
+
+def _product(reply: Any) -> tuple[str, str]:
+    """Name and version in a reply to HELLO; RESP2 and RESP3 nest the reply differently."""
+    words = list(chain.from_iterable(reply.items())) if isinstance(reply, dict) else reply
+    listed = words if isinstance(words, list) else []
+    texts = [word[:_MAX_TEXT].decode("latin-1") if isinstance(word, bytes) else "" for word in listed]
+    fields = dict(zip(texts[::2], texts[1::2], strict=False))
     return fields.get("server", ""), fields.get("version", "")
 
 
-async def read_doubt(server: Server) -> str | None:
-    """The warning about a server's version, as `doubt_of` returns it."""
-    return doubt_of(*await read_version(server))
-
-
-async def read_doubts(server: Server) -> list[str]:
-    """Check that a server can be used; returns the warnings about its version and its memory."""
+async def check_server(server: Server) -> tuple[ServerMemory | None, list[str]]:
+    """Check that a server can be used; returns its memory, and the warnings about its version and its memory."""
     # Open a new client: an idle connection may be cut while the model loads.
-    redis = server.client()
-    try:
+    async with server.connected() as redis:
         await redis.ping()
         memory = await read_memory(redis)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await redis.aclose()
-    doubts = (await read_doubt(server), memory and memory.doubt())
-    return [doubt for doubt in doubts if doubt]
-
-
-def _fields(reply: Any) -> dict[str, str]:
-    """The short texts in a reply to HELLO, by field; RESP2 and RESP3 nest the reply differently."""
-    if isinstance(reply, list):
-        pairs = list(zip(reply[::2], reply[1::2], strict=False))
-    else:
-        pairs = list(reply.items()) if isinstance(reply, dict) else []
-    return {name.decode(): value.decode() for name, value in pairs if _is_plain(name) and _is_plain(value)}
-
-
-def _is_plain(value: object) -> bool:
-    return isinstance(value, bytes) and len(value) <= _MAX_TEXT and value.isascii() and value.decode().isprintable()
+    doubts = (doubt_of(*await read_version(server)), memory and memory.doubt())
+    return memory, [doubt for doubt in doubts if doubt]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
 
-from lmpool.broker.registries import look_up_tokenizer, register_tokenizer
+from lmpool.broker.registries import look_up_tokenizer, register
 from lmpool.broker.server import Server
 from lmpool.errors import AuthenticationFailed, NoWorker, QueueCleared, ServerUnreachable
 from lmpool.producer import Producer
@@ -436,7 +436,7 @@ async def test_workers_write_tokenizers_and_producers_read_them(server: SecureSe
     packed = PackedTokenizer.pack("{}")
     async with Server(server.url("worker")).client() as client:
         for _ in range(2):
-            await register_tokenizer(client, KEYS, packed)
+            await register(client, KEYS, packed)
     for role in ("producer", "adapters", "operator"):
         async with Server(server.url(role)).client() as client:
             assert await look_up_tokenizer(client, KEYS, packed.digest) == "{}"

@@ -13,7 +13,7 @@ from redis.exceptions import ResponseError
 
 from lmpool import embedded
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import _fields, doubt_of, read_doubt
+from lmpool.broker.server_checks import _product, check_server, doubt_of, read_version
 from lmpool.embedded import EmbeddedServer
 from lmpool.testing.front import Front
 from tests.producer.cli.test_cli import on
@@ -86,8 +86,7 @@ def test_old_versions_are_distinguished_from_fixed_ones(product: str, version: s
     ],
 )
 def test_a_server_without_a_version_causes_no_warning(reply: Any) -> None:
-    told = _fields(reply)
-    assert doubt_of(told.get("server", ""), told.get("version", "")) is None
+    assert doubt_of(*_product(reply)) is None
 
 
 async def test_a_server_without_hello_causes_no_warning(short_dir: Path) -> None:
@@ -97,13 +96,15 @@ async def test_a_server_without_hello_causes_no_warning(short_dir: Path) -> None
         writer.close()
 
     async with await asyncio.start_unix_server(refuse, short_dir / "s"):
-        assert await read_doubt(Server(f"unix://{short_dir}/s")) is None
+        assert await read_version(Server(f"unix://{short_dir}/s")) == ("", "")
 
 
 async def test_the_pool_in_memory_causes_no_warning(short_dir: Path) -> None:
     async with Front(short_dir / "s"):
         for protocol in (2, 3):
-            assert await read_doubt(Server(f"unix://{short_dir}/s?protocol={protocol}")) is None
+            assert not any(
+                LINE in doubt for doubt in (await check_server(Server(f"unix://{short_dir}/s?protocol={protocol}")))[1]
+            )
 
 
 @pytest.fixture(params=["embedded", "debian", "6.2"])

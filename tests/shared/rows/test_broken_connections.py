@@ -119,7 +119,7 @@ async def test_a_lost_connection_fails_all_pending_requests(reason: Exception | 
 
 async def test_the_end_of_the_stream_closes_the_transport() -> None:
     # A wrong reply makes the event loop close it, and `connection_lost` follows.
-    assert Receiver().raw.eof_received() is False
+    assert not Receiver().raw.eof_received()
 
 
 async def test_closing_fails_pending_requests_with_the_reason() -> None:

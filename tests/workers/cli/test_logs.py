@@ -73,13 +73,16 @@ def test_an_unknown_format_is_one_clear_error(pool: Pool) -> None:
     assert worker.text == "lmpool: --log-format: 'xml' is not one of text, json\n"
 
 
-async def test_a_worker_logs_that_it_loads_and_repeats_it(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_logs_that_it_loads_and_repeats_it(
+    pool: Pool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO, logger="lmpool.worker")
+    monkeypatch.setattr("lmpool.workers.membership.heartbeat.LOG_EVERY_S", 0.0)
 
     async def has_logged_it() -> bool:
         return any(record.getMessage().startswith("still loading 'syn' after ") for record in caplog.records)
 
-    async with loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn", say_every_s=0.0):
+    async with loading(Server(pool.url), WorkerSettings(pool.prefix, lease_s=1), "w0", "syn"):
         assert caplog.messages[0] == "loading 'syn'"
         await until_async(has_logged_it, "the worker logs again that it loads")
 

@@ -26,9 +26,8 @@ from lmpool.protocol.job import Job
 from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
 from lmpool.workers.execution.contract import BackendStats
-from lmpool.workers.metrics import prometheus
-from lmpool.workers.metrics.counters import WorkerCounters
-from lmpool.workers.metrics.prometheus import Health, Snapshot, WorkerCollector
+from lmpool.workers.metrics import counters as metrics
+from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCollector, WorkerCounters
 from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, open_sockets, until, until_async
@@ -84,25 +83,25 @@ async def test_a_scrape_counts_the_jobs_of_the_worker(pool: Pool) -> None:
     assert value("server_evicted_keys_total") >= 0
 
 
-async def test_depth_age_and_jobs_of_dead_workers_are_seen(pool: Pool, tmp_path: Path) -> None:
+async def test_depth_age_and_jobs_of_dead_workers_are_counted(pool: Pool, tmp_path: Path) -> None:
     port, gate = free_port(), Gate(tmp_path / "gate")
     victim = await asyncio.to_thread(pool.start, "--lease-s", 1, "--step-ms", 600_000)
     async with pool.producer() as producer:
-        asked = [asyncio.create_task(producer.logprobs([i])) for i in range(10)]
+        requests = [asyncio.create_task(producer.logprobs([i])) for i in range(10)]
         await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 10), "the worker holds the prompts")
         options = ("--lease-s", 1, "--max-batch", 5, "--metrics-port", port)
         await asyncio.to_thread(lambda: pool.start(*options, command=gate.command))
         victim.end()
 
-        def is_seen() -> bool:
+        def is_counted() -> bool:
             seen = scrape(port)
             names = ("lmpool_queue_jobs", "lmpool_queue_oldest_job_seconds")
             depth, age = (seen.find(name, model="syn") or 0 for name in names)
             return depth >= 5 and age > 0.5
 
-        await until_async(lambda: asyncio.to_thread(is_seen), "depth and age are seen")
+        await until_async(lambda: asyncio.to_thread(is_counted), "the metrics show depth and age")
         gate.open()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
     assert scrape(port).value("lmpool_worker_claimed_jobs_total", model="syn") >= 10
 
 
@@ -111,32 +110,34 @@ async def test_the_drain_time_depends_on_the_number_of_live_workers(pool: Pool, 
     gate.open()
     options = ("--lease-s", 1, "--max-batch", 1, "--step-ms", 20)
 
-    def start(*further: str | int) -> WorkerProcess:
-        return pool.start(*options, *further, command=gate.command)
+    def start(*more: str | int) -> WorkerProcess:
+        return pool.start(*options, *more, command=gate.command)
 
     await asyncio.to_thread(start, "--metrics-port", port)
     (first,) = pool.names("worker:*")
     async with pool.producer() as producer:
         await producer.logprobs([1])
-        await asyncio.to_thread(until, lambda: float(pool.redis.hget(first, "speed") or 0) > 0, "its speed is known")
+        await asyncio.to_thread(
+            until, lambda: float(pool.redis.hget(first, "speed") or 0) > 0, "the heartbeat has its speed"
+        )
         gate.shut()
-        asked = [asyncio.create_task(producer.logprobs([2, i])) for i in range(40)]
+        requests = [asyncio.create_task(producer.logprobs([2, i])) for i in range(40)]
 
         def drains_by(workers: int) -> bool:
             seen, speed = scrape(port), float(pool.redis.hget(first, "speed") or 0)
             if seen.find("lmpool_queue_jobs", model="syn") != 40:
                 return False
             # Compare approximately, because the speed in the heartbeat is rounded.
-            told = seen.value("lmpool_queue_drain_seconds", model="syn")
-            return told == pytest.approx(40 / speed / workers, rel=1e-3)
+            drain_s = seen.value("lmpool_queue_drain_seconds", model="syn")
+            return drain_s == pytest.approx(40 / speed / workers, rel=1e-3)
 
-        await until_async(lambda: asyncio.to_thread(drains_by, 1), "it goes by the speed of one")
+        await until_async(lambda: asyncio.to_thread(drains_by, 1), "the drain time is that of one worker")
         second = await asyncio.to_thread(start)
-        await until_async(lambda: asyncio.to_thread(drains_by, 2), "it goes by the speed of two")
+        await until_async(lambda: asyncio.to_thread(drains_by, 2), "the drain time is that of two workers")
         second.end()
-        await until_async(lambda: asyncio.to_thread(drains_by, 1), "one has died")
+        await until_async(lambda: asyncio.to_thread(drains_by, 1), "the drain time is that of one worker again")
         gate.open()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
 
 def families(queue: QueueState | None = None, memory: ServerMemory | None = None) -> list[Any]:
@@ -173,22 +174,22 @@ def test_readiness_follows_loading_serving_and_draining(pool: Pool, tmp_path: Pa
         return [sys.executable, "-m", "tests.support.gated_worker", *words]
 
     worker = pool._launch(command(), None, wait=False)
-    until(lambda: is_like(port, "/readyz", 503, "the model is loading"), "it says that it loads")
+    until(lambda: is_like(port, "/readyz", 503, "the model is loading"), "the worker reports that it loads")
     assert is_like(port, "/healthz", 200, "ok")
     assert scrape(port).value("lmpool_worker_ready", model="syn") == 0
     gate.open()
-    until(lambda: is_like(port, "/readyz", 200, "ok"), "it says that it is ready")
+    until(lambda: is_like(port, "/readyz", 200, "ok"), "the worker reports that it is ready")
     gate.shut()
     assert is_like(port, "/", 404, "/metrics")
     with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:
-        asking = threading.Thread(target=producer.logprobs, args=([1],))
-        asking.start()
+        request = threading.Thread(target=producer.logprobs, args=([1],))
+        request.start()
         until(lambda: pool.held() == 1, "the worker holds a prompt")
         worker.signal(signal.SIGTERM)
-        until(lambda: is_like(port, "/readyz", 503, "draining"), "it says that it drains")
+        until(lambda: is_like(port, "/readyz", 503, "draining"), "the worker reports that it drains")
         assert is_like(port, "/healthz", 200, "ok")
         gate.open()
-        asking.join()
+        request.join()
     assert worker.wait() == 0
     assert get(port, "/healthz") is None
 
@@ -197,33 +198,36 @@ def test_a_worker_whose_event_loop_is_blocked_is_not_healthy(pool: Pool, tmp_pat
     port = free_port()
     command = [sys.executable, "-m", "tests.support.gated_worker", pool.url, pool.prefix, str(port), str(tmp_path), "1"]
     worker = pool._launch(command, None, wait=True)
-    until(lambda: is_like(port, "/healthz", 200, "ok"), "it is healthy")
+    until(lambda: is_like(port, "/healthz", 200, "ok"), "the worker is healthy")
     worker.signal(signal.SIGVTALRM)
     until(
         lambda: is_like(port, "/healthz", 503, "the event loop has not run for"), "the worker reports the blocked loop"
     )
     until(lambda: is_like(port, "/readyz", 503, "the event loop has not run for"), "readiness reports it too")
     worker.signal(signal.SIGUSR2)
-    until(lambda: is_like(port, "/readyz", 200, "ok"), "it runs again")
+    until(lambda: is_like(port, "/readyz", 200, "ok"), "the event loop runs again")
 
 
-def test_a_worker_without_its_server_lives_and_is_not_ready(own_server: EmbeddedServer, tmp_path: Path) -> None:
+def test_a_worker_without_its_server_is_alive_and_not_ready(own_server: EmbeddedServer, tmp_path: Path) -> None:
     pool, port = Pool(own_server.url, "away", tmp_path), free_port()
     try:
         worker = pool.start("--metrics-port", port, "--lease-s", 1)
-        until(lambda: is_like(port, "/readyz", 200, "ok"), "it is ready")
+        until(lambda: is_like(port, "/readyz", 200, "ok"), "the worker is ready")
         own_server.stop()
-        until(lambda: is_like(port, "/readyz", 503, "the last heartbeat failed: no Redis server"), "it is not ready")
-        until(lambda: is_like(port, "/healthz", 200, "ok"), "it lives")
+        until(
+            lambda: is_like(port, "/readyz", 503, "the last heartbeat failed: no Redis server"),
+            "the worker is not ready",
+        )
+        until(lambda: is_like(port, "/healthz", 200, "ok"), "the worker is alive")
 
-        def tried() -> float:
+        def failed_attempts() -> float:
             return scrape(port).value("lmpool_worker_server_errors_total", model="syn")
 
         # Each part of the worker retries many times, but the log may have only few lines about this.
-        until(lambda: tried() > 15, "the worker has tried to use the server many times")
+        until(lambda: failed_attempts() > 15, "the worker has tried to use the server many times")
         assert 1 <= worker.text.count("no Redis server answers") <= 8
         own_server.start()
-        until(lambda: is_like(port, "/readyz", 200, "ok"), "it is ready again")
+        until(lambda: is_like(port, "/readyz", 200, "ok"), "the worker is ready again")
         assert worker.is_running
     finally:
         pool.end()
@@ -290,12 +294,12 @@ def monitored(port: int) -> Iterator[None]:
     health = Health(DEADLINE_S)
     health.state = "ready"
     snapshot = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
-    with prometheus.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
+    with metrics.monitoring(WorkerSettings(metrics_port=port), lambda: snapshot, health):
         yield
 
 
 def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors() -> None:
-    port, count, before = free_port(), 4 * prometheus.MAX_CONNECTIONS, open_sockets()
+    port, count, before = free_port(), 4 * metrics.MAX_CONNECTIONS, open_sockets()
     with monitored(port), contextlib.ExitStack() as stack:
         for _ in range(count):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), DEADLINE_S))
@@ -304,11 +308,11 @@ def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors
         assert is_like(port, "/readyz", 200, "ok")
         assert "lmpool_worker_info" in scrape(port).kinds
         # Add three for the listening socket and the two ends of the event loop's wake-up socket pair.
-        assert open_sockets() - before - count <= prometheus.MAX_CONNECTIONS + 3
+        assert open_sockets() - before - count <= metrics.MAX_CONNECTIONS + 3
 
 
 def test_a_request_sent_byte_by_byte_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prometheus, "REQUEST_S", 0.2)
+    monkeypatch.setattr(metrics, "REQUEST_S", 0.2)
     port = free_port()
     with monitored(port), socket.create_connection(("127.0.0.1", port), DEADLINE_S) as connection:
 

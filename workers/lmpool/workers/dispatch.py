@@ -27,7 +27,7 @@ from lmpool.workers.execution.engine_thread import EngineThread, StepResult
 from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
 from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
-from lmpool.workers.metrics.tracing import JobTraces, traces_of
+from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
@@ -541,12 +541,12 @@ class Dispatcher:
     def _trace_step(self, result: StepResult) -> None:
         if self.traces is not None and result.step is not None:
             entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
-            if traces := [trace for trace, _ in traces_of(entries)]:
+            if traces := [entry.trace for entry in entries if entry.trace is not None]:
                 self.traces.stepped(traces, result.step, len(result.prompts))
 
     def _trace_ended(self, entries: Iterable[StreamEntry]) -> None:
         if self.traces is not None:
-            self.traces.ended(traces_of(entries))
+            self.traces.ended(entries)
 
 
 def _joined(results: Sequence[StepResult]) -> Finished:

@@ -16,7 +16,7 @@ from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.scripts import read_alive, read_infos
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import read_doubts, read_memory
+from lmpool.broker.server_checks import check_server, read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
 from lmpool.protocol.adapter import MAX_LOADED
 from lmpool.protocol.keys import Keys
@@ -31,8 +31,7 @@ from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import Watchdog
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
-from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
-from lmpool.workers.metrics.prometheus import Health, Snapshot
+from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, TokenSets
 from lmpool.workers.queue.consumer import Consumer
@@ -148,7 +147,6 @@ class Worker:
         self.settings = settings or WorkerSettings()
         self.worker_id = new_worker_id()
         self.counters = WorkerCounters()
-        self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
         self._serving: Serving | None = None
@@ -378,13 +376,13 @@ class Worker:
             "stolen": self.counters.stolen,
             "claimed": self.counters.claimed,
             **({"shared": self.counters.shared} if self.counters.shared_bytes else {}),
-            **self._delta.since_heartbeat(stats),
+            **self.counters.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),
         }
 
     async def _log_counters(self, serving: Serving) -> None:
-        line, in_flight = self._delta.describe_since_log(serving.engine_thread.stats), len(serving.in_flight)
+        line, in_flight = self.counters.describe_since_log(serving.engine_thread.stats), len(serving.in_flight)
         if line or in_flight:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
@@ -438,7 +436,7 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
         ServerError: the server cannot be used.
         SettingsError: an adapter lies outside of the allowed folders.
     """
-    for doubt in await read_doubts(server):
+    for doubt in (await check_server(server))[1]:
         _log.warning("%s", doubt)
     for source in getattr(backend, "adapter_folders", {}).values():
         place_of(settings, source, is_own=True)
@@ -446,7 +444,7 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
         return
     name, keys, redis = backend.served_as, Keys(settings.prefix), server.client()
     try:
-        packed = (await read_infos(redis, keys, [name])).get(name.encode())
+        packed = (await read_infos(redis, keys, name)).get(name.encode())
         served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
         if served != kind and (await read_alive(redis, keys.model(name))).serving:
             raise ModelMismatch(

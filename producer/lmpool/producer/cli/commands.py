@@ -14,7 +14,7 @@ from rich.table import Table
 
 from lmpool.admin.survey import file_notices, survey
 from lmpool.broker.server import Server
-from lmpool.broker.server_checks import ServerMemory, read_doubt, read_memory
+from lmpool.broker.server_checks import check_server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
 from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
@@ -91,10 +91,9 @@ def logprobs(
 async def status(at: ServerOptions, as_json: AsJson = False) -> None:
     """Show models, workers, queue depths and rates."""
     server = Server(at.redis)
-    models, doubt, memory = await survey(server, at.keys), await read_doubt(server), await _memory(server)
-    for warning in (doubt, memory and memory.doubt(), *file_notices(models)):
-        if warning:
-            say(warning, err=True)
+    models, (memory, doubts) = await survey(server, at.keys), await check_server(server)
+    for warning in (*doubts, *file_notices(models)):
+        say(warning, err=True)
     if as_json:
         say_json([{**model, "server_memory": memory and memory._asdict()} for model in models])
         return
@@ -105,12 +104,6 @@ async def status(at: ServerOptions, as_json: AsJson = False) -> None:
         say(f"no model is served under the prefix {at.prefix!r} at {server}")
     if memory:
         say(f"server: {memory}")
-
-
-async def _memory(server: Server) -> ServerMemory | None:
-    """Return the server's memory, or None if this user may not read it."""
-    async with server.connected() as redis:
-        return await read_memory(redis)
 
 
 @with_options
@@ -149,7 +142,7 @@ async def bench(
     """Benchmark a served model: throughput and latency of new rows, of cached rows, and of single requests."""
     server = Server(at.redis)
 
-    before = await _memory(server)
+    before = (await check_server(server))[0]
     if before and (doubt := before.doubt()):
         say(doubt, err=True)
     rates: dict[str, float] = {}
@@ -173,7 +166,7 @@ async def bench(
         while len(alone) < _MAX_ALONE and sum(alone) < _MAX_ALONE_S:
             alone += await _latencies(producer, [drawn[prompts + len(alone)]], 1)
         add_quantiles("alone", alone)
-    after = await _memory(server)
+    after = (await check_server(server))[0]
     # A restarted server counts evicted keys from 0 again, so the difference may be negative.
     evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
     if evicted:

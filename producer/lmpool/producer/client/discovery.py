@@ -220,7 +220,7 @@ class Discovery:
 
     async def find(self, name: str) -> ModelInfo | None:
         """Return the info of the model `name`, or None."""
-        infos, unreadable = await self._read_infos([name])
+        infos, unreadable = await self._read_infos(name)
         if name in unreadable:
             raise unreadable[name]
         return infos.get(name)
@@ -255,9 +255,9 @@ class Discovery:
             advice += f", or correct prefix={self._keys.prefix!r}, which names the pool"
         return errors.UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
 
-    async def _read_infos(self, names: Sequence[str] = ()) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
-        """Return infos of the models `names` (empty: all models) by name, and errors of unreadable infos by name."""
-        packed = await read_infos(self._redis, self._keys, names)
+    async def _read_infos(self, model: str | None = None) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
+        """Return the infos of a model, or of all, by name, and errors of unreadable infos by name."""
+        packed = await read_infos(self._redis, self._keys, model)
         infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, Exception] = {}
         for key, data in sorted(packed.items()):

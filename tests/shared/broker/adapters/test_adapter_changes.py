@@ -434,7 +434,7 @@ async def test_bad_names_are_refused(pool: Pool, tmp_path: Path, name: Any) -> N
 
 @pytest.mark.usefixtures("short_memory")
 async def test_a_registry_has_a_limit(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registries, "MAX_ADAPTERS", 4)
+    monkeypatch.setattr("lmpool.protocol.adapter.MAX_ADAPTERS", 4)
     folder = write(tmp_path, "a", "1")
     settings = SyntheticSettings(name="syn", vocab_size=V, adapters=[f"a{number}={folder}" for number in range(4)])
     async with serving(pool, SyntheticBackend(settings)), pool.producer("syn") as producer:

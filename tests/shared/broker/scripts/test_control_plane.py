@@ -166,7 +166,7 @@ async def test_the_heartbeat_of_a_loading_worker_costs_the_same_with_many_loadin
     monkeypatch.setattr("random.random", lambda: drawn)
 
     async def beat() -> None:
-        await send_loading(redis, KEYS, WorkerSettings("test"), "w0", "m", 0.0)
+        await send_loading(redis, WorkerSettings("test"), "w0", "m", 0.0)
 
     await beat()
     commands = await commands_of(redis, beat)

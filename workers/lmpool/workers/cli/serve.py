@@ -22,7 +22,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.settings import require
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.execution.watchdogs import ProcessWatchdog
-from lmpool.workers.metrics.prometheus import monitoring
+from lmpool.workers.metrics.counters import monitoring
 from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,12 +43,10 @@ def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> 
     which may always be hub names.
     """
     if is_on_hub(source):
-        if not settings.adapter_hub and not is_own:
-            raise SettingsError(
-                f"adapters: {shown(source)} is no folder on this worker's machine, and names on a hub are not taken: "
-                "name a folder, or start all workers with --adapter-hub"
-            )
-        return source
+        if settings.adapter_hub or is_own:
+            return source
+        advice = "names on a hub are not taken: name a folder, or start all workers with --adapter-hub"
+        raise SettingsError(f"adapters: {shown(source)} is no folder on this worker's machine, and {advice}")
     try:
         folder = Path(source).expanduser().resolve()
         roots = [Path(root).resolve() for root in settings.adapter_root]
@@ -64,20 +63,16 @@ def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> 
 
 def _check_roots(place: Path, named: str, roots: Sequence[Path]) -> None:
     if roots and not any(place.is_relative_to(root) for root in roots):
-        raise SettingsError(
-            f"adapters: {shown(named)} lies outside of {', '.join(map(str, roots))}: put it there with all its files, "
-            "or start all workers with another --adapter-root"
-        )
+        advice = "put it there with all its files, or start all workers with another --adapter-root"
+        raise SettingsError(f"adapters: {shown(named)} lies outside of {', '.join(map(str, roots))}: {advice}")
 
 
 def check_size(settings: WorkerSettings, folder: Path, source: str) -> None:
     """Raise SettingsError for an adapter whose files are too large; `source` names it in the error."""
     size = sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) / _MB
     if size > settings.adapter_mb:
-        raise SettingsError(
-            f"adapters: the files in {shown(source)} have {size:.0f} MB, and {settings.adapter_mb} MB are taken: "
-            "start all workers with a larger --adapter-mb if there is the memory"
-        )
+        limit = f"{settings.adapter_mb} MB are taken: start all workers with a larger --adapter-mb"
+        raise SettingsError(f"adapters: the files in {shown(source)} have {size:.0f} MB, and {limit}")
 
 
 @dataclass(eq=False)
@@ -108,10 +103,11 @@ class AdapterCache:
             await self.registry.put(name, Adapter(source, revision), is_new=True)
             known = (await self.registry.read(name)).adapters.get(name)
             if known is not None and known.revision != revision:
-                _log.warning(
-                    "the adapter %r is in service with other weights (revision %s of %s): requests get those, not this "
-                    "worker's (%s of %s)", name, known.revision, known.source, revision, source,
-                )  # fmt: skip
+                used, ours = f"revision {known.revision} of {known.source}", f"{revision} of {source}"
+                text = (
+                    "the adapter %r is in service with other weights (%s): requests get those, not this worker's (%s)"
+                )
+                _log.warning(text, name, used, ours)
 
     async def renew(self) -> None:
         """Write the worker's own adapters again if the server has lost the registry."""
@@ -130,10 +126,11 @@ class AdapterCache:
         for prompt in prompts:
             if not prompt.adapter or prompt.adapter in self._loaded:
                 ready.append(prompt)
+            elif waiting := self._waiting.get(prompt.adapter):
+                waiting.append(prompt)
             else:
-                if prompt.adapter not in self._waiting:
-                    self._wanted.put_nowait(prompt.adapter)
-                self._waiting.setdefault(prompt.adapter, []).append(prompt)
+                self._waiting[prompt.adapter] = [prompt]
+                self._wanted.put_nowait(prompt.adapter)
         for adapter in {prompt.adapter for prompt in ready if prompt.adapter}:
             self._loaded[adapter] = self._loaded.pop(adapter)
         return ready
@@ -196,20 +193,26 @@ class AdapterCache:
             if adapter in self._loaded:
                 return adapter
             await self._evict()
-            content = adapter
+            content = place if nonce else adapter
             if nonce:
-                try:
+                with suppress(SettingsError):  # The backend reports the error when it loads the adapter.
                     content = await asyncio.to_thread(content_digest, Path(place))
-                except SettingsError:
-                    content = place  # The backend reports the error when it loads the adapter.
             await self._write_note(content)
             try:
-                found = await self._load_from(name, entry.source, place)
-            except SettingsError:
+                found = await self.engine_thread.load_adapter(name, place)
+            except SettingsError as error:
                 await self.leave()
-                raise
+                if is_on_hub(entry.source) or await asyncio.to_thread(os.path.lexists, place):
+                    raise
+                # The client may have this folder on its own machine: clients send full paths of folders that they find.
+                where = f"{shown(entry.source)} must be a folder on the worker's machine"
+                if not entry.source.startswith(("/", "~")):
+                    where += ": the program did not find it either, and the worker looks for it where it was started"
+                raise SettingsError(f"{error}; {where}") from error
             await self.leave()
             other = qualify(name, found)
+            self._loaded[other] = entry.source
+            _log.info("serving the adapter %r from %s (revision %s)", name, entry.source, found)
             if nonce:
                 # A worker has loaded the adapter, so its quarantine ends.
                 await registry.redis.delete(registry.keys.adapter_load(other))
@@ -217,10 +220,9 @@ class AdapterCache:
             elif found != revision:
                 del self._loaded[other]
                 self.engine_thread.drop_adapter(other)
-                raise SettingsError(
-                    f"adapters: {shown(entry.source)} has other weights on this worker (revision {found}) than in the "
-                    f"registry ({revision}): if the folder has changed, add it again with `lmpool adapters add`"
-                )
+                differ = f"has other weights on this worker (revision {found}) than in the registry ({revision})"
+                advice = "if the folder has changed, add it again with `lmpool adapters add`"
+                raise SettingsError(f"adapters: {shown(entry.source)} {differ}: {advice}")
         return other
 
     async def _write_note(self, content: str) -> None:
@@ -232,10 +234,9 @@ class AdapterCache:
         loader = await redis.getrange(key, 0, 255)
         other = loader.decode("utf-8", "replace") if isinstance(loader, bytes) else str(loader)
         if other not in ("", self.worker_id) and not await redis.exists(Keys(self.settings.prefix).worker(other)):
-            raise SettingsError(
-                f"adapters: the worker {other} terminated while it loaded this adapter, so no worker loads it for "
-                f"{_QUARANTINE_MS // 60_000} minutes: read that worker's log, mend the adapter, and add it again"
-            )
+            why = f"the worker {other} terminated while it loaded this adapter"
+            until = f"so no worker loads it for {_QUARANTINE_MS // 60_000} minutes"
+            raise SettingsError(f"adapters: {why}, {until}: read that worker's log, mend the adapter, and add it again")
         await redis.set(key, self.worker_id, px=_QUARANTINE_MS)
         self._note = key
 
@@ -250,26 +251,10 @@ class AdapterCache:
             raise SettingsError("adapters: this worker has no slot for one: start the workers with --max-adapters")
         while len(self._loaded) >= slots:
             needed = in_use()
-            evicted = next((adapter for adapter in self._loaded if adapter not in needed), next(iter(self._loaded)))
+            evicted = min(self._loaded, key=needed.__contains__)
             del self._loaded[evicted]  # Jobs that arrive from now on wait until the adapter is loaded again.
             while evicted in needed:
                 await asyncio.sleep(_IN_USE_CHECK_S)
                 needed = in_use()
             _log.info("evicting the adapter %r", evicted)
             self.engine_thread.drop_adapter(evicted)
-
-    async def _load_from(self, name: str, source: str, place: str) -> str:
-        """Have the backend load an adapter; returns its revision."""
-        try:
-            revision = await self.engine_thread.load_adapter(name, place)
-        except SettingsError as error:
-            if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
-                raise
-            # The client may have this folder on its own machine: clients send full paths of folders that they find.
-            where = f"{shown(source)} must be a folder on the worker's machine"
-            if not source.startswith(("/", "~")):
-                where += ": the program did not find it either, and the worker looks for it where it was started"
-            raise SettingsError(f"{error}; {where}") from error
-        self._loaded[qualify(name, revision)] = source
-        _log.info("serving the adapter %r from %s (revision %s)", name, source, revision)
-        return revision

@@ -23,7 +23,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
-from lmpool.broker.registries import register, register_tokenizer
+from lmpool.broker.registries import register
 from lmpool.broker.scripts import info_key, read_alive, read_consumers, read_infos, read_queue, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
@@ -40,7 +40,7 @@ _log = logging.getLogger("lmpool.worker")
 _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the lists of workers, longer than the lease of any worker.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Ms that the queue of a model without workers lives, longer than any request waits.
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes.
-_SAY_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
+LOG_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
 
 
@@ -58,11 +58,11 @@ class CheckpointWatch:
     def __init__(self, backend: BackendSettings) -> None:
         self.changed = ""  # Names of the files that have changed or disappeared, at the last check.
         self._thread: threading.Thread | None = None
-        try:
+        self._loaded: dict[Path, tuple[int, int, int] | None] = {}
+        # RuntimeError: an unknown ~user. The load reports these errors better.
+        with contextlib.suppress(OSError, RuntimeError):
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
             self._loaded = {path: _state_of(path) for path in files}
-        except (OSError, RuntimeError):  # RuntimeError: an unknown ~user. The load reports these errors better.
-            self._loaded = {}
 
     def start_check(self) -> None:
         """Check in a thread, unless a check is running: a network file system may hang, and heartbeats must go on."""
@@ -76,24 +76,20 @@ class CheckpointWatch:
             names = [path.name for path, state in self._loaded.items() if _state_of(path) != state]
         except OSError:
             return  # The file system is not available now.
-        more = len(names) - _MAX_NAMED_FILES
-        changed = ", ".join(names[:_MAX_NAMED_FILES]) + (f" and {more} more" if more > 0 else "")
-        if changed and changed != self.changed:
-            _log.warning(
-                "files of the model have changed since this worker loaded them: %s. It continues with the weights that "
-                "it has loaded; a worker that starts now loads others",
-                changed,
-            )
+        more = f" and {len(names) - _MAX_NAMED_FILES} more" if len(names) > _MAX_NAMED_FILES else ""
+        changed = ", ".join(names[:_MAX_NAMED_FILES]) + more
+        if changed not in ("", self.changed):
+            text = "It continues with the weights that it has loaded; a worker that starts now loads others"
+            _log.warning("files of the model have changed since this worker loaded them: %s. %s", changed, text)
         self.changed = changed
 
 
 def _state_of(path: Path) -> tuple[int, int, int] | None:
     """Size, time of modification in ns and inode of a file; None if it does not exist."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         seen = path.stat()
-    except FileNotFoundError:
-        return None
-    return seen.st_size, seen.st_mtime_ns, seen.st_ino
+        return seen.st_size, seen.st_mtime_ns, seen.st_ino
+    return None
 
 
 @dataclass(eq=False)
@@ -124,7 +120,6 @@ class Heartbeat:
         # Register before comparing infos, so that of two workers that start together each finds the other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
         await self._write(counters)
-        await self._keep_texts()
         while (seen := await self._read_info()) != self.info.pack():
             if await self._put_info(seen):
                 return
@@ -152,12 +147,11 @@ class Heartbeat:
             self._others_since = min(self._others_since, now)
             if now - self._others_since > self.info.lease_s:
                 raise
-        await self._keep_texts()
         return lane
 
     async def _read_info(self) -> bytes:
         """The info of the model in Redis; b"" for none."""
-        seen = (await read_infos(self.redis, self.keys, [self.info.name])).get(self.info.name.encode(), b"")
+        seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
         await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # A value too large for an info.
@@ -167,25 +161,23 @@ class Heartbeat:
         """Replace the info `seen` in Redis by this worker's info; False if another worker has replaced it before."""
         differences, fingerprint = _compare(self.info, seen)
         if differences and (others := await self._serving(fingerprint)):
-            raise ModelMismatch(
-                f"the model {self.info.name!r} is served by {', '.join(others)} with another fingerprint "
-                f"({'; '.join(differences)}): serve these weights under another --name, or stop the other workers first"
-            )
-        swap = [self.info.name, seen, self.info.pack()]
-        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, self.info.name)], swap))
+            theirs = f"served by {', '.join(others)} with another fingerprint ({'; '.join(differences)})"
+            advice = "serve these weights under another --name, or stop the other workers first"
+            raise ModelMismatch(f"the model {self.info.name!r} is {theirs}: {advice}")
+        name = self.info.name
+        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
     async def _serving(self, fingerprint: str) -> list[str]:
         """Other live workers of this model with `fingerprint`; for "", workers with another fingerprint than ours."""
-        workers, alive = [], await read_alive(self.redis, self._model, names=True)
-        for worker_id in [name for name in alive.names if name != self.worker_id]:
+        workers, ours = [], self.info.service_fingerprint
+        for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
             try:
-                fields = await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])
+                theirs = (await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])).get("fingerprint")
             except ProtocolError as error:  # One key of another type must not hide the other workers.
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
-            theirs, ours = fields.get("fingerprint"), self.info.service_fingerprint
             is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
-            if is_wanted:
+            if is_wanted and worker_id != self.worker_id:
                 workers.append(worker_id)
         return workers
 
@@ -237,9 +229,9 @@ class Heartbeat:
         keys = self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
         args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
-        _, has_unknown, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
+        has_unknown, moved = False, 1
         while moved:
-            _, _, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
+            _, has_unknown, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
         if has_unknown:
             consumers, lease_ms = await read_consumers(self.redis, keys), int(self.info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MAX_AT_ONCE):
@@ -259,32 +251,31 @@ class Heartbeat:
             for key in (*keys.queue, *lanes):
                 await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A later worker keeps the key (`keep_queue.lua`).
 
-    async def _keep_texts(self) -> None:
-        """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
-        if self.vocabulary is not None:
-            await register(self.redis, self.keys, self.vocabulary)
-        if self.tokenizer is not None:
-            await register_tokenizer(self.redis, self.keys, self.tokenizer)
-
     async def _write(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
+        info = self.info
         fields: dict[str, str | int | float] = {
-            "model": self.info.name,
-            "backend": self.info.backend,
-            "fingerprint": self.info.service_fingerprint,
+            "model": info.name,
+            "backend": info.backend,
+            "fingerprint": info.service_fingerprint,
             "started": self._started,
-            "lease_s": self.info.lease_s,
+            "lease_s": info.lease_s,
             **counters,
         }
         if self.files is not None:
             fields["changed_files"] = self.files.changed
             self.files.start_check()
-        lease_ms, keys = int(self.info.lease_s * 1000), self._model
+        lease_ms, keys = int(info.lease_s * 1000), self._model
         await scripts.HEARTBEAT(self.redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
         batch = 0 if counters.get("state") == "draining" else self.batch
         args = [self.worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
-        return int(await scripts.REGISTER(self.redis, registered, args))
+        lane = int(await scripts.REGISTER(self.redis, registered, args))
+        # Keep vocabulary and tokenizer in the pool, so that clients need no copies.
+        for value in (self.vocabulary, self.tokenizer):
+            if value is not None:
+                await register(self.redis, self.keys, value)
+        return lane
 
 
 def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
@@ -297,10 +288,8 @@ def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
 
 
 @contextlib.asynccontextmanager
-async def loading(
-    server: Server, settings: WorkerSettings, worker_id: str, model: str, *, say_every_s: float = _SAY_EVERY_S
-) -> AsyncIterator[None]:
-    """Register in Redis that a worker loads a model, while the context is open; log every `say_every_s` seconds."""
+async def loading(server: Server, settings: WorkerSettings, worker_id: str, model: str) -> AsyncIterator[None]:
+    """Register in Redis that a worker loads a model, while the context is open; log every `LOG_EVERY_S` seconds."""
     _log.info("loading %r", model)
     redis, keys = server.client(), Keys(settings.prefix)
     with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and log its errors.
@@ -310,13 +299,13 @@ async def loading(
 
     async def send_heartbeats() -> None:
         began, started = time.monotonic(), time.time()
-        say_at = began + say_every_s
+        log_at = began + LOG_EVERY_S
         while True:
-            if (now := time.monotonic()) >= say_at:
-                say_at = now + say_every_s
+            if (now := time.monotonic()) >= log_at:
+                log_at = now + LOG_EVERY_S
                 _log.info("still loading %r after %.0f s", model, now - began)
             try:
-                await send_loading(redis, keys, settings, worker_id, model, started)
+                await send_loading(redis, settings, worker_id, model, started)
             except (RedisError, OSError) as error:
                 _log.warning("will try again: %s", server.explain(error))
             await asyncio.sleep(settings.heartbeat_s)
@@ -340,11 +329,10 @@ async def loading(
             await redis.aclose()
 
 
-async def send_loading(
-    redis: Redis, keys: Keys, settings: WorkerSettings, worker_id: str, model: str, started: float
-) -> None:
+async def send_loading(redis: Redis, settings: WorkerSettings, worker_id: str, model: str, started: float) -> None:
     """Write the heartbeat of a loading worker. A loading worker, drawn at random, removes old ones."""
-    lease_ms, loading = int(settings.lease_s * 1000), keys.loading()
+    keys, lease_ms = Keys(settings.prefix), int(settings.lease_s * 1000)
+    loading = keys.loading()
     fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
     await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])
     await scripts.HEARTBEAT(redis, [loading], [lease_ms, worker_id, model])

@@ -38,11 +38,8 @@ class JobTraces:
         self._new_context: Callable[[], Any] = Context
         self._propagator = TraceContextTextMapPropagator()
         self._tracer = self._api.get_tracer("lmpool.worker", version("lmpool"))
-        self._attributes = {
-            "messaging.system": "lmpool",
-            "messaging.destination.name": model,
-            "messaging.client.id": worker_id,
-        }
+        names = {"messaging.destination.name": model, "messaging.client.id": worker_id}
+        self._attributes = {"messaging.system": "lmpool", **names}
 
     def taken(self, message: Job, queued_ms: float) -> JobTrace | None:
         """Begin to trace a job that was queued at `queued_ms`, in ms since 1970 by the local clock; None: untraced."""
@@ -70,33 +67,26 @@ class JobTraces:
         for trace in traces:
             trace.stepped, trace.batch = (max(began, trace.taken), ended), batch
 
-    def ended(self, traces: Iterable[tuple[JobTrace, str]]) -> None:
-        """Make the spans of jobs that have just ended, each with the name of its failure or ""."""
+    def ended(self, entries: Iterable[StreamEntry]) -> None:
+        """Make the spans of jobs that have just ended."""
         now = time.time_ns()
-        for trace, failure in traces:
-            step = trace.stepped or (trace.taken, trace.taken)
-            batch = [self._api.Link(trace.batch)] if trace.batch is not None else []
-            queue, publish = (trace.queued, trace.taken), (step[1], now)
-            spans = (("queue", "receive", queue), ("step", "process", step), ("publish", "settle", publish))
-            for name, operation, (began, ended) in spans:
-                if name == "step" and trace.stepped is None:
-                    continue
-                error = failure if name == "publish" else ""
-                links = batch if name == "step" else []
+        for entry in entries:
+            if (trace := entry.trace) is None:
+                continue
+            spans = [("queue", "receive", trace.queued, trace.taken)]
+            if trace.stepped is not None:
+                spans.append(("step", "process", *trace.stepped))
+            for name, operation, began, ended in [*spans, ("publish", "settle", spans[-1][3], now)]:
+                links = [self._api.Link(trace.batch)] if name == "step" and trace.batch is not None else []
                 kind = self._api.SpanKind.CONSUMER if name == "queue" else self._api.SpanKind.INTERNAL
                 attributes = {**self._attributes, "messaging.operation.type": operation}
-                attributes |= {"error.type": error} if error else {}
+                failure = entry.failure if name == "publish" else None
+                if failure is not None:
+                    attributes["error.type"] = failure.kind
                 span = self._tracer.start_span(f"lmpool.{name}", trace.context, kind, attributes, links, began)
-                if error:
+                if failure is not None:
                     span.set_status(self._api.StatusCode.ERROR)
                 span.end(max(began, ended))
-
-
-def traces_of(entries: Iterable[StreamEntry]) -> Iterator[tuple[JobTrace, str]]:
-    """The trace of each traced entry, and the kind of the entry's failure or ""."""
-    for entry in entries:
-        if entry.trace is not None:
-            yield entry.trace, "" if entry.failure is None else entry.failure.kind
 
 
 @contextmanager
