@@ -34,7 +34,7 @@ from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, load
 from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
 from lmpool.workers.metrics.prometheus import Health, Snapshot
 from lmpool.workers.metrics.tracing import JobTraces
-from lmpool.workers.queries import QueryAnswerer, TokenSets
+from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, JobReader
 from lmpool.workers.queue.leases import Leases
@@ -57,11 +57,19 @@ class Serving:
         SettingsError: the model has the name of the trie workers, or a package for tracing is missing.
     """
 
-    def __init__(
-        self, worker: Worker, lifecycle: Lifecycle, engine_thread: EngineThread, opened: Opened, max_adapters: int
-    ) -> None:
+    def __init__(self, worker: Worker, engine_thread: EngineThread, opened: Opened) -> None:
         server, settings, worker_id, counters = worker.server, worker.settings, worker.worker_id, worker.counters
-        info = self.info = _info_of(opened, settings)
+        if opened.info.is_trie != (opened.info.backend == "trie"):
+            raise SettingsError(f"name: {TRIE_SERVICE!r} is the name of trie workers: give the model another name")
+        info = self.info = replace(
+            opened.info,
+            lease_s=settings.lease_s,
+            queue_limit=settings.queue_limit,
+            row_ttl_s=settings.row_ttl_s,
+            vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
+            tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
+            answers_tries=settings.with_trie,
+        )
         keys = Keys(settings.prefix)
         model = keys.model(info.name)
         # Wait half a lease for a reply, so that a renewal without a reply is sent again before the lease expires.
@@ -79,44 +87,18 @@ class Serving:
         self.heartbeat = Heartbeat(
             redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
         )
-        self.in_flight: InFlight = {}
+        in_flight = self.in_flight = worker._in_flight
+        max_adapters = getattr(worker._backend, "max_adapters", MAX_LOADED)
+        registry = AdapterRegistry(redis, model, info.fingerprint)
         self.adapters = AdapterCache(
-            AdapterRegistry(redis, model, info.fingerprint),
-            engine_thread,
-            opened.adapters,
-            max_adapters,
-            settings,
-            worker_id,
-            self.in_flight,
+            registry, engine_thread, opened.adapters, max_adapters, settings, worker_id, in_flight
         )
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
-        queries = QueryAnswerer(self.trie_inputs, self.publisher, info, TokenSets(redis, keys, info.vocab_size))
+        queries = QueryAnswerer(self.trie_inputs, self.publisher, info, redis, keys)
         self.consumer = Consumer(reader, self.connection)
         self.leases = Leases(reader, settings.max_deliveries)
-        self.dispatcher = Dispatcher(
-            lifecycle,
-            self.in_flight,
-            engine_thread,
-            self.publisher,
-            self.trie_inputs,
-            queries,
-            info,
-            worker_id,
-            self.adapters,
-            self.segment,
-            traces,
-        )
-        self.fetch_loop = FetchLoop(
-            server,
-            counters,
-            lifecycle,
-            self.in_flight,
-            engine_thread,
-            info,
-            self.consumer,
-            self.leases,
-            self.dispatcher,
-        )
+        self.dispatcher = Dispatcher(worker._lifecycle, in_flight, engine_thread, queries, self.adapters, traces)
+        self.fetch_loop = FetchLoop(self.dispatcher, self.consumer, self.leases)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -151,8 +133,8 @@ class Worker:
         self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
+        self._in_flight: InFlight = {}
         self._serving: Serving | None = None
-        self._is_refused = False
         self._heartbeat_lock = asyncio.Lock()
         self._claim_soon = asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
@@ -161,19 +143,14 @@ class Worker:
 
     def snapshot(self) -> Snapshot:
         """The worker's state for metrics; callable from any thread."""
-        serving = self._serving
-        stats = BackendStats() if serving is None else serving.engine_thread.stats
-        is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
-        in_flight = self._count_in_flight()
+        stats = BackendStats() if self._serving is None else self._serving.engine_thread.stats
+        is_ready, silent_s, in_flight = not self.health.why_not_ready(), self.health.silent_s, len(self._in_flight)
         return Snapshot(self._backend.served_as, self.worker_id, is_ready, in_flight, silent_s, stats, self.counters)
-
-    def _count_in_flight(self) -> int:
-        return 0 if self._serving is None else len(self._serving.in_flight)
 
     def stop(self) -> None:
         """Drain: take no more jobs, finish and publish the prompts in flight, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
-            _log.info("stopping: %d prompts to finish", self._count_in_flight())
+            _log.info("stopping: %d prompts to finish", len(self._in_flight))
         self.health.state = "draining"
         self._lifecycle.stop()
 
@@ -224,9 +201,7 @@ class Worker:
         _log.info("joining the pool")
         if self.settings.with_trie:
             await asyncio.to_thread(warm_up, opened.device)
-        serving = self._serving = Serving(
-            self, self._lifecycle, engine_thread, opened, getattr(self._backend, "max_adapters", MAX_LOADED)
-        )
+        serving = self._serving = Serving(self, engine_thread, opened)
         try:
             await serving.consumer.ensure_group()
             await serving.heartbeat.join(self._heartbeat_fields(serving))
@@ -243,8 +218,6 @@ class Worker:
         except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
             await self._leave(serving, _reason(self._lifecycle.broken or error))
             raise
-        except LMPoolError:
-            raise  # Some LMPoolErrors are OSErrors too.
         except (RedisError, OSError) as error:
             raise self.server.explain(error) from error
         finally:
@@ -335,7 +308,12 @@ class Worker:
         """Write the heartbeat, and read the state of the queue."""
         try:
             async with self._heartbeat_lock:
-                await self._write_heartbeat(serving)
+                try:
+                    self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+                except ResponseError as error:
+                    text = "clients will not see this worker any more: its heartbeat is refused: %s"
+                    _log.warning(text, self.server.explain(error))
+                    raise
             if not serving.info.is_trie:
                 await serving.adapters.renew()
             await serving.consumer.keep_queue()
@@ -346,17 +324,6 @@ class Worker:
             self.health.trouble = str(self.server.explain(error))
             raise
         self.health.answered()
-
-    async def _write_heartbeat(self, serving: Serving) -> None:
-        try:
-            self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
-        except ResponseError as error:
-            if not self._is_refused:  # Log it once.
-                text = str(self.server.explain(error))
-                _log.warning("clients will not see this worker any more: its heartbeat is refused: %s", text)
-            self._is_refused = True
-            raise
-        self._is_refused = False
 
     async def _show_draining(self, serving: Serving) -> None:
         """When the worker is told to stop, report that it drains and close its lane, before the next heartbeat."""
@@ -444,36 +411,20 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
         place_of(settings, source, is_own=True)
     if not (kind := getattr(backend, "kind", "")):
         return
-    name, keys, redis = backend.served_as, Keys(settings.prefix), server.client()
+    name, keys = backend.served_as, Keys(settings.prefix)
     try:
-        packed = (await read_infos(redis, keys, [name])).get(name.encode())
-        served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
-        if served != kind and (await read_alive(redis, keys.model(name))).serving:
-            raise ModelMismatch(
-                f"the model {name!r} is served by the backend {served}, not {kind}: "
-                "serve it under another --name, or stop those workers first"
-            )
+        async with server.client() as redis:
+            packed = (await read_infos(redis, keys, [name])).get(name.encode())
+            served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
+            if served != kind and (await read_alive(redis, keys.model(name))).serving:
+                raise ModelMismatch(
+                    f"the model {name!r} is served by the backend {served}, not {kind}: "
+                    "serve it under another --name, or stop those workers first"
+                )
     except ProtocolError as error:
         _log.warning("the info of the model %r cannot be read, and will be replaced: %s", name, error)
     except (RedisError, OSError) as error:
         raise server.explain(error) from error
-    finally:
-        await redis.aclose()
-
-
-def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
-    """The backend's info with the worker's own settings."""
-    if opened.info.is_trie != (opened.info.backend == "trie"):
-        raise SettingsError(f"name: {TRIE_SERVICE!r} is the name of trie workers: serve the model under another name")
-    return replace(
-        opened.info,
-        lease_s=settings.lease_s,
-        queue_limit=settings.queue_limit,
-        row_ttl_s=settings.row_ttl_s,
-        vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
-        tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
-        answers_tries=settings.with_trie,
-    )
 
 
 def _reason(error: BaseException) -> str:

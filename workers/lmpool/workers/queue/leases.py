@@ -84,7 +84,11 @@ class Leases:
                 read = Taken([], [dead_entry(entry_id, entry.digest, WorkerError(text))])
             taken.prompts.extend(read.prompts)
             taken.refused.extend(read.refused)
-        return Claimed(await self._reader.still_wanted(taken), bool(alone), int(further))
+        taken = await self._reader.still_wanted(taken)
+        if jobs := len(taken.prompts) + len(taken.refused):
+            self._reader.counters.claimed += jobs
+            _log.info("claimed %d prompts of workers whose leases expired", jobs)
+        return Claimed(taken, bool(alone), int(further))
 
     async def release_all(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Release all entries that this worker still holds, for other workers; return their number.
