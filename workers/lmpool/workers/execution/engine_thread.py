@@ -22,9 +22,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError, ProtocolError, WorkerError
+from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
+from lmpool.protocol.row import Encoding, NewRows, VectorBlock
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution.answer_memory import AnswerMemory
@@ -39,7 +39,7 @@ from lmpool.workers.execution.contract import (
     is_device_error,
 )
 from lmpool.workers.execution.in_flight import InFlightPrompt
-from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance, begin, count_new_tokens
+from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance, begin, checked_row, count_new_tokens
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -118,7 +118,6 @@ class EngineThread:
         stats: the backend's counters after its last step.
         call: the call that the backend has not returned from; None if no call runs.
         is_hung: the thread does not return from the backend; only the end of the process ends the thread.
-        stepping_since: monotonic start of the running step, or None.
         owed: number of prompts that the backend has not answered yet.
         yielding: number of owed prompts that give way to rows (`YieldingPrompts`).
     """
@@ -132,29 +131,19 @@ class EngineThread:
         *,
         tells_steps: bool = False,
     ) -> None:
-        self._make = make
-        self._on_result = on_result
-        self._on_broken = on_broken
-        self._on_step = on_step
-        self._tells_steps = tells_steps
-        self._loop = asyncio.get_running_loop()
+        self._make, self._on_result, self._on_broken, self._on_step = make, on_result, on_broken, on_step
+        self._loop, self._tells_steps = asyncio.get_running_loop(), tells_steps
         self._ready: Future[tuple[Opened, _Capacity]] = Future()
         self._closed = asyncio.Event()
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._results: deque[tuple[StepResult, BackendStats, _Capacity]] = deque()
-        self._is_woken = False
+        self._is_woken = self.is_hung = False
         self._loads: set[Future[str]] = set()
-        self._capacity = _Capacity()
-        # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
-        self._sent = 0
+        self._capacity, self.stats = _Capacity(), BackendStats()
+        self._sent = 0  # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
         self._submitted_at = self._interactive_at = -math.inf
-        self.owed = self.yielding = 0
-        self.batch = 1
-        self.step_s = math.inf
-        self.stats = BackendStats()
+        self.owed, self.yielding, self.batch, self.step_s = 0, 0, 1, math.inf
         self.call: Call | None = None
-        self.is_hung = False
-        self.stepping_since: float | None = None
         # A daemon thread: a forward that never returns must not keep a process alive that was told to stop at once.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -353,12 +342,13 @@ class EngineThread:
                 engine.submit_yielding()
             if engine.held:
                 self.call = Call("step")
-                self.stepping_since = began = time.monotonic()
+                began = time.monotonic()
                 finished = engine.backend.step()
-                self.stepping_since = self.call = None
-                ended = time.monotonic()
+                self.call, ended = None, time.monotonic()
                 digests = check_answers(finished, engine.held, engine.info)
-                check_first_rows(finished.blocks, engine.info)
+                for block in finished.blocks:
+                    if block.digests:  # One row is enough to find logits; clients do not check rows in shared memory.
+                        checked_row(block, 0)
                 self._note_step_time(ended - began, len(digests))
                 result = engine.take_results(finished, digests)
                 self._on_step(ended - began, len(result.prompts))
@@ -530,38 +520,14 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
     Raises:
         WorkerError: a result for a prompt that was not submitted, two results for a prompt, or rows of another length.
     """
-    blocks, failures, answers = finished
-    digests = [digest for block in blocks for digest in block.digests]
-    if answers is not None:
-        digests += answers.digests
-    digests += failures
-    who = f"the backend {info.backend!r} has returned"
+    digests, who = finished.digests, f"the backend {info.backend!r} has returned"
     if len(set(digests)) < len(digests):
         twice = [digest for digest, count in Counter(digests).items() if count > 1]
         raise WorkerError(f"{who} two results in one step for {len(twice)} prompts, such as {twice[0].hex()}")
     if strangers := [digest for digest in digests if digest not in held]:
         text = f"results for {len(strangers)} prompts that were not submitted, such as {strangers[0].hex()}"
         raise WorkerError(f"{who} {text}")
-    for block in blocks:
+    for block in finished.blocks:
         if block.numbers.shape[1] != info.vocab_size:
             raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
     return digests
-
-
-def check_first_rows(blocks: Iterable[RowBlock], info: ModelInfo) -> None:
-    """Refuse blocks of something other than rows, such as logits: clients do not check each row in shared memory.
-
-    Raises:
-        WorkerError: the largest entry of the first row of a block is not that of log-probabilities.
-    """
-    for block in blocks:
-        if block.digests:
-            try:
-                if block.encoding is Encoding.F32:
-                    check_row(block.numbers[0])
-                else:
-                    check_row(decode_row(np.frombuffer(block.encode(0), np.uint8), info.vocab_size))
-            except ProtocolError as error:
-                raise WorkerError(
-                    f"the backend {info.backend!r} has returned something that is not a row: {error}"
-                ) from error

@@ -52,11 +52,9 @@ class YieldingPrompts:
     """
 
     def __init__(self, batch: int) -> None:
-        self._batch = batch
+        self._batch, self._step, self.interactive_at = batch, 0, float("-inf")
         self.continuations: deque[InFlightPrompt] = deque()
         self.bulk: deque[InFlightPrompt] = deque()
-        self._step = 0
-        self.interactive_at = float("-inf")
 
     def keep(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
         """Keep the new prompts that yield; return the other prompts, which the backend must get now."""
@@ -168,7 +166,7 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
             if (prompt := continuations.get(digest)) is None:
                 continue
             try:
-                if (answer := _draw(prompt, block.row(index))) is None:
+                if (answer := _draw(prompt, checked_row(block, index))) is None:
                     longer.append(prompt)
                 else:
                     answers[digest] = answer
@@ -181,19 +179,19 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
     return Finished(blocks, failures, vectors), longer
 
 
-def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
-    """Draw a token and append it to the prompt; return the whole continuation, encoded, if the token is its last.
+def checked_row(block: RowBlock, index: int) -> Row:
+    """A row of a block that the backend returned; raises `WorkerError` for anything else, such as logits."""
+    try:
+        return check_row(block.row(index))
+    except ProtocolError as error:
+        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
 
-    Raises:
-        WorkerError: the backend has returned something other than a row.
-    """
+
+def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
+    """Draw a token and append it to the prompt; return the whole continuation, encoded, if the token is its last."""
     query, drawn = prompt.generate, prompt.drawn
     assert query is not None
     assert drawn is not None
-    try:
-        check_row(row)
-    except ProtocolError as error:
-        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
     token = sample(row, drawn_at(query.how, len(drawn.tokens)))
     encoded = token.to_bytes(4, "little")
     drawn.tokens.append(token)
