@@ -12,9 +12,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool import errors
 from lmpool.broker.connection import reply_timeout
@@ -48,17 +49,8 @@ _log = logging.getLogger("lmpool.worker")
 # Inputs
 
 
-class SupportsNbytes(Protocol):
-    """An object that knows its size."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory; constant."""
-        ...
-
-
 K = TypeVar("K", bound=Hashable)
-T = TypeVar("T", bound=SupportsNbytes)
+T = TypeVar("T", bound="NDArray[Any] | LazyTrie")
 
 
 class ByteLRU(Generic[K, T]):
@@ -68,16 +60,14 @@ class ByteLRU(Generic[K, T]):
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit, self._size = limit, 0
         self._values: OrderedDict[K, T] = OrderedDict()
-        self._size = 0
         self._lock = threading.Lock()
 
     def get(self, key: K) -> T | None:
         """The value of a key, which becomes the most recently used value; None if there is none."""
         with self._lock:
-            value = self._values.get(key)
-            if value is not None:
+            if (value := self._values.get(key)) is not None:
                 self._values.move_to_end(key)
             return value
 
@@ -170,10 +160,9 @@ class TrieInputs:
         device: str,
         settings: WorkerSettings,
         segments: SegmentReader,
-        counters: WorkerCounters | None = None,
+        counters: WorkerCounters,
     ) -> None:
-        self._keys, self._device, self._segments = keys, device, segments
-        self._counters = counters or WorkerCounters()
+        self._keys, self._device, self._segments, self._counters = keys, device, segments, counters
         self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
         self._values = ValuesCache(settings.trie_values_mb * 2**20)
         # After these errors, each value is fetched alone: a source that cannot be read must not fail other jobs.
@@ -228,20 +217,20 @@ class TrieInputs:
         return {source.name: row for source, row in rows.items()}
 
     async def _get_trie(self, digest: str) -> LazyTrie | errors.UnknownVocabulary:
-        trie = self._tries.get(digest)
-        if trie is None:
-            key = self._keys.vocabulary(digest)
-            ((connection, _),) = await self._connections.split([key])
-            (data,) = await connection.get([key], [MAX_BYTES], by_getrange=True)
-            packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
-            try:
-                # Unpack in a thread: a large vocabulary would block the event loop.
-                vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
-            except errors.UnknownVocabulary as error:
-                return error
-            # A concurrent `fill` may have fetched this vocabulary too.
-            trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
-            self._tries.put(digest, trie)
+        if (trie := self._tries.get(digest)) is not None:
+            return trie
+        key = self._keys.vocabulary(digest)
+        ((connection, _),) = await self._connections.split([key])
+        (data,) = await connection.get([key], [MAX_BYTES], by_getrange=True)
+        packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
+        try:
+            # Unpack in a thread: a large vocabulary would block the event loop.
+            vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
+        except errors.UnknownVocabulary as error:
+            return error
+        # A concurrent `fill` may have fetched this vocabulary too.
+        trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
+        self._tries.put(digest, trie)
         return trie
 
     async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
@@ -249,10 +238,10 @@ class TrieInputs:
         rows: dict[_Source, Row | errors.LMPoolError] = {}
         wanted = list(dict.fromkeys(sources))
         sizes = [source.max_bytes for source in wanted]
-        prefixes = [
-            self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights() for source in wanted
+        keys = [
+            (self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()) + source.name
+            for source in wanted
         ]
-        keys = [prefix + source.name for prefix, source in zip(prefixes, wanted, strict=True)]
 
         async def read(connection: RowConnection, part: Sequence[int]) -> None:
             values = await connection.get([keys[at] for at in part], [sizes[at] for at in part])
@@ -325,9 +314,10 @@ def _sweep(
         failures |= dict.fromkeys(batch, reason)
         return {}
     # Halve the batch: half of it may fit in memory, and the input of one client must not fail other clients' jobs.
-    middle = (len(groups) + 1) // 2
-    halves = [{digest: batch[digest] for digest in chain(*half)} for half in (groups[:middle], groups[middle:])]
-    return _sweep(trie, kernels, halves[0], failures) | _sweep(trie, kernels, halves[1], failures)
+    middle, values = (len(groups) + 1) // 2, dict[bytes, Values]()
+    for half in (groups[:middle], groups[middle:]):
+        values |= _sweep(trie, kernels, {digest: batch[digest] for digest in chain(*half)}, failures)
+    return values
 
 
 def _compute(
@@ -370,14 +360,11 @@ def _reason(error: Exception, too_large: str = "") -> str:
 
 def _select(trie: Trie, query: TrieQuery, values: Values) -> Values:
     """The requested values; raises `UnknownNode` for a node that the trie does not have."""
-    if query.select == "inner":
-        return values[: trie.n_inner]
-    if query.select == "values":
-        return values
+    if query.select in ("inner", "values"):
+        return values[: trie.n_inner] if query.select == "inner" else values
     nodes = np.frombuffer(query.nodes, "<i4")
     nodes = trie.children(int(nodes[0])) if query.select == "under" else trie.check_nodes(nodes)
-    chosen: Values = values[trie.value_of[nodes]]
-    return chosen
+    return values[trie.value_of[nodes]]
 
 
 # The backend

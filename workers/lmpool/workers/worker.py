@@ -28,7 +28,7 @@ from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueu
 from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
-from lmpool.workers.execution.watchdogs import Watchdog
+from lmpool.workers.execution.watchdogs import watching_calls
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
 from lmpool.workers.metrics.counters import CounterDelta, WorkerCounters
@@ -186,7 +186,7 @@ class Worker:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
+            async with watching_calls(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
                 await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from lmpool.aio import end_tasks
 from lmpool.errors import WorkerError
@@ -26,43 +26,35 @@ EXIT_CODE = int(signal.SIGALRM)
 _log = logging.getLogger("lmpool.worker")
 
 
-class Watchdog:
-    """Watches every call of the backend while the context is open, except loading the model, which may take long.
+@contextlib.asynccontextmanager
+async def watching_calls(
+    engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]
+) -> AsyncIterator[None]:
+    """Watch every call of the backend while the context is open, except loading the model, which may take long.
 
-    Args:
-        engine_thread: runs the backend.
-        limit_s: max seconds of one call.
-        on_hang: called once, with the error that names the call.
+    A call may take `limit_s` seconds. `on_hang` is called once, with the error that names the call.
     """
 
-    def __init__(self, engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]) -> None:
-        self._engine_thread = engine_thread
-        self._limit_s = limit_s
-        self._on_hang = on_hang
-
-    async def __aenter__(self) -> None:
-        self._watching = asyncio.create_task(self._watch(), name="watchdog")
-
-    async def __aexit__(self, *error: object) -> None:
-        await end_tasks([self._watching])
-
-    async def _watch(self) -> None:
-        pause_s = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
+    async def watch() -> None:
+        pause_s = min(MAX_INTERVAL_S, limit_s / MIN_BEATS)
         call: Call | None = None
         spent_s, before = 0.0, time.monotonic()
-        while call is None or spent_s < self._limit_s:
+        while call is None or spent_s < limit_s:
             await asyncio.sleep(pause_s)
             now = time.monotonic()
-            last, call = call, self._engine_thread.call
+            last, call = call, engine_thread.call
             # Time in which the process was stopped does not count.
             spent_s = spent_s + min(now - before, 2 * pause_s) if call is last else 0.0
             before = now
-        self._on_hang(
-            WorkerError(
-                f"the backend hangs: it has been in one {call.description} for {self._limit_s:g} s "
-                "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
-            )
-        )
+        text = f"the backend hangs: it has been in one {call.description} for {limit_s:g} s "
+        advice = "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
+        on_hang(WorkerError(text + advice))
+
+    task = asyncio.create_task(watch(), name="watchdog")
+    try:
+        yield
+    finally:
+        await end_tasks([task])
 
 
 class ProcessWatchdog:
