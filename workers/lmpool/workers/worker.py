@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.aio import delays, end_tasks, finish
+from lmpool.aio import await_beside, finish
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.scripts import read_alive, read_infos
@@ -241,35 +242,25 @@ class Worker:
 
     async def _serve(self, serving: Serving) -> None:
         """Run all tasks until the worker is told to stop and holds no prompts."""
-        lease_s, every, dispatcher = self.settings.lease_s, partial(self._every, serving), serving.dispatcher
+        settings, every, dispatcher = self.settings, partial(self._every, serving), serving.dispatcher
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
-        draining = asyncio.create_task(self._drain(serving, fetching), name="drain")
-        parts = [
-            asyncio.create_task(part, name=name)
-            for name, part in [
-                *((f"publish-{i}", self._results.run(dispatcher.publish, small=False)) for i in range(_PUBLISHERS)),
-                ("publish-small", self._results.run(dispatcher.publish, small=True)),
-                ("prepare", dispatcher.prepare()),
-                ("segment", serving.segment.run()),
-                *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
-                ("heartbeat", every(self.settings.heartbeat_s, partial(self.send_heartbeat, serving))),
-                ("segments", every(self.settings.heartbeat_s, serving.segments.release_removed)),
-                ("draining", self._show_draining(serving)),
-                ("leases", every(lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight)))),
-                ("claims", every(lease_s / 3, partial(self._claim, serving), self._claim_soon)),
-                ("unwanted", every(STALE_S, dispatcher.drop_unwanted)),
-                ("log", every(self.settings.log_every_s, partial(self._log_counters, serving))),
-            ]
+        tasks: list[Any] = [
+            fetching,
+            *(self._results.run(dispatcher.publish, small=False) for _ in range(_PUBLISHERS)),
+            self._results.run(dispatcher.publish, small=True),
+            dispatcher.prepare(),
+            serving.segment.run(),
+            *([] if serving.info.is_trie else [serving.adapters.run()]),
+            every(settings.heartbeat_s, partial(self.send_heartbeat, serving)),
+            every(settings.heartbeat_s, serving.segments.release_removed),
+            self._show_draining(serving),
+            every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
+            every(settings.lease_s / 3, partial(self._claim, serving), self._claim_soon),
+            every(STALE_S, dispatcher.drop_unwanted),
+            every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
-        pending = {fetching, draining, *parts}
-        try:
-            # Watch all tasks until the end: if a task failed, the drain could wait forever for its work.
-            while not draining.done():
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            await end_tasks([fetching, draining, *parts])
+        # Watch all tasks until the end: if a task failed, the drain could wait forever for its work.
+        await await_beside(self._drain(serving, fetching), tasks)
         if self._lifecycle.broken is not None:
             prefix = "" if serving.engine_thread.is_hung else "the backend broke: "
             raise WorkerError(f"{prefix}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
@@ -378,23 +369,13 @@ class Worker:
         soon: asyncio.Event | None = None,
     ) -> None:
         """Repeat an action at an interval, sooner after an error of the server, and at once when `soon` is set."""
-        waits, soon = delays(), soon or asyncio.Event()
-        pause_s = interval_s
+        soon = soon or asyncio.Event()
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
+                async with asyncio.timeout(interval_s):
                     await soon.wait()
             soon.clear()
-            try:
-                await action()
-                waits, pause_s = delays(), interval_s
-            except ModelMismatch:
-                raise
-            except (RedisError, OSError, LMPoolError) as error:
-                self.counters.server_errors += 1
-                _log.warning("will try again: %s", self.server.explain(error))
-                await self.server.reconnect(serving.redis, error)
-                pause_s = min(interval_s, next(waits))
+            await serving.publisher.retry(action)
 
 
 async def check_before_loading(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
