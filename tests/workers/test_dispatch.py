@@ -28,7 +28,6 @@ from lmpool.workers.execution.in_flight import DrawnTokens, EntriesByDigest, InF
 from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.jobs import Taken
-from lmpool.workers.queue.leases import Claimed
 from tests.support.pool import DEADLINE_S
 
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
@@ -365,9 +364,9 @@ class Suspect:
         self.is_there = True
         self.asked: list[int] = []
 
-    async def claim(self, count: int, in_flight: Sequence[bytes]) -> Claimed:
+    async def claim(self, count: int, in_flight: Sequence[bytes]) -> tuple[Taken, bool, int]:
         self.asked.append(len(in_flight))
-        return Claimed(Taken([], []), self.is_there)
+        return Taken([], []), self.is_there, 0
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])

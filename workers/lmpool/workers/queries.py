@@ -14,34 +14,14 @@ from numpy.typing import NDArray
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
+from lmpool import errors
 from lmpool.broker.registries import look_up_tokens
-from lmpool.errors import (
-    CorruptRow,
-    LMPoolError,
-    ProtocolError,
-    ServerError,
-    SettingsError,
-    SourceMissing,
-    UnknownTokenSet,
-    WorkerError,
-)
+from lmpool.errors import LMPoolError
+from lmpool.protocol import query as picking
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import (
-    MassQuery,
-    PickQuery,
-    SampleQuery,
-    TopQuery,
-    TrieQuery,
-    mass_of,
-    pack_token,
-    pack_top,
-    sample,
-    sample_of,
-    top,
-    top_of,
-)
+from lmpool.protocol.query import MassQuery, PickQuery, SampleQuery, TopQuery, TrieQuery
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import name_in, unpack_tokens
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
@@ -51,9 +31,9 @@ from lmpool.workers.trie import ByteLRU, TrieInputs, answer
 
 # Max bytes of all cached sets of tokens together.
 _MAX_CACHED_BYTES = 32 * 2**20
-_NO_TRIES = Failure(SourceMissing.__name__, "this worker has no tries: send the query to a trie worker")
+_NO_TRIES = Failure(errors.SourceMissing.__name__, "this worker has no tries: send the query to a trie worker")
 # Failures of a trie query that mean that the cache has no readable row.
-_ROW_MISSING = (SourceMissing.__name__, CorruptRow.__name__)
+_ROW_MISSING = (errors.SourceMissing.__name__, errors.CorruptRow.__name__)
 
 Answer = NDArray[np.float32] | Failure
 TokenIds = NDArray[np.int64]
@@ -110,7 +90,7 @@ class QueryAnswerer:
             if rows is None:
                 load_rows = partial(self.trie_inputs.rows, self._fingerprint, picks, self._vocab_size)
                 cached = await self.publisher.retry(load_rows)
-                damaged |= {digest for digest, row in cached.items() if isinstance(row, CorruptRow)}
+                damaged |= {digest for digest, row in cached.items() if isinstance(row, errors.CorruptRow)}
                 rows = {digest: row for digest, row in cached.items() if isinstance(row, np.ndarray)}
             queries = {name: (query, rows[row]) for row in picks.keys() & rows for name, query in picks[row].items()}
             sets = await self._read_sets([query.allowed for query, _ in queries.values()])
@@ -142,10 +122,10 @@ class QueryAnswerer:
                 if (ids := self._named_sets.get(name)) is None:
                     ids = (await look_up_tokens(self.redis, self.keys, name, self._vocab_size)).ids
                     self._named_sets.put(name, ids)
-            except (ProtocolError, UnknownTokenSet) as error:
+            except (errors.ProtocolError, errors.UnknownTokenSet) as error:
                 return error
             except NoPermissionError as error:
-                return ServerError(f"the worker's Redis user may not read sets of tokens: {error}")
+                return errors.ServerError(f"the worker's Redis user may not read sets of tokens: {error}")
             return ids
 
         return {each: await self.publisher.retry(partial(read, each)) for each in set(packed) if each}
@@ -159,7 +139,8 @@ class QueryAnswerer:
         fill = partial(self.trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
         inputs, failures = await self.publisher.retry(fill)
         if rows is None:
-            damaged |= {queries[digest].source for digest, why in failures.items() if why.kind == CorruptRow.__name__}
+            corrupt = errors.CorruptRow.__name__
+            damaged |= {queries[digest].source for digest, why in failures.items() if why.kind == corrupt}
             absent = {queries[digest].source for digest, why in failures.items() if why.kind in _ROW_MISSING}
             failures = {digest: why for digest, why in failures.items() if queries[digest].source not in absent}
             inputs = {digest: given for digest, given in inputs.items() if given.query.source not in absent}
@@ -167,7 +148,7 @@ class QueryAnswerer:
         answers: dict[bytes, Answer] = {**failures}
         if block is not None:
             answers.update(zip(block.digests, block.vectors, strict=True))
-        return answers | {digest: Failure(WorkerError.__name__, text) for digest, text in failed.items()}
+        return answers | {digest: Failure(errors.WorkerError.__name__, text) for digest, text in failed.items()}
 
     async def _publish(self, ended: Sequence[StreamEntry], answers: Mapping[bytes, Answer]) -> None:
         """Publish answers and failures; `answers`: digest of an answer -> answer or failure."""
@@ -214,12 +195,13 @@ def _pick_all(
             match query:
                 case MassQuery():
                     assert ids is not None
-                    answers[digest] = np.array([mass_of(row, ids)])
+                    answers[digest] = np.array([picking.mass_of(row, ids)])
                 case SampleQuery():
-                    drawn = sample(row, query.how) if ids is None else sample_of(row, query.how, ids)
-                    answers[digest] = pack_token(drawn)
+                    drawn = picking.sample(row, query.how) if ids is None else picking.sample_of(row, query.how, ids)
+                    answers[digest] = picking.pack_token(drawn)
                 case _:
-                    answers[digest] = pack_top(top(row, query.k) if ids is None else top_of(row, query.k, ids))
+                    best = picking.top(row, query.k) if ids is None else picking.top_of(row, query.k, ids)
+                    answers[digest] = picking.pack_top(best)
         except (LMPoolError, *QUERY_ERRORS) as error:
             answers[digest] = _failure(error)
     return answers
@@ -229,15 +211,15 @@ def _failure(error: Exception) -> Failure:
     """The failure that the client of a query receives: lmpool's own errors unchanged, other errors as `WorkerError`."""
     if isinstance(error, LMPoolError):
         return Failure(type(error).__name__, str(error))
-    return Failure(WorkerError.__name__, f"the worker failed on this query: {failure_of(error)}")
+    return Failure(errors.WorkerError.__name__, f"the worker failed on this query: {failure_of(error)}")
 
 
 def _members(tokens: TokenIds | LMPoolError, count: int) -> TokenIds:
-    """The tokens of a set; raises the error of a set that was not read, or SettingsError for fewer than `count`."""
+    """The tokens of a set; raises the error of a set that was not read, or `SettingsError` for fewer than `count`."""
     if isinstance(tokens, LMPoolError):
         raise tokens
     if count > len(tokens):
-        raise SettingsError(f"k: {count} must be from 1 to {len(tokens)}: so many tokens are allowed")
+        raise errors.SettingsError(f"k: {count} must be from 1 to {len(tokens)}: so many tokens are allowed")
     return tokens
 
 

@@ -150,24 +150,23 @@ class _Source(NamedTuple):
             return errors.CorruptRow(f"{label}: {error}")
 
 
+@dataclass(eq=False)
 class TrieInputs:
     """Fetches the inputs of trie jobs, and caches inputs that other jobs may need too."""
 
-    def __init__(
-        self,
-        server: Server,
-        keys: Keys,
-        device: str,
-        settings: WorkerSettings,
-        segments: SegmentReader,
-        counters: WorkerCounters,
-    ) -> None:
-        self._keys, self._device, self._segments, self._counters = keys, device, segments, counters
-        self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
-        self._values = ValuesCache(settings.trie_values_mb * 2**20)
+    server: Server
+    keys: Keys
+    device: str
+    settings: WorkerSettings
+    segments: SegmentReader
+    counters: WorkerCounters
+
+    def __post_init__(self) -> None:
+        self._tries = ByteLRU[str, LazyTrie](self.settings.trie_mb * 2**20)
+        self._values = ValuesCache(self.settings.trie_values_mb * 2**20)
         # After these errors, each value is fetched alone: a source that cannot be read must not fail other jobs.
         apart = errors.ServerError, errors.ProtocolError
-        self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
+        self._connections = RowConnections(self.server, reply_timeout(self.settings.lease_s), apart)
 
     async def fill(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
@@ -219,7 +218,7 @@ class TrieInputs:
     async def _get_trie(self, digest: str) -> LazyTrie | errors.UnknownVocabulary:
         if (trie := self._tries.get(digest)) is not None:
             return trie
-        key = self._keys.vocabulary(digest)
+        key = self.keys.vocabulary(digest)
         ((connection, _),) = await self._connections.split([key])
         (data,) = await connection.get([key], [MAX_BYTES], by_getrange=True)
         packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
@@ -229,7 +228,7 @@ class TrieInputs:
         except errors.UnknownVocabulary as error:
             return error
         # A concurrent `fill` may have fetched this vocabulary too.
-        trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
+        trie = self._tries.get(digest) or LazyTrie(vocabulary, self.device, self._values)
         self._tries.put(digest, trie)
         return trie
 
@@ -239,7 +238,7 @@ class TrieInputs:
         wanted = list(dict.fromkeys(sources))
         sizes = [source.max_bytes for source in wanted]
         keys = [
-            (self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights()) + source.name
+            (self.keys.row(source.fingerprint) if source.fingerprint else self.keys.weights()) + source.name
             for source in wanted
         ]
 
@@ -248,9 +247,9 @@ class TrieInputs:
             for at, value in zip(part, values, strict=True):
                 source, row = wanted[at], None
                 if source.fingerprint and isinstance(value, bytes) and is_reference(value):
-                    row, value = self._segments.follow(value, source.name, source.length), None
+                    row, value = self.segments.follow(value, source.name, source.length), None
                 elif isinstance(value, (bytes, np.ndarray)):
-                    self._counters.fetched_bytes += len(value)
+                    self.counters.fetched_bytes += len(value)
                 rows[source] = source.decode(value) if row is None else row
 
         split = await self._connections.split(keys) if keys else []

@@ -43,6 +43,8 @@ from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieInputs, warm_up
 
+Action = Callable[[], Awaitable[object]]
+
 _log = logging.getLogger("lmpool.worker")
 
 # Number of tasks that publish large rows: while one task waits for the server, the other encodes.
@@ -168,7 +170,7 @@ class Worker:
 
         Args:
             on_ready: called once with the model's info when the worker takes jobs.
-            guard: context manager, entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
+            guard: context manager, entered when the backend is open and left when it is closed; see `watching_process`.
 
         Raises:
             ModelMismatch: other workers serve the model with other weights.
@@ -242,7 +244,17 @@ class Worker:
 
     async def _serve(self, serving: Serving) -> None:
         """Run all tasks until the worker is told to stop and holds no prompts."""
-        settings, every, dispatcher = self.settings, partial(self._every, serving), serving.dispatcher
+        settings, dispatcher, never = self.settings, serving.dispatcher, asyncio.Event()
+
+        async def every(interval_s: float, action: Action, soon: asyncio.Event = never) -> None:
+            """Repeat an action at an interval, and at once when `soon` is set."""
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(interval_s):
+                        await soon.wait()
+                soon.clear()
+                await serving.publisher.retry(action)
+
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         tasks: list[Any] = [
             fetching,
@@ -360,22 +372,6 @@ class Worker:
         self._lifecycle.broken = self._lifecycle.broken or error
         self.health.broken = str(error) or type(error).__name__
         self.stop()
-
-    async def _every(
-        self,
-        serving: Serving,
-        interval_s: float,
-        action: Callable[[], Awaitable[object]],
-        soon: asyncio.Event | None = None,
-    ) -> None:
-        """Repeat an action at an interval, sooner after an error of the server, and at once when `soon` is set."""
-        soon = soon or asyncio.Event()
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(interval_s):
-                    await soon.wait()
-            soon.clear()
-            await serving.publisher.retry(action)
 
 
 async def check_before_loading(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:

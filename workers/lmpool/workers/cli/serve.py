@@ -21,7 +21,7 @@ from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.settings import require
 from lmpool.workers.execution.contract import BackendSettings
-from lmpool.workers.execution.watchdogs import ProcessWatchdog
+from lmpool.workers.execution.watchdogs import watching_process
 from lmpool.workers.metrics.prometheus import monitoring
 from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
@@ -114,7 +114,7 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
     tracing = exporting(backend.served_as, worker.worker_id) if settings.tracing else contextlib.nullcontext()
     with monitoring(settings, worker.snapshot, worker.health), tracing:
         try:
-            await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
+            await worker.run(on_ready, watching_process(settings.step_timeout_s))
         except LMPoolError as error:
             if not worker.is_hung:
                 raise

@@ -27,17 +27,8 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, NewRows, VectorBlock
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
+from lmpool.workers.execution import contract
 from lmpool.workers.execution.answer_memory import AnswerMemory
-from lmpool.workers.execution.contract import (
-    Backend,
-    BackendStats,
-    Finished,
-    TellsHead,
-    TellsTokenizer,
-    WritesInPlace,
-    failure_of,
-    is_device_error,
-)
 from lmpool.workers.execution.in_flight import InFlightPrompt
 from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance, begin, checked_row, count_new_tokens
 
@@ -76,7 +67,7 @@ class StepResult(NamedTuple):
         step: monotonic times when the step began and ended; None unless jobs are traced.
     """
 
-    finished: Finished
+    finished: contract.Finished
     prompts: Sequence[InFlightPrompt] = ()
     stale: Sequence[InFlightPrompt] = ()
     step: tuple[float, float] | None = None
@@ -124,7 +115,7 @@ class EngineThread:
 
     def __init__(
         self,
-        make: Callable[[], Backend],
+        make: Callable[[], contract.Backend],
         on_result: Callable[[StepResult], None],
         on_broken: Callable[[BaseException], None],
         on_step: Callable[[float, int], None] = lambda seconds, answers: None,
@@ -136,10 +127,10 @@ class EngineThread:
         self._ready: Future[tuple[Opened, _Capacity]] = Future()
         self._closed = asyncio.Event()
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._results: deque[tuple[StepResult, BackendStats, _Capacity]] = deque()
+        self._results: deque[tuple[StepResult, contract.BackendStats, _Capacity]] = deque()
         self._is_woken = self.is_hung = False
         self._loads: set[Future[str]] = set()
-        self._capacity, self.stats = _Capacity(), BackendStats()
+        self._capacity, self.stats = _Capacity(), contract.BackendStats()
         self._sent = 0  # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
         self._submitted_at = self._interactive_at = -math.inf
         self.owed, self.yielding, self.batch, self.step_s = 0, 0, 1, math.inf
@@ -307,7 +298,7 @@ class EngineThread:
             try:
                 _log.info("the model runs after %.1f s; reading its vocabulary", time.monotonic() - began)
                 vocabulary = backend.vocabulary()
-                tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
+                tokenizer = backend.tokenizer() if isinstance(backend, contract.TellsTokenizer) else None
                 adapters = dict(backend.adapters)
                 opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
@@ -360,7 +351,7 @@ class EngineThread:
         elif answers >= self.batch:
             self.step_s = max(seconds, _STEP_TIME_DECAY * self.step_s)
 
-    def _send_result(self, result: StepResult, stats: BackendStats, capacity: _Capacity) -> None:
+    def _send_result(self, result: StepResult, stats: contract.BackendStats, capacity: _Capacity) -> None:
         self._results.append((result, stats, capacity))
         # Waking the event loop can cost as much as a short step, so skip the wake-up while one is already pending.
         if not self._is_woken:
@@ -376,7 +367,9 @@ class _Engine:
         yielding: the prompts that wait in this thread for the backend.
     """
 
-    def __init__(self, backend: Backend, send_result: Callable[[StepResult, BackendStats, _Capacity], None]) -> None:
+    def __init__(
+        self, backend: contract.Backend, send_result: Callable[[StepResult, contract.BackendStats, _Capacity], None]
+    ) -> None:
         self.backend = backend
         self.info = backend.info
         self.held: dict[bytes, InFlightPrompt] = {}
@@ -415,7 +408,7 @@ class _Engine:
             served = {"", *backend.adapters}
             if stale := [prompt for prompt in prompts if prompt.adapter not in served]:
                 prompts = [prompt for prompt in prompts if prompt.adapter in served]
-                self.send(StepResult(Finished([], {}), stale=stale))
+                self.send(StepResult(contract.Finished([], {}), stale=stale))
         backend.submit(prompts)
         for prompt in prompts:
             self.held[prompt.digest] = prompt
@@ -432,7 +425,7 @@ class _Engine:
         if due:
             self._submit(due)
 
-    def take_results(self, finished: Finished, digests: Iterable[bytes]) -> StepResult:
+    def take_results(self, finished: contract.Finished, digests: Iterable[bytes]) -> StepResult:
         """Turn the results of a step into results for the event loop; keep continuations that have not ended."""
         prompts = [self.held.pop(digest) for digest in digests]
         if self._held_yielding:
@@ -448,7 +441,7 @@ class _Engine:
         """Drop prompts that wait for the backend or that the backend holds."""
         self.yielding.drop(prompts)
         self._abort_held([prompt for prompt in prompts if self.held.get(prompt.digest) is prompt])
-        self.send(StepResult(Finished([], {})))  # The capacity has changed.
+        self.send(StepResult(contract.Finished([], {})))  # The capacity has changed.
 
     def _abort_held(self, prompts: Sequence[InFlightPrompt]) -> None:
         self.backend.abort([prompt.digest for prompt in prompts])
@@ -473,11 +466,11 @@ class _Engine:
         try:
             self.backend.drop_adapter(adapter)
         except Exception as error:
-            if is_device_error(error):
+            if contract.is_device_error(error):
                 raise
             _log.warning("adapter %r cannot be dropped; it stays loaded until the worker ends", adapter, exc_info=error)
         if stale:
-            self.send(StepResult(Finished([], {}), stale=stale))
+            self.send(StepResult(contract.Finished([], {}), stale=stale))
 
     def write_to(self, new_rows: NewRows) -> None:
         """Have the backend write rows into the memory of `new_rows`, except rows that are only for continuations."""
@@ -486,14 +479,14 @@ class _Engine:
             is_unread = bool(self.held) and all(prompt.generate is not None for prompt in self.held.values())
             return None if is_unread else new_rows(count, vocab_size, encoding)
 
-        if isinstance(self.backend, WritesInPlace):
+        if isinstance(self.backend, contract.WritesInPlace):
             self.backend.write_to(memory)
 
     def _answer_from_head(self, prompts: Sequence[InFlightPrompt]) -> StepResult:
         """Answer the queries about the model's head, which need no step."""
         answers: dict[bytes, NDArray[np.float32]] = {}
         failures: dict[bytes, str] = {}
-        backend = self.backend if isinstance(self.backend, TellsHead) else None
+        backend = self.backend if isinstance(self.backend, contract.TellsHead) else None
         for prompt in prompts:
             try:
                 if backend is None:
@@ -501,12 +494,12 @@ class _Engine:
                 assert prompt.head is not None
                 answers[prompt.digest] = backend.head(prompt.head)
             except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
-                failures[prompt.digest] = failure_of(error)
+                failures[prompt.digest] = contract.failure_of(error)
         vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
-        return StepResult(Finished([], failures, vectors), prompts)
+        return StepResult(contract.Finished([], failures, vectors), prompts)
 
 
-def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:
+def check_answers(finished: contract.Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:
     """Refuse results that no worker may publish.
 
     Args:

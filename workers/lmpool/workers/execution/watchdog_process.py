@@ -1,7 +1,7 @@
 """A program that ends a worker whose event loop does not run.
 
 A call that holds the interpreter lock stops all threads and signal handlers of a worker, so only another process can
-detect this call. `ProcessWatchdog` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
+detect this call. `watching_process` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
 pipe: the worker writes to it while its event loop runs, and the system closes it when the worker ends.
 
 A timer in the worker (`faulthandler.dump_traceback_later`) is no substitute: it counts time in which a worker is

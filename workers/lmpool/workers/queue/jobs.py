@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -43,30 +44,20 @@ class Taken(NamedTuple):
         return bool(self.prompts or self.refused)
 
 
+@dataclass(eq=False)
 class JobReader:
-    """Reads and checks the jobs of one model, and removes jobs that no client waits for.
+    """Reads and checks the jobs of one model, and removes jobs that no client waits for."""
 
-    Args:
-        redis: client for commands that do not block.
-        keys: the model's keys.
-        info: the model's info.
-        worker_id: id of the worker, and its name in the consumer group.
-        counters: record queueing times and homed jobs (`WorkerCounters.homed`), and give the server's clock.
-        traces: starts the traces of jobs; None without tracing.
-    """
+    redis: Redis  # Client for commands that do not block.
+    keys: key_names.ModelKeys
+    info: ModelInfo
+    worker_id: str  # Also its name in the consumer group.
+    counters: WorkerCounters  # Record queueing times and homed jobs, and give the server's clock.
+    traces: JobTraces | None = None  # None without tracing.
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: key_names.ModelKeys,
-        info: ModelInfo,
-        worker_id: str,
-        counters: WorkerCounters,
-        traces: JobTraces | None = None,
-    ) -> None:
-        self.redis, self.keys, self.info, self.worker_id, self.counters = redis, keys, info, worker_id, counters
-        self.fingerprint, self._home, self._is_trie = info.fingerprint, worker_id.encode(), info.is_trie
-        self._traces = traces
+    def __post_init__(self) -> None:
+        self.fingerprint, self._is_trie = self.info.fingerprint, self.info.is_trie
+        self._home = self.worker_id.encode()
 
     async def read_wanted(self, entries: Entries, of_lane: bytes = b"") -> Taken:
         """Read entries of one stream, except entries that no client waits for; append `of_lane` to all entry ids."""
@@ -98,8 +89,8 @@ class JobReader:
             return entry
         digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(key_names.PRIORITY_FIELD) == key_names.BULK
         entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host)
-        if self._traces is not None:
-            entry.trace = self._traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
+        if self.traces is not None:
+            entry.trace = self.traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self.fingerprint:
             taken.prompts.append(InFlightPrompt(digest, job.ids, bulk=is_bulk, entries={entry_id: entry}))
             return entry

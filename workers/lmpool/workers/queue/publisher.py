@@ -29,6 +29,7 @@ from lmpool.workers.execution.in_flight import EntriesByDigest, StreamEntry
 from lmpool.workers.queue.jobs import JobReader
 
 T = TypeVar("T")
+Digests = Collection[bytes]
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -63,7 +64,7 @@ class Publisher:
         self.server, self.rows, self.segment, self.reader = server, rows, segment, reader
         self.keys, self.counters = reader.keys, reader.counters
 
-    async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
+    async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Digests) -> None:
         """Store rows or answers and end the entries that wait for them; retry until the server accepts the block.
 
         Entries fail if the server refuses their rows, or evicts them again and again as soon as they are stored.
@@ -79,12 +80,7 @@ class Publisher:
             await self._store_again(block, entries, overwrite, gone, began)
 
     async def _store(
-        self,
-        block: Block,
-        entries: EntriesByDigest,
-        overwrite: Collection[bytes],
-        began: float,
-        whole: Collection[bytes] | None = None,
+        self, block: Block, entries: EntriesByDigest, overwrite: Digests, began: float, whole: Digests | None = None
     ) -> list[bytes]:
         """Store rows and end their entries; return digests of rows that were evicted at once, whose entries remain.
 
@@ -125,7 +121,7 @@ class Publisher:
             await self.fail([entry.failing(failure) for entry in left if entry.digest in refused])
         return list(dict.fromkeys(entry.digest for entry in left if entry.digest not in refused))
 
-    async def _drop_references(self, stale: Collection[bytes]) -> None:
+    async def _drop_references(self, stale: Digests) -> None:
         """Remove references to rows that shared memory has replaced. If this fails, clients detect stale references."""
         try:
             await self.rows.drop(self.rows.keys_of(stale))
@@ -133,7 +129,7 @@ class Publisher:
             _log.debug("%d stale references stay: %s", len(stale), self.server.explain(error))
 
     async def _store_again(
-        self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes], gone: list[bytes], began: float
+        self, block: Block, entries: EntriesByDigest, overwrite: Digests, gone: list[bytes], began: float
     ) -> None:
         """Store evicted rows again, until no client waits for the rest or several tries in a row store no row.
 
@@ -174,7 +170,7 @@ class Publisher:
         return {digest: waiting for digest, waiting in left.items() if waiting}
 
     async def _attempt(
-        self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
+        self, block: Block, entries: Sequence[StreamEntry], overwrite: Digests, shared: Shared
     ) -> tuple[dict[bytes, str], list[StreamEntry], list[StreamEntry]]:
         """Store the block and end the entries, once.
 
@@ -184,8 +180,15 @@ class Publisher:
         left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         not_shared = len(block.digests) - len(shared.references)
         self.counters.published_bytes += block.nbytes * not_shared // max(1, len(block.digests))
-        carried = self._to_carry(block, entries, overwrite, shared)
-        if carried is not None:
+        # The script stores rows that all have entries, if they are all in shared memory or small.
+        parts: Mapping[bytes, bytes] | None = None
+        if not overwrite and self.rows.is_seen and {entry.digest for entry in entries} == set(block.digests):
+            parts = shared.references
+            if not parts and (values := block.small_values()) is not None:
+                parts = dict(zip(block.digests, values, strict=True))
+        if parts is not None and len(parts) == len(block.digests):
+            host = shared.host if shared.references else b""
+            carried = Carried(parts, host, self.rows.ttl_ms(block))
             entries, elsewhere = await self._end(entries, self.rows.queue, carried)
             if not entries:
                 return {}, [], elsewhere
@@ -195,7 +198,7 @@ class Publisher:
         places = {digest: place_of(shared.references.get(digest)) for digest in block.digests}
         carried = Carried(places, shared.host) if shared.references else _NOTHING
 
-        async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
+        async def end(call: scripts.Call, refused: Digests) -> None:
             left.extend(entry for entry in entries if entry.digest in refused)
             stored = [entry for entry in entries if entry.digest not in refused] if refused else entries
             without_row, without_reader = await self._end(stored, call, carried)
@@ -205,19 +208,6 @@ class Publisher:
         # Send the rows and the script together: the script itself checks whether the rows are stored.
         refused = await self.rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
-
-    def _to_carry(
-        self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
-    ) -> Carried | None:
-        """The data that the script stores when it ends the entries, to save a command; None for separate storing."""
-        # The script stores only rows that have entries.
-        if overwrite or not self.rows.is_seen or {entry.digest for entry in entries} != set(block.digests):
-            return None
-        parts: Mapping[bytes, bytes] = shared.references
-        if not parts and (values := block.small_values()) is not None:
-            parts = dict(zip(block.digests, values, strict=True))
-        host = shared.host if shared.references else b""
-        return Carried(parts, host, self.rows.ttl_ms(block)) if len(parts) == len(block.digests) else None
 
     async def fail(self, entries: Sequence[StreamEntry]) -> None:
         """End entries, each with its `failure`; retry until the server has ended them."""
