@@ -37,6 +37,7 @@ _ROW_MISSING = (errors.SourceMissing.__name__, errors.CorruptRow.__name__)
 
 Answer = NDArray[np.float32] | Failure
 TokenIds = NDArray[np.int64]
+TokenSets = Mapping[bytes, TokenIds | LMPoolError]  # By the set as packed in a query.
 
 
 @dataclass(eq=False)
@@ -112,7 +113,7 @@ class QueryAnswerer:
                 failures[prompt] = _failure(error)
         return failures
 
-    async def _read_sets(self, packed: Iterable[bytes]) -> Mapping[bytes, TokenIds | LMPoolError]:
+    async def _read_sets(self, packed: Iterable[bytes]) -> TokenSets:
         """The token ids of sets that queries carry or name; an error for a set that cannot be read."""
 
         async def read(packed: bytes) -> TokenIds | LMPoolError:
@@ -183,9 +184,7 @@ def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPr
     return answers
 
 
-def _pick_all(
-    queries: Mapping[bytes, tuple[PickQuery, Row]], sets: Mapping[bytes, TokenIds | LMPoolError]
-) -> dict[bytes, Answer]:
+def _pick_all(queries: Mapping[bytes, tuple[PickQuery, Row]], sets: TokenSets) -> dict[bytes, Answer]:
     """Answer queries, by digest of the answer. Call it in a thread: a row of a large vocabulary takes a millisecond."""
     answers: dict[bytes, Answer] = {}
     for digest, (query, row) in queries.items():

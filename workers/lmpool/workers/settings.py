@@ -22,9 +22,7 @@ class WorkerSettings:
     """
 
     prefix: str = option("Prefix of all Redis keys.", "lmpool")
-    lease_s: float = option(
-        "Seconds without a heartbeat after which other workers take over a worker's jobs.", 15.0, *LIMITS["lease_s"]
-    )
+    lease_s: float = option("Seconds without a heartbeat until others take a worker's jobs.", 15.0, *LIMITS["lease_s"])
     step_timeout_s: float = option(
         "Max seconds of a step or an adapter's load; then the worker releases its jobs and ends.",
         300.0,
@@ -53,9 +51,7 @@ class WorkerSettings:
         "Load adapters that clients name by their names on the hub. --adapters accepts such names in any case.", False
     )
     adapter_mb: int = option("Max megabytes of the files of one adapter.", 8192, 1, _UNLIMITED)
-    tracing: bool = option(
-        "Send OpenTelemetry spans of traced jobs to OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1).", False
-    )
+    tracing: bool = option("Send spans of traced jobs to OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1).", False)
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)

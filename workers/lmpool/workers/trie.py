@@ -120,6 +120,13 @@ class TrieInput(NamedTuple):
     """float32 (M + V,): cached values of the row that the query names, or None."""
 
 
+Jobs = Mapping[bytes, TrieInput]
+"""Digest of an answer -> the query and its inputs."""
+
+Found = Row | errors.LMPoolError
+"""A row or weights, or the reason why they cannot be used."""
+
+
 class _Source(NamedTuple):
     """A row or weights that a trie job names."""
 
@@ -132,7 +139,7 @@ class _Source(NamedTuple):
         """Max bytes to read: one more than the value can have, to notice a value that is too long."""
         return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
 
-    def decode(self, value: Any) -> Row | errors.LMPoolError:
+    def decode(self, value: Any) -> Found:
         """Decode the stored value; returns an error instead of raising it."""
         kind, verb = ("row of prompt", "is") if self.fingerprint else ("weights", "are")
         label = f"the {kind} {self.name.hex()}"
@@ -205,9 +212,7 @@ class TrieInputs:
                 inputs[digest] = inputs[digest]._replace(vector=vector)
         return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in failed.items()}
 
-    async def rows(
-        self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int
-    ) -> dict[bytes, Row | errors.LMPoolError]:
+    async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Found]:
         """Rows of a model from the cache: digest of the prompt -> row, or the reason for no row.
 
         Raises `ServerError` when the server cannot be used.
@@ -232,9 +237,9 @@ class TrieInputs:
         self._tries.put(digest, trie)
         return trie
 
-    async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
+    async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Found]:
         """Weights and rows, or the reasons why they cannot be used."""
-        rows: dict[_Source, Row | errors.LMPoolError] = {}
+        rows: dict[_Source, Found] = {}
         wanted = list(dict.fromkeys(sources))
         sizes = [source.max_bytes for source in wanted]
         keys = [
@@ -270,7 +275,7 @@ def warm_up(device: str) -> None:
     open_kernels(Trie([b"a", b"b"]), device)
 
 
-def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+def answer(jobs: Jobs) -> tuple[VectorBlock | None, dict[bytes, str]]:
     """Answer trie queries, given as digest of the answer -> inputs, in batches of one vocabulary and operation.
 
     Returns the answers, and digest -> reason (the name of the error and its text) for the other jobs.
@@ -295,9 +300,7 @@ def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[by
     return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
 
 
-def _sweep(
-    trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], failures: dict[bytes, str]
-) -> dict[bytes, Values]:
+def _sweep(trie: Trie, kernels: Kernels, batch: Jobs, failures: dict[bytes, str]) -> dict[bytes, Values]:
     """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the M inner values."""
     # Jobs about the same row share one sweep.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
@@ -319,9 +322,7 @@ def _sweep(
     return values
 
 
-def _compute(
-    trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], groups: list[list[bytes]]
-) -> dict[bytes, Values]:
+def _compute(trie: Trie, kernels: Kernels, batch: Jobs, groups: list[list[bytes]]) -> dict[bytes, Values]:
     """The values of jobs, which are grouped by equal weights."""
     weights = np.empty((len(groups), trie.n_tokens), np.float32)
     for out, digests in zip(weights, groups, strict=True):

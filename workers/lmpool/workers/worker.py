@@ -91,11 +91,9 @@ class Serving:
             redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
         )
         in_flight = self.in_flight = worker._in_flight
-        max_adapters = getattr(worker._backend, "max_adapters", MAX_LOADED)
+        limit = getattr(worker._backend, "max_adapters", MAX_LOADED)
         registry = AdapterRegistry(redis, model, info.fingerprint)
-        self.adapters = AdapterCache(
-            registry, engine_thread, opened.adapters, max_adapters, settings, worker_id, in_flight
-        )
+        self.adapters = AdapterCache(registry, engine_thread, opened.adapters, limit, settings, worker_id, in_flight)
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
         queries = QueryAnswerer(self.trie_inputs, self.publisher, info, redis, keys)
         self.consumer = Consumer(reader, self.connection)

@@ -22,7 +22,7 @@ from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.settings import check_choice, check_known, shown
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
-from lmpool.workers.cli.doctor import doctor
+from lmpool.workers.cli.doctor import RedisUrl, doctor
 from lmpool.workers.cli.supervisor import as_arguments, down, plan_workers, start_detached, supervise
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
@@ -59,31 +59,16 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HelpAll = Annotated[
-    bool, typer.Option("--help-all", help="Show all options and exit.", callback=_show_all, is_eager=True)
-]
+HelpAll = Annotated[bool, typer.Option("--help-all", help="Show all options.", callback=_show_all, is_eager=True)]
 Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Hub name or folder of the model, for hf also a GGUF file; for synthetic just a name."
-    ),
+    str, typer.Argument(metavar="MODEL", help="Hub name or folder of the model; for hf also a GGUF file.")
 ]
-BackendName = Annotated[
-    str, typer.Option(help=f"What computes the rows: {', '.join(_BUILT_IN)}, or a backend of an installed package.")
-]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
-]
+BackendName = Annotated[str, typer.Option(help=f"What computes rows: {', '.join(_BUILT_IN)}, or an installed one.")]
 MemoryMb = Annotated[
-    int | None,
-    typer.Option(help="Memory limit of the server, in MiB (default: a quarter of the machine's).", hidden=True),
+    int | None, typer.Option(help="Max MiB of the server (default: a quarter of the machine's).", hidden=True)
 ]
-Workers = Annotated[
-    str, typer.Option(metavar="N", help="Number of worker processes, or all: one for each GPU, or one on the CPU.")
-]
-Detach = Annotated[
-    bool, typer.Option("--detach", help="Return when it serves, and go on in the background until `lmpool down`.")
-]
+Workers = Annotated[str, typer.Option(metavar="N", help="Number of workers, or all: one per GPU, or one on the CPU.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return when it serves; stop it by `lmpool down`.")]
 
 
 def register(app: typer.Typer) -> None:

@@ -40,6 +40,11 @@ _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
 _IN_CLONE = "in the clone:"  # Advice begins so, because no package index has lmpool.
 
 
+RedisUrl = Annotated[
+    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
+]
+
+
 class Finding(NamedTuple):
     """The result of one check."""
 
@@ -50,12 +55,8 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Folder or GGUF file of a model to check.")
-    ] = None,
-    redis: Annotated[
-        str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A model's folder or GGUF file.")] = None,
+    redis: RedisUrl = None,
     prefix: Annotated[str, typer.Option(help="Prefix of all Redis keys.")] = "lmpool",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,8 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, NewRows, VectorBlock
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.execution import contract
-from lmpool.workers.execution.answer_memory import AnswerMemory
+from lmpool.workers.execution import contract, yielding
 from lmpool.workers.execution.in_flight import InFlightPrompt
-from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance, begin, checked_row, count_new_tokens
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -143,7 +141,7 @@ class EngineThread:
         self._thread.start()
         opened, self._capacity = await asyncio.wrap_future(self._ready)
         self.batch = opened.batch
-        self._memory = AnswerMemory(opened.info)
+        self._memory = yielding.AnswerMemory(opened.info)
         return opened
 
     @property
@@ -157,24 +155,24 @@ class EngineThread:
         free = _MAX_YIELDING_BATCHES * self.batch - self.yielding
         if free <= 0:
             now = time.monotonic()
-            may_be_row = now - self._interactive_at < QUIET_S or now - self._submitted_at > _BEYOND_LIMIT_S
+            may_be_row = now - self._interactive_at < yielding.QUIET_S or now - self._submitted_at > _BEYOND_LIMIT_S
             free = int(may_be_row and self.yielding < _MAX_BATCHES_BEFORE_ROWS * self.batch)
         return min(self._capacity.rows - (self._sent - self._capacity.taken), free)
 
     def submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Hand prompts to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._submitted_at = time.monotonic()
-        yielding, is_large = 0, False
+        yields, is_large = 0, False
         for prompt in prompts:
             prompt.status = "pending"
             prompt.yields = prompt.bulk or prompt.generate is not None
-            yielding += prompt.yields
+            yields += prompt.yields
             if prompt.generate is not None or prompt.positions is not None or prompt.head is not None:
                 is_large = True
             if not prompt.bulk:
                 self._interactive_at = self._submitted_at
         self.owed += len(prompts)
-        self.yielding += yielding
+        self.yielding += yields
         self._send(self._memory.admit(prompts) if is_large else prompts)
 
     def _send(self, prompts: Sequence[InFlightPrompt]) -> None:
@@ -339,7 +337,7 @@ class EngineThread:
                 digests = check_answers(finished, engine.held, engine.info)
                 for block in finished.blocks:
                     if block.digests:  # One row is enough to find logits; clients do not check rows in shared memory.
-                        checked_row(block, 0)
+                        yielding.checked_row(block, 0)
                 self._note_step_time(ended - began, len(digests))
                 result = engine.take_results(finished, digests)
                 self._on_step(ended - began, len(result.prompts))
@@ -373,7 +371,7 @@ class _Engine:
         self.backend = backend
         self.info = backend.info
         self.held: dict[bytes, InFlightPrompt] = {}
-        self.yielding = YieldingPrompts(backend.batch)
+        self.yielding = yielding.YieldingPrompts(backend.batch)
         self._send_result = send_result
         # Prompts that the backend holds and that yield to rows.
         self._held_yielding: set[InFlightPrompt] = set()
@@ -413,14 +411,14 @@ class _Engine:
         for prompt in prompts:
             self.held[prompt.digest] = prompt
             if prompt.generate is not None:
-                begin(prompt, prompt.generate)
+                yielding.begin(prompt, prompt.generate)
             if prompt.bulk or prompt.generate is not None:
                 self._held_yielding.add(prompt)
 
     def submit_yielding(self) -> None:
         """Give the backend the waiting prompts that are due before its next step."""
         continuations = sum(prompt.generate is not None for prompt in self._held_yielding)
-        bulk_tokens = sum(count_new_tokens(prompt) for prompt in self._held_yielding if prompt.bulk)
+        bulk_tokens = sum(yielding.count_new_tokens(prompt) for prompt in self._held_yielding if prompt.bulk)
         due = self.yielding.next(len(self.held), continuations, bulk_tokens, self.backend.capacity())
         if due:
             self._submit(due)
@@ -431,7 +429,7 @@ class _Engine:
         if self._held_yielding:
             self._held_yielding.difference_update(prompts)
             if continuations := {prompt.digest: prompt for prompt in prompts if prompt.generate is not None}:
-                finished, longer = advance(finished, continuations)
+                finished, longer = yielding.advance(finished, continuations)
                 # Rows that have arrived during the step go before the next tokens of continuations.
                 self.yielding.keep_longer(longer)
                 prompts = [prompt for prompt in prompts if prompt not in longer]
@@ -486,13 +484,10 @@ class _Engine:
         """Answer the queries about the model's head, which need no step."""
         answers: dict[bytes, NDArray[np.float32]] = {}
         failures: dict[bytes, str] = {}
-        backend = self.backend if isinstance(self.backend, contract.TellsHead) else None
         for prompt in prompts:
             try:
-                if backend is None:
-                    raise WorkerError(f"the backend {self.info.backend!r} has hidden states in its info, and no head()")
                 assert prompt.head is not None
-                answers[prompt.digest] = backend.head(prompt.head)
+                answers[prompt.digest] = cast(contract.TellsHead, self.backend).head(prompt.head)
             except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
                 failures[prompt.digest] = contract.failure_of(error)
         vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
