@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -206,12 +207,11 @@ class FetchLoop:
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, for at most `_DRAIN_SHARE` of a lease; return whether it holds."""
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_DRAIN_SHARE * self._info.lease_s):
                 await self.lifecycle.wait_for(condition)
-        except TimeoutError:
-            return False
-        return True
+                return True
+        return False
 
     def _capacity(self) -> int:
         """Number of prompts that the worker may take now."""
@@ -367,7 +367,10 @@ class Dispatcher:
     async def publish(self, results: Sequence[StepResult]) -> None:
         """Publish the results of some steps together."""
         for result in results:
-            self._trace_step(result)
+            if self.traces is not None and result.step is not None:
+                entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
+                if traces := [trace for trace, _ in traces_of(entries)]:
+                    self.traces.stepped(traces, result.step, len(result.prompts))
         finished = _joined(results)
         # Skip results of aborted prompts. A prompt that was requested again is another object with its own result.
         prompts = {prompt.digest: prompt for result in results for prompt in result.prompts if self._holds(prompt)}
@@ -498,14 +501,6 @@ class Dispatcher:
         if dropped:
             self.engine_thread.abort(dropped)
         return len(dropped)
-
-    # Traces
-
-    def _trace_step(self, result: StepResult) -> None:
-        if self.traces is not None and result.step is not None:
-            entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
-            if traces := [trace for trace, _ in traces_of(entries)]:
-                self.traces.stepped(traces, result.step, len(result.prompts))
 
     def _trace_ended(self, entries: Iterable[StreamEntry]) -> None:
         if self.traces is not None:

@@ -97,7 +97,15 @@ class QueryAnswerer:
             sets = await self._read_sets([query.allowed for query, _ in queries.values()])
             answers |= await asyncio.to_thread(_pick_all, queries, sets)
         ended = [entry for waiting in entries.values() for entry in waiting if entry.digest in answers]
-        await self._publish(ended, answers)
+        waiting_for: dict[bytes, list[StreamEntry]] = defaultdict(list)
+        for entry in ended:
+            waiting_for[entry.digest].append(entry)
+        if vectors := {digest: vector for digest, vector in answers.items() if isinstance(vector, np.ndarray)}:
+            overwrite = {entry.digest for entry in ended if entry.overwrite}
+            await self.publisher.publish(VectorBlock(list(vectors), list(vectors.values())), waiting_for, overwrite)
+        failures = [(entry, answer) for entry in ended if isinstance(answer := answers[entry.digest], Failure)]
+        if failures:
+            await self.publisher.fail([entry.failing(failure) for entry, failure in failures])
         return set(ended), damaged
 
     async def set_tokens(self, prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Failure]:
@@ -150,20 +158,6 @@ class QueryAnswerer:
         if block is not None:
             answers.update(zip(block.digests, block.vectors, strict=True))
         return answers | {digest: Failure(errors.WorkerError.__name__, text) for digest, text in failed.items()}
-
-    async def _publish(self, ended: Sequence[StreamEntry], answers: Mapping[bytes, Answer]) -> None:
-        """Publish answers and failures; `answers`: digest of an answer -> answer or failure."""
-        waiting: dict[bytes, list[StreamEntry]] = defaultdict(list)
-        for entry in ended:
-            waiting[entry.digest].append(entry)
-        vectors = {digest: vector for digest, vector in answers.items() if isinstance(vector, np.ndarray)}
-        if vectors:
-            overwrite = {entry.digest for entry in ended if entry.overwrite}
-            await self.publisher.publish(VectorBlock(list(vectors), list(vectors.values())), waiting, overwrite)
-        failures = {digest: failure for digest, failure in answers.items() if isinstance(failure, Failure)}
-        if failures:
-            failing = [entry.failing(failure) for digest, failure in failures.items() for entry in waiting[digest]]
-            await self.publisher.fail(failing)
 
 
 def allowed_in(job: BackendJob) -> bytes:

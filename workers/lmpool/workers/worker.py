@@ -180,14 +180,20 @@ class Worker:
         self.health.start()
         self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
-            self._backend.open, self._results.put, self._break, self.counters.stepped, tells_steps=self.settings.tracing
+            self._backend.open,
+            self._results.put,
+            self._give_up,
+            self.counters.stepped,
+            tells_steps=self.settings.tracing,
         )
         guarded = ExitStack()
         try:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with watching_calls(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
+            async with watching_calls(
+                engine_thread, self.settings.step_timeout_s, partial(self._give_up, hung=engine_thread)
+            ):
                 await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:
@@ -356,17 +362,13 @@ class Worker:
         if line or in_flight:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
-    def _break(self, error: BaseException) -> None:
-        _log.error("the backend broke", exc_info=error)
-        self._give_up(error)
-
-    def _hang(self, engine_thread: EngineThread, error: WorkerError) -> None:
-        _log.error("%s; its thread is at\n%s", error, engine_thread.stack())
-        self._give_up(error)
-        engine_thread.abandon(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Stop, because the backend cannot be used any more; keep the first reason."""
+    def _give_up(self, error: BaseException, hung: EngineThread | None = None) -> None:
+        """Stop, because the backend broke, or because its thread `hung`; keep the first reason."""
+        if hung is None:
+            _log.error("the backend broke", exc_info=error)
+        else:
+            _log.error("%s; its thread is at\n%s", error, hung.stack())
+            hung.abandon(error)
         self._lifecycle.broken = self._lifecycle.broken or error
         self.health.broken = str(error) or type(error).__name__
         self.stop()

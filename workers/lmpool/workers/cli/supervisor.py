@@ -127,29 +127,20 @@ class SupervisedWorker:
     has_served: bool = False  # Whether one of its processes has served.
     serves_since: float = 0.0  # Time since when its process serves; 0 before.
     quick_crashes: int = 0  # Number of crashes in a row, each before or soon after its process served.
-    _ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
+    ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
 
     def start(self) -> None:
         """Start a process."""
         self.worker_id, self.start_at = "", time.monotonic()
         # The worker ends when its standard input is closed, which happens however the supervisor ends.
-        self.process, self._ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
-        os.set_blocking(self._ready, False)
-
-    def becomes_ready(self) -> bool:
-        """Whether the worker has reported since the last call that it serves."""
-        with suppress(BlockingIOError):
-            self.worker_id = self.worker_id or os.read(self._ready, 1024).decode()
-        if not self.worker_id or self.serves_since:
-            return False
-        self.serves_since, self.has_served = time.monotonic(), True
-        return True
+        self.process, self.ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
+        os.set_blocking(self.ready, False)
 
     def on_end(self) -> None:
         """Count a crash, and close the pipes of the process that has ended."""
         is_quick = not self.serves_since or time.monotonic() - self.serves_since < _MIN_LIFE_S
         self.quick_crashes = self.quick_crashes + 1 if is_quick else 0
-        os.close(self._ready)
+        os.close(self.ready)
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
         self.process, self.serves_since = None, 0.0
@@ -232,8 +223,12 @@ class Supervisor:
                 worker.start()
             return
         code = worker.process.poll()
-        if worker.becomes_ready() and code is None:
-            self._report_if_ready()
+        with suppress(BlockingIOError):
+            worker.worker_id = worker.worker_id or os.read(worker.ready, 1024).decode()
+        if worker.worker_id and not worker.serves_since:
+            worker.serves_since, worker.has_served = time.monotonic(), True
+            if code is None:
+                self._report_if_ready()
         if code is None:
             return
         if worker.worker_id and code != 0 and not self.is_stopping:

@@ -241,7 +241,7 @@ class EngineThread:
         """Have the backend write rows into the memory of `new_rows`, if the backend can."""
         self._calls.put(Call("preparation to write rows", lambda engine: engine.write_to(new_rows)))
 
-    def abandon(self, error: WorkerError) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
         self.is_hung = True
         for loaded in self._loads:
@@ -297,8 +297,8 @@ class EngineThread:
                 _log.info("the model runs after %.1f s; reading its vocabulary", time.monotonic() - began)
                 vocabulary = backend.vocabulary()
                 tokenizer = backend.tokenizer() if isinstance(backend, contract.TellsTokenizer) else None
-                adapters = dict(backend.adapters)
-                opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
+                about = backend.info, backend.batch, backend.device
+                opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters))
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
             except BaseException as error:  # noqa: BLE001  the error is reported before `close`, which may take long
@@ -394,8 +394,16 @@ class _Engine:
         if rows:
             self.yielding.interactive_at = time.monotonic()
         is_mixed = rows < len(prompts)
-        if of_head := [prompt for prompt in prompts if prompt.head is not None]:
-            self.send(self._answer_from_head(of_head))
+        if of_head := {prompt: prompt.head for prompt in prompts if prompt.head is not None}:
+            answers: dict[bytes, NDArray[np.float32]] = {}
+            failures: dict[bytes, str] = {}
+            for prompt, head in of_head.items():
+                try:
+                    answers[prompt.digest] = cast(contract.TellsHead, self.backend).head(head)
+                except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
+                    failures[prompt.digest] = contract.failure_of(error)
+            vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
+            self.send(StepResult(contract.Finished([], failures, vectors), list(of_head)))
             prompts = [prompt for prompt in prompts if prompt.head is None]
         self._submit(self.yielding.keep(prompts) if is_mixed else prompts)
 
@@ -479,19 +487,6 @@ class _Engine:
 
         if isinstance(self.backend, contract.WritesInPlace):
             self.backend.write_to(memory)
-
-    def _answer_from_head(self, prompts: Sequence[InFlightPrompt]) -> StepResult:
-        """Answer the queries about the model's head, which need no step."""
-        answers: dict[bytes, NDArray[np.float32]] = {}
-        failures: dict[bytes, str] = {}
-        for prompt in prompts:
-            try:
-                assert prompt.head is not None
-                answers[prompt.digest] = cast(contract.TellsHead, self.backend).head(prompt.head)
-            except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
-                failures[prompt.digest] = contract.failure_of(error)
-        vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
-        return StepResult(contract.Finished([], failures, vectors), prompts)
 
 
 def check_answers(finished: contract.Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:

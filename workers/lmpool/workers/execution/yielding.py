@@ -160,9 +160,9 @@ class AnswerMemory:
         for prompt in prompts:
             if self._bytes_of(prompt) <= _SMALL_ANSWER_BYTES:
                 ready.append(prompt)
-                continue
-            prompt.status = "waiting"
-            (self._waiting_bulk if prompt.bulk else self._waiting).append(prompt)
+            else:
+                prompt.status = "waiting"
+                (self._waiting_bulk if prompt.bulk else self._waiting).append(prompt)
         return ready + self._next()
 
     def free(self, prompts: Iterable[InFlightPrompt]) -> list[InFlightPrompt]:

@@ -179,7 +179,8 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
         raise ModelMismatch(f"the model {info.name!r} has changed: {text}")
     if info.is_trie:
         if not isinstance(query, queries.TrieQuery):
-            raise ProtocolError("a trie worker received a request for something other than values of a trie")
+            wanted = "a row" if query is None else "something other than values of a trie"
+            raise ProtocolError(f"a trie worker received a request for {wanted}")
         return
     check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
     # Check only the form of the name; the adapter is looked up when the backend gets the prompt.
