@@ -83,12 +83,10 @@ class Lifecycle:
     async def wait_for_change(self, timeout_s: float | None = None) -> None:
         """Wait for the next change, for at most `timeout_s` seconds."""
         self._changed.clear()
-        if timeout_s is None:
-            await self._changed.wait()
-            return
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
+        timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
         await self._changed.wait()
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
 
 
 class ResultQueue:
@@ -281,8 +279,7 @@ class Dispatcher:
         cached: dict[InFlightPrompt, RowBlock] = {}
         if self.segment.segment is not None:
             cached = {prompt: block for prompt in fresh if (block := self._find_row(prompt, prompt.digest)) is not None}
-            if cached:
-                fresh = [prompt for prompt in fresh if prompt not in cached]
+            fresh = [prompt for prompt in fresh if prompt not in cached]
         self._submit(fresh)
         if joined:
             self.engine_thread.promote(joined)
@@ -433,9 +430,7 @@ class Dispatcher:
         """Remove entries that have ended. If other entries have joined a prompt, submit the prompt again."""
         if self.traces is not None:
             self._trace_ended(entry for entries in ended.values() for entry in entries)
-        again = [
-            prompt for prompt, entries in ended.items() if self._holds(prompt) and not self._remove(prompt, entries)
-        ]
+        again = [each for each, entries in ended.items() if self._holds(each) and not self._remove(each, entries)]
         if again:
             self.engine_thread.published(again)
             for prompt in again:

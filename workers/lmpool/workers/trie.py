@@ -92,11 +92,9 @@ class LazyTrie:
     """
 
     def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
-        self.vocabulary = vocabulary
-        self.values = values
+        self.vocabulary, self.values, self._device = vocabulary, values, device
         trie_bytes = vocabulary.nbytes * _BYTES_A_NODE + len(vocabulary) * _BYTES_A_TOKEN
         self.nbytes = vocabulary.nbytes + trie_bytes + max_kernel_bytes(vocabulary, device)
-        self._device = device
         self._opened: tuple[Trie, Kernels] | None = None
         self._lock = threading.Lock()
 
@@ -400,10 +398,8 @@ class TrieBackend(contract.WithoutAdapters):
 
     def __init__(self, settings: TrieSettings) -> None:
         self.batch, self.device = settings.max_batch, settings.device
-        note = "answers trie jobs for any vocabulary"
-        self.info = ModelInfo(TRIE_SERVICE, "trie", 1, 1, REVISION, "float32", note=note)
-        self._jobs: OrderedDict[bytes, TrieInput] = OrderedDict()
-        self._stats = contract.BackendStats()
+        self.info = ModelInfo(TRIE_SERVICE, "trie", 1, 1, REVISION, "float32", note="answers jobs of any vocabulary")
+        self._jobs, self._stats = OrderedDict[bytes, TrieInput](), contract.BackendStats()
         warm_up(settings.device)
         threads = count_threads()
         _log.info("computing on %s; CPU threads: %d", settings.device, threads, extra={"threads": threads})

@@ -43,7 +43,7 @@ from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieInputs, warm_up
 
-Action = Callable[[], Awaitable[object]]
+OnReady = Callable[[ModelInfo], None] | None
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -126,21 +126,16 @@ class Worker:
     """
 
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
-        self.server = server
-        self._backend = backend
-        self.settings = settings or WorkerSettings()
-        self.worker_id = new_worker_id()
-        self.counters = WorkerCounters()
+        self.server, self._backend, self.settings = server, backend, settings or WorkerSettings()
+        self.worker_id, self.counters = new_worker_id(), WorkerCounters()
         self._delta = CounterDelta(self.counters)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
         self._in_flight: InFlight = {}
         self._serving: Serving | None = None
-        self._heartbeat_lock = asyncio.Lock()
-        self._claim_soon = asyncio.Event()
+        self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
-        self.is_hung = False
-        self.health = Health(self.settings.lease_s)
+        self.is_hung, self.health = False, Health(self.settings.lease_s)
 
     def snapshot(self) -> Snapshot:
         """The worker's state for metrics; callable from any thread."""
@@ -161,7 +156,7 @@ class Worker:
 
     async def run(
         self,
-        on_ready: Callable[[ModelInfo], None] | None = None,
+        on_ready: OnReady = None,
         guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  nullcontext has no state
     ) -> None:
         """Serve until `stop`.
@@ -191,9 +186,8 @@ class Worker:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with watching_calls(
-                engine_thread, self.settings.step_timeout_s, partial(self._give_up, hung=engine_thread)
-            ):
+            on_hang = partial(self._give_up, hung=engine_thread)
+            async with watching_calls(engine_thread, self.settings.step_timeout_s, on_hang):
                 await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:
@@ -201,9 +195,7 @@ class Worker:
             self.is_hung = engine_thread.is_hung
             self.health.end()
 
-    async def _run(
-        self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
-    ) -> None:
+    async def _run(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
         """Register for the model, serve the model until `stop`, and deregister."""
         _log.info("joining the pool")
         if self.settings.with_trie:
@@ -250,7 +242,7 @@ class Worker:
         """Run all tasks until the worker is told to stop and holds no prompts."""
         settings, dispatcher, never = self.settings, serving.dispatcher, asyncio.Event()
 
-        async def every(interval_s: float, action: Action, soon: asyncio.Event = never) -> None:
+        async def every(interval_s: float, action: Callable[[], Awaitable[object]], soon: asyncio.Event = never) -> None:
             """Repeat an action at an interval, and at once when `soon` is set."""
             while True:
                 with suppress(TimeoutError):
@@ -301,10 +293,8 @@ class Worker:
                     await self._results.join()
         except TimeoutError:
             if lifecycle.broken is None:
-                raise ServerError(
-                    f"{len(in_flight)} prompts could not be published within {patience_s:g} s; "
-                    "other workers take them over after a lease at the latest"
-                ) from None
+                text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
+                raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
 
     async def _claim(self, serving: Serving) -> None:
         await serving.fetch_loop.claim()
@@ -394,10 +384,8 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
             packed = (await read_infos(redis, keys, [name])).get(name.encode())
             served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
             if served != kind and (await read_alive(redis, keys.model(name))).serving:
-                raise ModelMismatch(
-                    f"the model {name!r} is served by the backend {served}, not {kind}: "
-                    "serve it under another --name, or stop those workers first"
-                )
+                advice = "serve it under another --name, or stop those workers first"
+                raise ModelMismatch(f"the model {name!r} is served by the backend {served}, not {kind}: {advice}")
     except ProtocolError as error:
         _log.warning("the info of the model %r cannot be read, and will be replaced: %s", name, error)
     except (RedisError, OSError) as error:

@@ -60,13 +60,9 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 
 
 HelpAll = Annotated[bool, typer.Option("--help-all", help="Show all options.", callback=_show_all, is_eager=True)]
-Model = Annotated[
-    str, typer.Argument(metavar="MODEL", help="Hub name or folder of the model; for hf also a GGUF file.")
-]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub name or folder of the model; hf: or a GGUF file.")]
 BackendName = Annotated[str, typer.Option(help=f"What computes rows: {', '.join(_BUILT_IN)}, or an installed one.")]
-MemoryMb = Annotated[
-    int | None, typer.Option(help="Max MiB of the server (default: a quarter of the machine's).", hidden=True)
-]
+MemoryMb = Annotated[int | None, typer.Option(help="Max MiB of the server (default: a quarter of all).", hidden=True)]
 Workers = Annotated[str, typer.Option(metavar="N", help="Number of workers, or all: one per GPU, or one on the CPU.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return when it serves; stop it by `lmpool down`.")]
 
@@ -115,10 +111,9 @@ def up(
     until the last `lmpool up` has ended.
     """
     if os.environ.get(URL_VARIABLE):
-        raise SettingsError(
-            f"{URL_VARIABLE}: it is set, so your programs in this shell would not find the private server that "
-            "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
-        )
+        reason = "your programs in this shell would not find the private server that `lmpool up` starts"
+        advice = "unset it, or join the server that it names with `lmpool worker`"
+        raise SettingsError(f"{URL_VARIABLE}: it is set, so {reason}; {advice}")
     settings, chosen = _configure(model, backend, given)
     plan = plan_workers(workers, backend, given.get("device"))
     if detach:

@@ -102,13 +102,9 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> tuple[subprocess.Popen[bytes], int]:
     """Start Python with these arguments; returns the process, and a pipe in which it reports that it serves."""
     reader, ready = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-P", *words],
-        pass_fds=(ready,),
-        start_new_session=True,  # Ctrl-C in the terminal reaches only the supervisor, which signals its children.
-        env={**os.environ, **environment, READY_VARIABLE: str(ready)},
-        **options,
-    )
+    command, variables = [sys.executable, "-P", *words], {**os.environ, **environment, READY_VARIABLE: str(ready)}
+    # A new session: Ctrl-C in the terminal reaches only the supervisor, which signals its children.
+    process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
     os.close(ready)
     return process, reader
 

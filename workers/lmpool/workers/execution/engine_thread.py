@@ -365,18 +365,12 @@ class _Engine:
         yielding: the prompts that wait in this thread for the backend.
     """
 
-    def __init__(
-        self, backend: contract.Backend, send_result: Callable[[StepResult, contract.BackendStats, _Capacity], None]
-    ) -> None:
-        self.backend = backend
-        self.info = backend.info
+    def __init__(self, backend: contract.Backend, send_result: Callable[..., None]) -> None:
+        self.backend, self.info, self._send_result = backend, backend.info, send_result
         self.held: dict[bytes, InFlightPrompt] = {}
         self.yielding = yielding.YieldingPrompts(backend.batch)
-        self._send_result = send_result
-        # Prompts that the backend holds and that yield to rows.
-        self._held_yielding: set[InFlightPrompt] = set()
-        # Number of rows that have arrived from the event loop.
-        self._taken = 0
+        self._held_yielding: set[InFlightPrompt] = set()  # Prompts that the backend holds and that yield to rows.
+        self._taken = 0  # Number of rows that have arrived from the event loop.
 
     @property
     def has_yielding(self) -> bool:

@@ -288,14 +288,9 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     return pack_continuation(made, query.most)
 
 
-def _select(block: RowBlock, rows: Iterable[int]) -> list[RowBlock]:
+def _select(block: RowBlock, rows: list[int]) -> list[RowBlock]:
     """Select rows of a block, in ascending order: without a copy if they form few ranges, else as one copy."""
-    runs: list[range] = []
-    for row in rows:
-        if runs and runs[-1].stop == row:
-            runs[-1] = range(runs[-1].start, row + 1)
-        else:
-            runs.append(range(row, row + 1))
-    if len(runs) <= _MAX_PARTS:
-        return [block.part(run) for run in runs]
-    return [block.select([row for run in runs for row in run])]
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows else []
+    if len(parts) > _MAX_PARTS:
+        return [block.select(rows)]
+    return [block.part(range(part[0], part[-1] + 1)) for part in parts]
