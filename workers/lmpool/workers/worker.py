@@ -242,11 +242,11 @@ class Worker:
         """Run all tasks until the worker is told to stop and holds no prompts."""
         settings, dispatcher, never = self.settings, serving.dispatcher, asyncio.Event()
 
-        async def every(interval_s: float, action: Callable[[], Awaitable[object]], soon: asyncio.Event = never) -> None:
-            """Repeat an action at an interval, and at once when `soon` is set."""
+        async def every(pause_s: float, action: Callable[[], Awaitable[object]], soon: asyncio.Event = never) -> None:
+            """Repeat an action after each pause, and at once when `soon` is set."""
             while True:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(interval_s):
+                    async with asyncio.timeout(pause_s):
                         await soon.wait()
                 soon.clear()
                 await serving.publisher.retry(action)
