@@ -157,7 +157,7 @@ class _Fleet:
         """Run what workers do three times per lease: renew entries, claim expired entries, remove expired workers."""
         for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
-            further = (await leases.claim(_BATCH, held)).further
+            _, _, further = await leases.claim(_BATCH, held)
             for _ in range(further):
                 await leases.claim(_BATCH, held)
             await heartbeat.sweep()

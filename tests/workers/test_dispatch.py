@@ -28,10 +28,8 @@ from lmpool.workers.execution.in_flight import DrawnTokens, EntriesByDigest, InF
 from lmpool.workers.membership.adapters import AdapterCache
 from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.jobs import Taken
-from lmpool.workers.queue.leases import Claimed
 from tests.support.pool import DEADLINE_S
 
-NO_ADAPTERS = AdapterCache(cast(Any, None), cast(Any, None), {}, 0, cast(Any, None), cast(Any, None), {})
 PROMPT, ANSWER = b"p" * 16, b"a" * 16
 INFO = ModelInfo("m", "synthetic", vocab_size=4, max_prompt_tokens=8, revision="r", dtype="float32")
 NO_SEGMENT = SegmentWriter(INFO, "w", 0)
@@ -55,6 +53,8 @@ class Recorder:
     Attributes:
         is_waited_for: one bool per job: whether a client waits for the job.
     """
+
+    segment = NO_SEGMENT
 
     def __init__(self) -> None:
         self.submitted: list[bytes] = []
@@ -105,10 +105,9 @@ def dispatching(recorder: Recorder) -> tuple[Dispatcher, InFlight]:
         ),
     )
     in_flight: InFlight = {}
-    queries = QueryAnswerer(none, ends, INFO, none)
-    return Dispatcher(
-        Lifecycle(), in_flight, engine, ends, none, queries, INFO, "w", NO_ADAPTERS, NO_SEGMENT
-    ), in_flight
+    queries = QueryAnswerer(none, ends, INFO, none, none)
+    adapters = AdapterCache(none, none, {}, 0, none, "w", in_flight)
+    return Dispatcher(Lifecycle(), in_flight, engine, queries, adapters), in_flight
 
 
 async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_dropped() -> None:
@@ -328,8 +327,8 @@ def test_blocks_with_a_prompt_twice_or_of_different_encodings_are_not_joined() -
 
 def fetch_loop(engine_thread: SimpleNamespace, info: ModelInfo) -> FetchLoop:
     """A fetch loop for an engine thread, without the other parts of a worker."""
-    none = cast(Any, None)
-    return FetchLoop(none, none, Lifecycle(), none, cast(Any, engine_thread), info, none, none, none)
+    dispatcher = SimpleNamespace(lifecycle=Lifecycle(), in_flight={}, engine_thread=engine_thread, info=info)
+    return FetchLoop(cast(Any, dispatcher), cast(Any, None), cast(Any, None))
 
 
 @pytest.mark.parametrize(("step_s", "counts"), [(0.0001, [1, 2, 4, 4]), (0.01, [1, 2, 2, 2])], ids=["short", "long"])
@@ -365,9 +364,9 @@ class Suspect:
         self.is_there = True
         self.asked: list[int] = []
 
-    async def claim(self, count: int, in_flight: Sequence[bytes]) -> Claimed:
+    async def claim(self, count: int, in_flight: Sequence[bytes]) -> tuple[Taken, bool, int]:
         self.asked.append(len(in_flight))
-        return Claimed(Taken([], []), self.is_there)
+        return Taken([], []), self.is_there, 0
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes on", "ends"])
@@ -376,11 +375,7 @@ async def test_a_prompt_that_must_run_alone_blocks_a_busy_worker_for_part_of_a_l
         SimpleNamespace(batch=2, capacity=2, yielding=0), replace_info(INFO, lease_s=3600.0 if ends else 0.03)
     )
     suspect, in_flight = Suspect(), {PROMPT: reading(b"1-0")}
-    loop.leases, loop.in_flight, loop.counters = (
-        cast(Any, suspect),
-        in_flight,
-        cast(Any, SimpleNamespace(claimed=0)),
-    )
+    loop.leases, loop.in_flight = cast(Any, suspect), in_flight
     loop.dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
     async with asyncio.timeout(DEADLINE_S):
         claiming = asyncio.create_task(loop.claim())

@@ -406,7 +406,7 @@ def test_a_crash_after_a_minute_of_service_resets_the_count() -> None:
     def crash(served_s: float) -> int:
         worker.process = subprocess.Popen(["true"], stdin=subprocess.PIPE)
         worker.process.wait()
-        worker._ready, writer = os.pipe()
+        worker.ready, writer = os.pipe()
         os.close(writer)
         worker.serves_since = time.monotonic() - served_s if served_s else 0.0
         worker.on_end()

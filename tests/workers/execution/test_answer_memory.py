@@ -14,10 +14,10 @@ from lmpool.protocol.job import digest_of
 from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
-from lmpool.workers.execution import answer_memory
-from lmpool.workers.execution.answer_memory import AnswerMemory
+from lmpool.workers.execution import yielding
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.in_flight import InFlightPrompt
+from lmpool.workers.execution.yielding import AnswerMemory
 from tests.support.gate import GatedBackend, OneByOne, gated_worker
 from tests.support.pool import Pool, V
 from tests.workers.execution.test_engine_thread import stepping
@@ -30,7 +30,7 @@ INFO = replace(SyntheticBackend(SyntheticSettings("syn", vocab_size=V)).info, hi
 
 @pytest.fixture(autouse=True)
 def _room_for_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", 3 * SIZE)
+    monkeypatch.setattr(yielding, "MAX_ANSWER_BYTES", 3 * SIZE)
 
 
 def job(
@@ -89,7 +89,7 @@ def test_rows_and_small_answers_never_wait() -> None:
 
 
 def test_an_answer_larger_than_the_limit_runs_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", SIZE - 1)
+    monkeypatch.setattr(yielding, "MAX_ANSWER_BYTES", SIZE - 1)
     held, jobs = memory(), [job(0), job(1)]
     assert first_tokens(held.admit(jobs)) == [0]
     assert first_tokens(held.free([jobs[0]])) == [1]
@@ -173,7 +173,7 @@ async def test_the_backend_gets_only_prompts_whose_answers_fit_into_memory() -> 
 
 
 async def test_many_large_answers_are_computed_one_after_the_other(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_memory, "MAX_ANSWER_BYTES", SIZE)
+    monkeypatch.setattr(yielding, "MAX_ANSWER_BYTES", SIZE)
     backend = GatedBackend(OneByOne(), batch=4)
     backend.gate.open()
     async with gated_worker(pool, backend), pool.producer() as producer, pool.producer(priority="bulk") as bulk:

@@ -19,7 +19,7 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from lmpool.workers.execution.contract import BackendJob, Finished
 from lmpool.workers.execution.engine_thread import Call, EngineThread
 from lmpool.workers.execution.in_flight import EntriesByDigest
-from lmpool.workers.execution.watchdogs import Watchdog
+from lmpool.workers.execution.watchdogs import watching_calls
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.support.pool import DEADLINE_S, Pool, Prepared, is_held, until_async
@@ -167,7 +167,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
     monkeypatch.setattr(
         "lmpool.workers.execution.watchdogs.asyncio", SimpleNamespace(sleep=sleep, create_task=asyncio.create_task)
     )
-    async with Watchdog(engine_thread, 8.0, errors.append):
+    async with watching_calls(engine_thread, 8.0, errors.append):
 
         async def is_told() -> bool:
             return bool(errors)

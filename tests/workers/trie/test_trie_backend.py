@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from lmpool.protocol.query import OPS, Op, Selection, TrieQuery
 from lmpool.protocol.row import Values, VectorBlock, decode_row
@@ -263,39 +264,37 @@ def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
     assert backend.capacity() == 8
 
 
-class Sized:
-    """An object that reports a number of bytes of memory."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+def sized(nbytes: int) -> NDArray[np.uint8]:
+    """An array that reports a number of bytes of memory, and takes none."""
+    return np.broadcast_to(np.uint8(0), nbytes)
 
 
 def test_a_cache_evicts_the_least_recently_used_value() -> None:
-    cache: ByteLRU[str, Sized] = ByteLRU(100)
+    cache: ByteLRU[str, NDArray[np.uint8]] = ByteLRU(100)
     for name in "abc":
-        cache.put(name, Sized(33))
+        cache.put(name, sized(33))
     assert cache.get("a") is not None
-    cache.put("d", Sized(33))
+    cache.put("d", sized(33))
     assert [name for name in "abcd" if cache.get(name) is not None] == ["a", "c", "d"]
 
 
 def test_a_cache_counts_a_value_that_is_put_twice_once() -> None:
-    cache: ByteLRU[str, Sized] = ByteLRU(100)
+    cache: ByteLRU[str, NDArray[np.uint8]] = ByteLRU(100)
     for _ in range(10):
-        cache.put("a", Sized(60))
-    cache.put("b", Sized(40))
+        cache.put("a", sized(60))
+    cache.put("b", sized(40))
     assert cache.get("a") is not None
-    cache.put("a", Sized(61))
+    cache.put("a", sized(61))
     assert cache.get("b") is None
 
 
 def test_a_cache_keeps_the_newest_value_of_any_size() -> None:
-    cache: ByteLRU[str, Sized] = ByteLRU(0)
-    cache.put("a", Sized(10))
-    cache.put("b", Sized(10**12))
+    cache: ByteLRU[str, NDArray[np.uint8]] = ByteLRU(0)
+    cache.put("a", sized(10))
+    cache.put("b", sized(10**12))
     assert cache.get("a") is None
     assert cache.get("b") is not None
-    cache.put("c", Sized(1))
+    cache.put("c", sized(1))
     assert cache.get("b") is None
 
 

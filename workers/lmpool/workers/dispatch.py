@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nsmallest
 
 import numpy as np
 from numpy.typing import NDArray
-from redis.exceptions import RedisError
 
-from lmpool.aio import delays
-from lmpool.broker.server import Server
-from lmpool.errors import LMPoolError, WorkerError
+from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure, digest_of
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock, VectorBlock
-from lmpool.rows.segment import SegmentWriter
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import EngineThread, StepResult
 from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
 from lmpool.workers.membership.adapters import AdapterCache
-from lmpool.workers.metrics.counters import SENT_AGAIN, WorkerCounters
+from lmpool.workers.metrics.counters import SENT_AGAIN
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
 from lmpool.workers.queue.leases import Leases
-from lmpool.workers.queue.publisher import Publisher
-from lmpool.workers.trie import TrieInputs
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -90,12 +83,10 @@ class Lifecycle:
     async def wait_for_change(self, timeout_s: float | None = None) -> None:
         """Wait for the next change, for at most `timeout_s` seconds."""
         self._changed.clear()
-        if timeout_s is None:
-            await self._changed.wait()
-            return
-        timer = asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
+        timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
         await self._changed.wait()
-        timer.cancel()
+        if timer is not None:
+            timer.cancel()
 
 
 class ResultQueue:
@@ -139,72 +130,51 @@ class ResultQueue:
         await self._small.join()
 
 
-@dataclass(eq=False)
 class FetchLoop:
     """Takes jobs while the backend has capacity: new jobs, and jobs of workers whose leases expired."""
 
-    server: Server
-    counters: WorkerCounters
-    lifecycle: Lifecycle
-    in_flight: InFlight
-    engine_thread: EngineThread
-    info: ModelInfo
-    consumer: Consumer
-    leases: Leases
-    dispatcher: Dispatcher
-
-    def __post_init__(self) -> None:
-        self._lease_s = self.info.lease_s
-        # Max bytes of a job. Trie jobs have no useful limit: their inputs are larger than their prompt.
-        self._max_job_bytes = math.inf if self.info.is_trie else 4 * self.info.max_prompt_tokens
+    def __init__(self, dispatcher: Dispatcher, consumer: Consumer, leases: Leases) -> None:
+        self.dispatcher, self.consumer, self.leases = dispatcher, consumer, leases
+        self.lifecycle, self.in_flight = dispatcher.lifecycle, dispatcher.in_flight
+        self.engine_thread, self._info = dispatcher.engine_thread, dispatcher.info
         # Locked from reading jobs until they are in `in_flight`: earlier, the worker does not renew their leases.
         self._taking = asyncio.Lock()
+        self._block_ms = _MAX_BLOCK_MS  # Ms for which the next read for jobs may block.
 
     async def fetch(self) -> None:
         """Take jobs until the worker stops: a batch when the backend is idle, the next batch while it computes."""
-        waits, lifecycle, block_ms = delays(), self.lifecycle, _MAX_BLOCK_MS
+        lifecycle = self.lifecycle
         while not lifecycle.stopping.is_set():
             await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
-            if lifecycle.stopping.is_set():
-                return
-            try:
-                async with self._taking:
-                    # Check again: a prompt that must run alone may have begun while this task waited for the lock.
-                    if lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
-                        continue
-                    taken = await self.consumer.take(self._count_to_take(capacity), block_ms)
-                    if not taken:
-                        await self._find_more(capacity)
-                    block_ms = self._next_block_ms(block_ms, is_empty=not taken)
-                    was_idle = not self.in_flight
-                    await self.dispatcher.accept(taken)
-            except (RedisError, OSError, LMPoolError) as error:
-                self.counters.server_errors += 1
-                _log.warning("cannot fetch, will try again: %s", self.server.explain(error))
-                await asyncio.sleep(next(waits))
-                continue
-            waits = delays()
-            if was_idle and self.in_flight:
+            if await self.dispatcher.publisher.retry(self._take):
                 # The backend's thread begins to work: leave the interpreter to it, and publish its first results before
                 # the next fetch.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
                 await asyncio.sleep(0)
 
-    def _next_block_ms(self, block_ms: int, *, is_empty: bool) -> int:
-        """Ms for which the next read for jobs may block: short if other lanes may soon have jobs to steal."""
-        if self.consumer.is_alone:
-            return _MAX_BLOCK_MS
-        if not is_empty:
-            return _MIN_BLOCK_MS
-        if self.in_flight:  # Block until about the end of the running step.
-            return int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * self.engine_thread.step_s)))
-        return min(4 * block_ms, _MAX_BLOCK_MS)
-
-    async def _find_more(self, capacity: int) -> None:
-        """Move jobs from the backlog or from other lanes, because the worker's lane and the shared stream are empty."""
-        await self.consumer.refill()
-        if not self.in_flight:
-            await self.consumer.steal(min(capacity, self.engine_thread.batch), self.engine_thread.step_s)
+    async def _take(self) -> bool:
+        """Take new jobs; return whether they are the first after an idle time."""
+        consumer, engine_thread = self.consumer, self.engine_thread
+        async with self._taking:
+            # Check again: a prompt that must run alone may have begun while this task waited for the lock.
+            if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
+                return False
+            taken = await consumer.take(self._count_to_take(capacity), self._block_ms)
+            if not taken:  # Move jobs from the backlog or from other lanes.
+                await consumer.refill()
+                if not self.in_flight:
+                    await consumer.steal(min(capacity, engine_thread.batch), engine_thread.step_s)
+            if consumer.is_alone:
+                self._block_ms = _MAX_BLOCK_MS
+            elif taken:  # Other lanes may soon have jobs to steal.
+                self._block_ms = _MIN_BLOCK_MS
+            elif self.in_flight:  # Block until about the end of the running step.
+                self._block_ms = int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * engine_thread.step_s)))
+            else:
+                self._block_ms = min(4 * self._block_ms, _MAX_BLOCK_MS)
+            was_idle = not self.in_flight
+            await self.dispatcher.accept(taken)
+            return was_idle and bool(self.in_flight)
 
     async def claim(self) -> None:
         """Claim jobs of other workers whose leases expired, up to the capacity.
@@ -218,20 +188,15 @@ class FetchLoop:
             while True:
                 # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new jobs.
                 is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
-                if not is_free or lifecycle.stopping.is_set() or lifecycle.broken is not None:
+                if not is_free or lifecycle.stopping.is_set():
                     break
                 count = max(1, min(self._capacity(), self.engine_thread.batch))
-                claimed = await self.leases.claim(count, entry_ids(self.in_flight))
-                jobs = len(claimed.taken.prompts) + len(claimed.taken.refused)
-                self.counters.claimed += jobs
-                if jobs:
-                    _log.info("claimed %d prompts of workers whose leases expired", jobs)
-                elif not claimed.alone and claims >= claimed.further:
+                taken, alone, further = await self.leases.claim(count, entry_ids(self.in_flight))
+                if not taken and not alone and claims >= further:
                     break
                 claims += 1
-                await self.dispatcher.accept(claimed.taken)
-                alone = claimed.alone
-                if alone and jobs:
+                await self.dispatcher.accept(taken)
+                if alone and taken:
                     # The prompt may have crashed other workers, so it runs alone in this worker.
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
@@ -240,23 +205,22 @@ class FetchLoop:
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, for at most `_DRAIN_SHARE` of a lease; return whether it holds."""
-        try:
-            async with asyncio.timeout(_DRAIN_SHARE * self._lease_s):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_SHARE * self._info.lease_s):
                 await self.lifecycle.wait_for(condition)
-        except TimeoutError:
-            return False
-        return True
+                return True
+        return False
 
     def _capacity(self) -> int:
         """Number of prompts that the worker may take now."""
-        if self.lifecycle.broken is not None:
-            return 0
         return min(self.engine_thread.capacity, self._unpublished_capacity())
 
     def _count_to_take(self, capacity: int) -> int:
         """Max prompts to take in one call: a batch, or with very short steps several batches, up to the capacity."""
-        batch = self.engine_thread.batch
-        is_short = self.engine_thread.step_s < _SHORT_STEP_S and capacity * self._max_job_bytes <= _MAX_TAKEN_BYTES
+        batch, info = self.engine_thread.batch, self._info
+        # Trie jobs have no useful limit: their inputs are larger than their prompt.
+        is_small = not info.is_trie and capacity * 4 * info.max_prompt_tokens <= _MAX_TAKEN_BYTES
+        is_short = is_small and self.engine_thread.step_s < _SHORT_STEP_S
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:
@@ -280,17 +244,13 @@ class Dispatcher:
     lifecycle: Lifecycle
     in_flight: InFlight
     engine_thread: EngineThread
-    publisher: Publisher
-    trie_inputs: TrieInputs
     queries: QueryAnswerer
-    info: ModelInfo
-    worker_id: str
     adapters: AdapterCache
-    segment: SegmentWriter
     traces: JobTraces | None = None
 
     def __post_init__(self) -> None:
-        self._is_trie = self.info.is_trie
+        self.publisher, self.info = self.queries.publisher, self.queries.info
+        self.segment, self._is_trie = self.publisher.segment, self.info.is_trie
         self._to_prepare: asyncio.Queue[list[InFlightPrompt]] = asyncio.Queue()
         self._dropped, self._logged_at = 0, -_LOG_DROPPED_INTERVAL_S
         self.failures = 0
@@ -319,8 +279,7 @@ class Dispatcher:
         cached: dict[InFlightPrompt, RowBlock] = {}
         if self.segment.segment is not None:
             cached = {prompt: block for prompt in fresh if (block := self._find_row(prompt, prompt.digest)) is not None}
-            if cached:
-                fresh = [prompt for prompt in fresh if prompt not in cached]
+            fresh = [prompt for prompt in fresh if prompt not in cached]
         self._submit(fresh)
         if joined:
             self.engine_thread.promote(joined)
@@ -369,7 +328,7 @@ class Dispatcher:
         held = [prompt for prompt in prompts if self._holds(prompt)]
         queries = {prompt.digest: next(iter(prompt.entries.values())).query for prompt in held}
         wanted = {digest: query for digest, query in queries.items() if isinstance(query, TrieQuery)}
-        inputs, failures = await self.publisher.retry(lambda: self.trie_inputs.fill(wanted))
+        inputs, failures = await self.publisher.retry(lambda: self.queries.trie_inputs.fill(wanted))
         await self._fail_prompts({prompt: failures[prompt.digest] for prompt in held if prompt.digest in failures})
         ready = [prompt for prompt in held if prompt.digest in inputs and self._holds(prompt)]
         for prompt in ready:
@@ -405,18 +364,22 @@ class Dispatcher:
     async def publish(self, results: Sequence[StepResult]) -> None:
         """Publish the results of some steps together."""
         for result in results:
-            self._trace_step(result)
-        finished, stale = _joined(results), [prompt for result in results for prompt in result.stale]
+            if self.traces is not None and result.step is not None:
+                entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
+                if traces := [entry.trace for entry in entries if entry.trace is not None]:
+                    self.traces.stepped(traces, result.step, len(result.prompts))
+        finished = _joined(results)
         # Skip results of aborted prompts. A prompt that was requested again is another object with its own result.
         prompts = {prompt.digest: prompt for result in results for prompt in result.prompts if self._holds(prompt)}
-        failures = {prompt: self.adapters.failure_of(prompt.adapter) for prompt in stale if self._holds(prompt)}
+        stale = [prompt for result in results for prompt in result.stale if self._holds(prompt)]
+        failures = {prompt: self.adapters.failure_of(prompt.adapter) for prompt in stale}
         for block in finished.blocks:
             await self._publish_rows(block, prompts)
         if finished.answers is not None:
             await self._publish_answers(finished.answers, prompts)
         for digest, text in finished.failures.items():
             if digest in prompts:
-                text = f"{text} (worker {self.worker_id})"
+                text = f"{text} (worker {self.adapters.worker_id})"
                 failures[prompts[digest]] = Failure(WorkerError.__name__, text)
         if failures:
             await self._fail_prompts(failures)
@@ -467,9 +430,7 @@ class Dispatcher:
         """Remove entries that have ended. If other entries have joined a prompt, submit the prompt again."""
         if self.traces is not None:
             self._trace_ended(entry for entries in ended.values() for entry in entries)
-        again = [
-            prompt for prompt, entries in ended.items() if self._holds(prompt) and not self._remove(prompt, entries)
-        ]
+        again = [each for each, entries in ended.items() if self._holds(each) and not self._remove(each, entries)]
         if again:
             self.engine_thread.published(again)
             for prompt in again:
@@ -535,14 +496,6 @@ class Dispatcher:
         if dropped:
             self.engine_thread.abort(dropped)
         return len(dropped)
-
-    # Traces
-
-    def _trace_step(self, result: StepResult) -> None:
-        if self.traces is not None and result.step is not None:
-            entries = [entry for prompt in result.prompts for entry in prompt.entries.values()]
-            if traces := [entry.trace for entry in entries if entry.trace is not None]:
-                self.traces.stepped(traces, result.step, len(result.prompts))
 
     def _trace_ended(self, entries: Iterable[StreamEntry]) -> None:
         if self.traces is not None:

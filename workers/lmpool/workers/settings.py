@@ -22,55 +22,36 @@ class WorkerSettings:
     """
 
     prefix: str = option("Prefix of all Redis keys.", "lmpool")
-    lease_s: float = option(
-        "Seconds without a heartbeat after which other workers take over a worker's jobs.", 15.0, *LIMITS["lease_s"]
-    )
+    lease_s: float = option("Seconds without a heartbeat until others take a worker's jobs.", 15.0, *LIMITS["lease_s"])
     step_timeout_s: float = option(
-        "Max seconds of one step of the backend, or of loading one adapter. A backend that takes longer hangs: its "
-        "worker releases its jobs to others and ends.",
+        "Max seconds of a step or an adapter's load; then the worker releases its jobs and ends.",
         300.0,
-        least=0.1,
-        most=_UNLIMITED,
+        0.1,
+        _UNLIMITED,
     )
-    max_deliveries: int = option("Deliveries after which a job is given up.", 3, least=1, most=1000)
+    max_deliveries: int = option("Deliveries after which a job is given up.", 3, 1, 1000)
     queue_limit: int = option("Max prompts that wait for the model at once.", 100_000, *LIMITS["queue_limit"])
     row_ttl_s: float = option("Seconds that a row stays in the cache.", 3600.0, *LIMITS["row_ttl_s"])
     shm_bytes: int | None = option(
-        "Bytes of shared memory for the rows of clients on this machine; 0 for none. Default: an eighth of the free "
-        "memory, at most 4 GiB.",
-        None,
-        least=0,
-        most=2**50,
+        "Bytes of shared memory for rows; 0 for none. Default: 1/8 of the free memory, at most 4 GiB.", None, 0, 2**50
     )
-    log_every_s: float = option("Seconds between two log lines with counters.", 60.0, least=0.1, most=_UNLIMITED)
+    log_every_s: float = option("Seconds between two log lines with counters.", 60.0, 0.1, _UNLIMITED)
     with_trie: bool = option("Answer trie queries about rows in the step that computes the row.", False)
-    trie_mb: int = option(
-        "Max megabytes of tries; the least recently used are dropped.", 2048, least=1, most=_UNLIMITED
-    )
-    trie_values_mb: int = option("Max megabytes of the values of recent rows.", 512, least=0, most=_UNLIMITED)
+    trie_mb: int = option("Max megabytes of tries; the least recently used are dropped.", 2048, 1, _UNLIMITED)
+    trie_values_mb: int = option("Max megabytes of the values of recent rows.", 512, 0, _UNLIMITED)
     metrics_port: int = option(
-        "Port for /metrics, /healthz and /readyz over HTTP; 0 for none. Every worker of a machine needs a port of its "
-        "own.",
-        0,
-        least=0,
-        most=65535,
+        "Port for /metrics, /healthz and /readyz over HTTP, one for each worker of a machine; 0 for none.", 0, 0, 65535
     )
     metrics_host: str = option("Address of this port; 0.0.0.0 for all addresses of this machine.", "127.0.0.1")
     log_format: str = option("Log format: text, or json with one object per line.", "text")
     adapter_root: list[str] = option(
-        "Folder that must contain the adapters, after following all links; may be given several times. Default: any "
-        "folder that this worker can read.",
-        [],
+        "Folder that must contain the adapters, with all links followed; may be repeated. Default: any folder.", []
     )
     adapter_hub: bool = option(
         "Load adapters that clients name by their names on the hub. --adapters accepts such names in any case.", False
     )
-    adapter_mb: int = option("Max megabytes of the files of one adapter.", 8192, least=1, most=_UNLIMITED)
-    tracing: bool = option(
-        "Make OpenTelemetry spans of jobs whose clients trace them, and send them to OTEL_EXPORTER_OTLP_ENDPOINT "
-        "(also: LMPOOL_TRACING=1).",
-        False,
-    )
+    adapter_mb: int = option("Max megabytes of the files of one adapter.", 8192, 1, _UNLIMITED)
+    tracing: bool = option("Send spans of traced jobs to OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1).", False)
 
     def __post_init__(self) -> None:
         check_name("prefix", self.prefix)

@@ -12,9 +12,10 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool import errors
 from lmpool.broker.connection import reply_timeout
@@ -48,17 +49,8 @@ _log = logging.getLogger("lmpool.worker")
 # Inputs
 
 
-class SupportsNbytes(Protocol):
-    """An object that knows its size."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory; constant."""
-        ...
-
-
 K = TypeVar("K", bound=Hashable)
-T = TypeVar("T", bound=SupportsNbytes)
+T = TypeVar("T", bound="NDArray[Any] | LazyTrie")
 
 
 class ByteLRU(Generic[K, T]):
@@ -68,16 +60,14 @@ class ByteLRU(Generic[K, T]):
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self._limit, self._size = limit, 0
         self._values: OrderedDict[K, T] = OrderedDict()
-        self._size = 0
         self._lock = threading.Lock()
 
     def get(self, key: K) -> T | None:
         """The value of a key, which becomes the most recently used value; None if there is none."""
         with self._lock:
-            value = self._values.get(key)
-            if value is not None:
+            if (value := self._values.get(key)) is not None:
                 self._values.move_to_end(key)
             return value
 
@@ -102,11 +92,9 @@ class LazyTrie:
     """
 
     def __init__(self, vocabulary: Vocabulary, device: str, values: ValuesCache) -> None:
-        self.vocabulary = vocabulary
-        self.values = values
+        self.vocabulary, self.values, self._device = vocabulary, values, device
         trie_bytes = vocabulary.nbytes * _BYTES_A_NODE + len(vocabulary) * _BYTES_A_TOKEN
         self.nbytes = vocabulary.nbytes + trie_bytes + max_kernel_bytes(vocabulary, device)
-        self._device = device
         self._opened: tuple[Trie, Kernels] | None = None
         self._lock = threading.Lock()
 
@@ -130,6 +118,13 @@ class TrieInput(NamedTuple):
     """float32 (M + V,): cached values of the row that the query names, or None."""
 
 
+Jobs = Mapping[bytes, TrieInput]
+"""Digest of an answer -> the query and its inputs."""
+
+Found = Row | errors.LMPoolError
+"""A row or weights, or the reason why they cannot be used."""
+
+
 class _Source(NamedTuple):
     """A row or weights that a trie job names."""
 
@@ -142,7 +137,7 @@ class _Source(NamedTuple):
         """Max bytes to read: one more than the value can have, to notice a value that is too long."""
         return SECRET_SIZE + encoded_size(self.length, Encoding.F32) + 1
 
-    def decode(self, value: Any) -> Row | errors.LMPoolError:
+    def decode(self, value: Any) -> Found:
         """Decode the stored value; returns an error instead of raising it."""
         kind, verb = ("row of prompt", "is") if self.fingerprint else ("weights", "are")
         label = f"the {kind} {self.name.hex()}"
@@ -160,25 +155,23 @@ class _Source(NamedTuple):
             return errors.CorruptRow(f"{label}: {error}")
 
 
+@dataclass(eq=False)
 class TrieInputs:
     """Fetches the inputs of trie jobs, and caches inputs that other jobs may need too."""
 
-    def __init__(
-        self,
-        server: Server,
-        keys: Keys,
-        device: str,
-        settings: WorkerSettings,
-        segments: SegmentReader,
-        counters: WorkerCounters | None = None,
-    ) -> None:
-        self._keys, self._device, self._segments = keys, device, segments
-        self._counters = counters or WorkerCounters()
-        self._tries = ByteLRU[str, LazyTrie](settings.trie_mb * 2**20)
-        self._values = ValuesCache(settings.trie_values_mb * 2**20)
+    server: Server
+    keys: Keys
+    device: str
+    settings: WorkerSettings
+    segments: SegmentReader
+    counters: WorkerCounters
+
+    def __post_init__(self) -> None:
+        self._tries = ByteLRU[str, LazyTrie](self.settings.trie_mb * 2**20)
+        self._values = ValuesCache(self.settings.trie_values_mb * 2**20)
         # After these errors, each value is fetched alone: a source that cannot be read must not fail other jobs.
         apart = errors.ServerError, errors.ProtocolError
-        self._connections = RowConnections(server, reply_timeout(settings.lease_s), apart)
+        self._connections = RowConnections(self.server, reply_timeout(self.settings.lease_s), apart)
 
     async def fill(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None = None, vocab_size: int | None = None
@@ -217,9 +210,7 @@ class TrieInputs:
                 inputs[digest] = inputs[digest]._replace(vector=vector)
         return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in failed.items()}
 
-    async def rows(
-        self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int
-    ) -> dict[bytes, Row | errors.LMPoolError]:
+    async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Found]:
         """Rows of a model from the cache: digest of the prompt -> row, or the reason for no row.
 
         Raises `ServerError` when the server cannot be used.
@@ -228,40 +219,40 @@ class TrieInputs:
         return {source.name: row for source, row in rows.items()}
 
     async def _get_trie(self, digest: str) -> LazyTrie | errors.UnknownVocabulary:
-        trie = self._tries.get(digest)
-        if trie is None:
-            key = self._keys.vocabulary(digest)
-            ((connection, _),) = await self._connections.split([key])
-            (data,) = await connection.get([key], [MAX_BYTES], by_getrange=True)
-            packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
-            try:
-                # Unpack in a thread: a large vocabulary would block the event loop.
-                vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
-            except errors.UnknownVocabulary as error:
-                return error
-            # A concurrent `fill` may have fetched this vocabulary too.
-            trie = self._tries.get(digest) or LazyTrie(vocabulary, self._device, self._values)
-            self._tries.put(digest, trie)
+        if (trie := self._tries.get(digest)) is not None:
+            return trie
+        key = self.keys.vocabulary(digest)
+        ((connection, _),) = await self._connections.split([key])
+        (data,) = await connection.get([key], [MAX_BYTES], by_getrange=True)
+        packed = bytes(data) if isinstance(data, (bytes, np.ndarray)) else b""
+        try:
+            # Unpack in a thread: a large vocabulary would block the event loop.
+            vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
+        except errors.UnknownVocabulary as error:
+            return error
+        # A concurrent `fill` may have fetched this vocabulary too.
+        trie = self._tries.get(digest) or LazyTrie(vocabulary, self.device, self._values)
+        self._tries.put(digest, trie)
         return trie
 
-    async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Row | errors.LMPoolError]:
+    async def _get_vectors(self, sources: Iterable[_Source]) -> dict[_Source, Found]:
         """Weights and rows, or the reasons why they cannot be used."""
-        rows: dict[_Source, Row | errors.LMPoolError] = {}
+        rows: dict[_Source, Found] = {}
         wanted = list(dict.fromkeys(sources))
         sizes = [source.max_bytes for source in wanted]
-        prefixes = [
-            self._keys.row(source.fingerprint) if source.fingerprint else self._keys.weights() for source in wanted
+        keys = [
+            (self.keys.row(source.fingerprint) if source.fingerprint else self.keys.weights()) + source.name
+            for source in wanted
         ]
-        keys = [prefix + source.name for prefix, source in zip(prefixes, wanted, strict=True)]
 
         async def read(connection: RowConnection, part: Sequence[int]) -> None:
             values = await connection.get([keys[at] for at in part], [sizes[at] for at in part])
             for at, value in zip(part, values, strict=True):
                 source, row = wanted[at], None
                 if source.fingerprint and isinstance(value, bytes) and is_reference(value):
-                    row, value = self._segments.follow(value, source.name, source.length), None
+                    row, value = self.segments.follow(value, source.name, source.length), None
                 elif isinstance(value, (bytes, np.ndarray)):
-                    self._counters.fetched_bytes += len(value)
+                    self.counters.fetched_bytes += len(value)
                 rows[source] = source.decode(value) if row is None else row
 
         split = await self._connections.split(keys) if keys else []
@@ -282,7 +273,7 @@ def warm_up(device: str) -> None:
     open_kernels(Trie([b"a", b"b"]), device)
 
 
-def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[bytes, str]]:
+def answer(jobs: Jobs) -> tuple[VectorBlock | None, dict[bytes, str]]:
     """Answer trie queries, given as digest of the answer -> inputs, in batches of one vocabulary and operation.
 
     Returns the answers, and digest -> reason (the name of the error and its text) for the other jobs.
@@ -307,9 +298,7 @@ def answer(jobs: Mapping[bytes, TrieInput]) -> tuple[VectorBlock | None, dict[by
     return (VectorBlock(list(answers), list(answers.values())) if answers else None), failures
 
 
-def _sweep(
-    trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], failures: dict[bytes, str]
-) -> dict[bytes, Values]:
+def _sweep(trie: Trie, kernels: Kernels, batch: Jobs, failures: dict[bytes, str]) -> dict[bytes, Values]:
     """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the M inner values."""
     # Jobs about the same row share one sweep.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
@@ -325,14 +314,13 @@ def _sweep(
         failures |= dict.fromkeys(batch, reason)
         return {}
     # Halve the batch: half of it may fit in memory, and the input of one client must not fail other clients' jobs.
-    middle = (len(groups) + 1) // 2
-    halves = [{digest: batch[digest] for digest in chain(*half)} for half in (groups[:middle], groups[middle:])]
-    return _sweep(trie, kernels, halves[0], failures) | _sweep(trie, kernels, halves[1], failures)
+    middle, values = (len(groups) + 1) // 2, dict[bytes, Values]()
+    for half in (groups[:middle], groups[middle:]):
+        values |= _sweep(trie, kernels, {digest: batch[digest] for digest in chain(*half)}, failures)
+    return values
 
 
-def _compute(
-    trie: Trie, kernels: Kernels, batch: Mapping[bytes, TrieInput], groups: list[list[bytes]]
-) -> dict[bytes, Values]:
+def _compute(trie: Trie, kernels: Kernels, batch: Jobs, groups: list[list[bytes]]) -> dict[bytes, Values]:
     """The values of jobs, which are grouped by equal weights."""
     weights = np.empty((len(groups), trie.n_tokens), np.float32)
     for out, digests in zip(weights, groups, strict=True):
@@ -370,14 +358,11 @@ def _reason(error: Exception, too_large: str = "") -> str:
 
 def _select(trie: Trie, query: TrieQuery, values: Values) -> Values:
     """The requested values; raises `UnknownNode` for a node that the trie does not have."""
-    if query.select == "inner":
-        return values[: trie.n_inner]
-    if query.select == "values":
-        return values
+    if query.select in ("inner", "values"):
+        return values[: trie.n_inner] if query.select == "inner" else values
     nodes = np.frombuffer(query.nodes, "<i4")
     nodes = trie.children(int(nodes[0])) if query.select == "under" else trie.check_nodes(nodes)
-    chosen: Values = values[trie.value_of[nodes]]
-    return chosen
+    return values[trie.value_of[nodes]]
 
 
 # The backend
@@ -413,10 +398,8 @@ class TrieBackend(contract.WithoutAdapters):
 
     def __init__(self, settings: TrieSettings) -> None:
         self.batch, self.device = settings.max_batch, settings.device
-        note = "answers trie jobs for any vocabulary"
-        self.info = ModelInfo(TRIE_SERVICE, "trie", 1, 1, REVISION, "float32", note=note)
-        self._jobs: OrderedDict[bytes, TrieInput] = OrderedDict()
-        self._stats = contract.BackendStats()
+        self.info = ModelInfo(TRIE_SERVICE, "trie", 1, 1, REVISION, "float32", note="answers jobs of any vocabulary")
+        self._jobs, self._stats = OrderedDict[bytes, TrieInput](), contract.BackendStats()
         warm_up(settings.device)
         threads = count_threads()
         _log.info("computing on %s; CPU threads: %d", settings.device, threads, extra={"threads": threads})

@@ -8,10 +8,11 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.aio import delays, end_tasks, finish
+from lmpool.aio import await_beside, finish
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.scripts import read_alive, read_infos
@@ -28,18 +29,20 @@ from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueu
 from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
-from lmpool.workers.execution.watchdogs import Watchdog
+from lmpool.workers.execution.watchdogs import watching_calls
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
 from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
-from lmpool.workers.queries import QueryAnswerer, TokenSets
+from lmpool.workers.queries import QueryAnswerer
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, JobReader
 from lmpool.workers.queue.leases import Leases
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieInputs, warm_up
+
+OnReady = Callable[[ModelInfo], None] | None
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -56,11 +59,19 @@ class Serving:
         SettingsError: the model has the name of the trie workers, or a package for tracing is missing.
     """
 
-    def __init__(
-        self, worker: Worker, lifecycle: Lifecycle, engine_thread: EngineThread, opened: Opened, max_adapters: int
-    ) -> None:
+    def __init__(self, worker: Worker, engine_thread: EngineThread, opened: Opened) -> None:
         server, settings, worker_id, counters = worker.server, worker.settings, worker.worker_id, worker.counters
-        info = self.info = _info_of(opened, settings)
+        if opened.info.is_trie != (opened.info.backend == "trie"):
+            raise SettingsError(f"name: {TRIE_SERVICE!r} is the name of trie workers: give the model another name")
+        info = self.info = replace(
+            opened.info,
+            lease_s=settings.lease_s,
+            queue_limit=settings.queue_limit,
+            row_ttl_s=settings.row_ttl_s,
+            vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
+            tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
+            answers_tries=settings.with_trie,
+        )
         keys = Keys(settings.prefix)
         model = keys.model(info.name)
         # Wait half a lease for a reply, so that a renewal without a reply is sent again before the lease expires.
@@ -78,44 +89,16 @@ class Serving:
         self.heartbeat = Heartbeat(
             redis, keys, info, worker_id, opened.batch, opened.vocabulary, opened.tokenizer, worker.files
         )
-        self.in_flight: InFlight = {}
-        self.adapters = AdapterCache(
-            AdapterRegistry(redis, model, info.fingerprint),
-            engine_thread,
-            opened.adapters,
-            max_adapters,
-            settings,
-            worker_id,
-            self.in_flight,
-        )
+        in_flight = self.in_flight = worker._in_flight
+        limit = getattr(worker._backend, "max_adapters", MAX_LOADED)
+        registry = AdapterRegistry(redis, model, info.fingerprint)
+        self.adapters = AdapterCache(registry, engine_thread, opened.adapters, limit, settings, worker_id, in_flight)
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
-        queries = QueryAnswerer(self.trie_inputs, self.publisher, info, TokenSets(redis, keys, info.vocab_size))
+        queries = QueryAnswerer(self.trie_inputs, self.publisher, info, redis, keys)
         self.consumer = Consumer(reader, self.connection)
         self.leases = Leases(reader, settings.max_deliveries)
-        self.dispatcher = Dispatcher(
-            lifecycle,
-            self.in_flight,
-            engine_thread,
-            self.publisher,
-            self.trie_inputs,
-            queries,
-            info,
-            worker_id,
-            self.adapters,
-            self.segment,
-            traces,
-        )
-        self.fetch_loop = FetchLoop(
-            server,
-            counters,
-            lifecycle,
-            self.in_flight,
-            engine_thread,
-            info,
-            self.consumer,
-            self.leases,
-            self.dispatcher,
-        )
+        self.dispatcher = Dispatcher(worker._lifecycle, in_flight, engine_thread, queries, self.adapters, traces)
+        self.fetch_loop = FetchLoop(self.dispatcher, self.consumer, self.leases)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -142,36 +125,26 @@ class Worker:
     """
 
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
-        self.server = server
-        self._backend = backend
-        self.settings = settings or WorkerSettings()
-        self.worker_id = new_worker_id()
-        self.counters = WorkerCounters()
+        self.server, self._backend, self.settings = server, backend, settings or WorkerSettings()
+        self.worker_id, self.counters = new_worker_id(), WorkerCounters()
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
+        self._in_flight: InFlight = {}
         self._serving: Serving | None = None
-        self._is_refused = False
-        self._heartbeat_lock = asyncio.Lock()
-        self._claim_soon = asyncio.Event()
+        self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
-        self.is_hung = False
-        self.health = Health(self.settings.lease_s)
+        self.is_hung, self.health = False, Health(self.settings.lease_s)
 
     def snapshot(self) -> Snapshot:
         """The worker's state for metrics; callable from any thread."""
-        serving = self._serving
-        stats = BackendStats() if serving is None else serving.engine_thread.stats
-        is_ready, silent_s = not self.health.why_not_ready(), self.health.silent_s
-        in_flight = self._count_in_flight()
+        stats = BackendStats() if self._serving is None else self._serving.engine_thread.stats
+        is_ready, silent_s, in_flight = not self.health.why_not_ready(), self.health.silent_s, len(self._in_flight)
         return Snapshot(self._backend.served_as, self.worker_id, is_ready, in_flight, silent_s, stats, self.counters)
-
-    def _count_in_flight(self) -> int:
-        return 0 if self._serving is None else len(self._serving.in_flight)
 
     def stop(self) -> None:
         """Drain: take no more jobs, finish and publish the prompts in flight, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
-            _log.info("stopping: %d prompts to finish", self._count_in_flight())
+            _log.info("stopping: %d prompts to finish", len(self._in_flight))
         self.health.state = "draining"
         self._lifecycle.stop()
 
@@ -181,14 +154,14 @@ class Worker:
 
     async def run(
         self,
-        on_ready: Callable[[ModelInfo], None] | None = None,
+        on_ready: OnReady = None,
         guard: AbstractContextManager[object] = nullcontext(),  # noqa: B008  nullcontext has no state
     ) -> None:
         """Serve until `stop`.
 
         Args:
             on_ready: called once with the model's info when the worker takes jobs.
-            guard: context manager, entered when the backend is open and left when it is closed; see `ProcessWatchdog`.
+            guard: context manager, entered when the backend is open and left when it is closed; see `watching_process`.
 
         Raises:
             ModelMismatch: other workers serve the model with other weights.
@@ -200,14 +173,19 @@ class Worker:
         self.health.start()
         self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
-            self._backend.open, self._results.put, self._break, self.counters.stepped, tells_steps=self.settings.tracing
+            self._backend.open,
+            self._results.put,
+            self._give_up,
+            self.counters.stepped,
+            tells_steps=self.settings.tracing,
         )
         guarded = ExitStack()
         try:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            async with Watchdog(engine_thread, self.settings.step_timeout_s, partial(self._hang, engine_thread)):
+            on_hang = partial(self._give_up, hung=engine_thread)
+            async with watching_calls(engine_thread, self.settings.step_timeout_s, on_hang):
                 await self._run(engine_thread, opened, on_ready)
         finally:
             with guarded:
@@ -215,16 +193,12 @@ class Worker:
             self.is_hung = engine_thread.is_hung
             self.health.end()
 
-    async def _run(
-        self, engine_thread: EngineThread, opened: Opened, on_ready: Callable[[ModelInfo], None] | None
-    ) -> None:
+    async def _run(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
         """Register for the model, serve the model until `stop`, and deregister."""
         _log.info("joining the pool")
         if self.settings.with_trie:
             await asyncio.to_thread(warm_up, opened.device)
-        serving = self._serving = Serving(
-            self, self._lifecycle, engine_thread, opened, getattr(self._backend, "max_adapters", MAX_LOADED)
-        )
+        serving = self._serving = Serving(self, engine_thread, opened)
         try:
             await serving.consumer.ensure_group()
             await serving.heartbeat.join(self._heartbeat_fields(serving))
@@ -241,8 +215,6 @@ class Worker:
         except (ModelMismatch, ServerError, SettingsError, WorkerError) as error:
             await self._leave(serving, _reason(self._lifecycle.broken or error))
             raise
-        except LMPoolError:
-            raise  # Some LMPoolErrors are OSErrors too.
         except (RedisError, OSError) as error:
             raise self.server.explain(error) from error
         finally:
@@ -266,35 +238,35 @@ class Worker:
 
     async def _serve(self, serving: Serving) -> None:
         """Run all tasks until the worker is told to stop and holds no prompts."""
-        lease_s, every, dispatcher = self.settings.lease_s, partial(self._every, serving), serving.dispatcher
+        settings, dispatcher, never = self.settings, serving.dispatcher, asyncio.Event()
+
+        async def every(pause_s: float, action: Callable[[], Awaitable[object]], soon: asyncio.Event = never) -> None:
+            """Repeat an action after each pause, and at once when `soon` is set."""
+            while True:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s):
+                        await soon.wait()
+                soon.clear()
+                await serving.publisher.retry(action)
+
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
-        draining = asyncio.create_task(self._drain(serving, fetching), name="drain")
-        parts = [
-            asyncio.create_task(part, name=name)
-            for name, part in [
-                *((f"publish-{i}", self._results.run(dispatcher.publish, small=False)) for i in range(_PUBLISHERS)),
-                ("publish-small", self._results.run(dispatcher.publish, small=True)),
-                ("prepare", dispatcher.prepare()),
-                ("segment", serving.segment.run()),
-                *([] if serving.info.is_trie else [("adapters", serving.adapters.run())]),
-                ("heartbeat", every(self.settings.heartbeat_s, partial(self.send_heartbeat, serving))),
-                ("segments", every(self.settings.heartbeat_s, serving.segments.release_removed)),
-                ("draining", self._show_draining(serving)),
-                ("leases", every(lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight)))),
-                ("claims", every(lease_s / 3, partial(self._claim, serving), self._claim_soon)),
-                ("unwanted", every(STALE_S, dispatcher.drop_unwanted)),
-                ("log", every(self.settings.log_every_s, partial(self._log_counters, serving))),
-            ]
+        tasks: list[Any] = [
+            fetching,
+            *(self._results.run(dispatcher.publish, small=False) for _ in range(_PUBLISHERS)),
+            self._results.run(dispatcher.publish, small=True),
+            dispatcher.prepare(),
+            serving.segment.run(),
+            *([] if serving.info.is_trie else [serving.adapters.run()]),
+            every(settings.heartbeat_s, partial(self.send_heartbeat, serving)),
+            every(settings.heartbeat_s, serving.segments.release_removed),
+            self._show_draining(serving),
+            every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
+            every(settings.lease_s / 3, partial(self._claim, serving), self._claim_soon),
+            every(STALE_S, dispatcher.drop_unwanted),
+            every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
-        pending = {fetching, draining, *parts}
-        try:
-            # Watch all tasks until the end: if a task failed, the drain could wait forever for its work.
-            while not draining.done():
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    task.result()
-        finally:
-            await end_tasks([fetching, draining, *parts])
+        # Watch all tasks until the end: if a task failed, the drain could wait forever for its work.
+        await await_beside(self._drain(serving, fetching), tasks)
         if self._lifecycle.broken is not None:
             prefix = "" if serving.engine_thread.is_hung else "the backend broke: "
             raise WorkerError(f"{prefix}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
@@ -319,10 +291,8 @@ class Worker:
                     await self._results.join()
         except TimeoutError:
             if lifecycle.broken is None:
-                raise ServerError(
-                    f"{len(in_flight)} prompts could not be published within {patience_s:g} s; "
-                    "other workers take them over after a lease at the latest"
-                ) from None
+                text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
+                raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
 
     async def _claim(self, serving: Serving) -> None:
         await serving.fetch_loop.claim()
@@ -333,7 +303,12 @@ class Worker:
         """Write the heartbeat, and read the state of the queue."""
         try:
             async with self._heartbeat_lock:
-                await self._write_heartbeat(serving)
+                try:
+                    self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+                except ResponseError as error:
+                    text = "clients will not see this worker any more: its heartbeat is refused: %s"
+                    _log.warning(text, self.server.explain(error))
+                    raise
             if not serving.info.is_trie:
                 await serving.adapters.renew()
             await serving.consumer.keep_queue()
@@ -344,17 +319,6 @@ class Worker:
             self.health.trouble = str(self.server.explain(error))
             raise
         self.health.answered()
-
-    async def _write_heartbeat(self, serving: Serving) -> None:
-        try:
-            self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
-        except ResponseError as error:
-            if not self._is_refused:  # Log it once.
-                text = str(self.server.explain(error))
-                _log.warning("clients will not see this worker any more: its heartbeat is refused: %s", text)
-            self._is_refused = True
-            raise
-        self._is_refused = False
 
     async def _show_draining(self, serving: Serving) -> None:
         """When the worker is told to stop, report that it drains and close its lane, before the next heartbeat."""
@@ -386,46 +350,16 @@ class Worker:
         if line or in_flight:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
-    def _break(self, error: BaseException) -> None:
-        _log.error("the backend broke", exc_info=error)
-        self._give_up(error)
-
-    def _hang(self, engine_thread: EngineThread, error: WorkerError) -> None:
-        _log.error("%s; its thread is at\n%s", error, engine_thread.stack())
-        self._give_up(error)
-        engine_thread.abandon(error)
-
-    def _give_up(self, error: BaseException) -> None:
-        """Stop, because the backend cannot be used any more; keep the first reason."""
+    def _give_up(self, error: BaseException, hung: EngineThread | None = None) -> None:
+        """Stop, because the backend broke, or because its thread `hung`; keep the first reason."""
+        if hung is None:
+            _log.error("the backend broke", exc_info=error)
+        else:
+            _log.error("%s; its thread is at\n%s", error, hung.stack())
+            hung.abandon(error)
         self._lifecycle.broken = self._lifecycle.broken or error
         self.health.broken = str(error) or type(error).__name__
         self.stop()
-
-    async def _every(
-        self,
-        serving: Serving,
-        interval_s: float,
-        action: Callable[[], Awaitable[object]],
-        soon: asyncio.Event | None = None,
-    ) -> None:
-        """Repeat an action at an interval, sooner after an error of the server, and at once when `soon` is set."""
-        waits, soon = delays(), soon or asyncio.Event()
-        pause_s = interval_s
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(pause_s):
-                    await soon.wait()
-            soon.clear()
-            try:
-                await action()
-                waits, pause_s = delays(), interval_s
-            except ModelMismatch:
-                raise
-            except (RedisError, OSError, LMPoolError) as error:
-                self.counters.server_errors += 1
-                _log.warning("will try again: %s", self.server.explain(error))
-                await self.server.reconnect(serving.redis, error)
-                pause_s = min(interval_s, next(waits))
 
 
 async def check_before_loading(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
@@ -442,36 +376,18 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
         place_of(settings, source, is_own=True)
     if not (kind := getattr(backend, "kind", "")):
         return
-    name, keys, redis = backend.served_as, Keys(settings.prefix), server.client()
+    name, keys = backend.served_as, Keys(settings.prefix)
     try:
-        packed = (await read_infos(redis, keys, name)).get(name.encode())
-        served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
-        if served != kind and (await read_alive(redis, keys.model(name))).serving:
-            raise ModelMismatch(
-                f"the model {name!r} is served by the backend {served}, not {kind}: "
-                "serve it under another --name, or stop those workers first"
-            )
+        async with server.client() as redis:
+            packed = (await read_infos(redis, keys, name)).get(name.encode())
+            served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
+            if served != kind and (await read_alive(redis, keys.model(name))).serving:
+                advice = "serve it under another --name, or stop those workers first"
+                raise ModelMismatch(f"the model {name!r} is served by the backend {served}, not {kind}: {advice}")
     except ProtocolError as error:
         _log.warning("the info of the model %r cannot be read, and will be replaced: %s", name, error)
     except (RedisError, OSError) as error:
         raise server.explain(error) from error
-    finally:
-        await redis.aclose()
-
-
-def _info_of(opened: Opened, settings: WorkerSettings) -> ModelInfo:
-    """The backend's info with the worker's own settings."""
-    if opened.info.is_trie != (opened.info.backend == "trie"):
-        raise SettingsError(f"name: {TRIE_SERVICE!r} is the name of trie workers: serve the model under another name")
-    return replace(
-        opened.info,
-        lease_s=settings.lease_s,
-        queue_limit=settings.queue_limit,
-        row_ttl_s=settings.row_ttl_s,
-        vocabulary=opened.vocabulary.digest if opened.vocabulary else "",
-        tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
-        answers_tries=settings.with_trie,
-    )
 
 
 def _reason(error: BaseException) -> str:

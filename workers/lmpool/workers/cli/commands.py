@@ -6,6 +6,7 @@ import inspect
 import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from functools import cache
@@ -21,7 +22,7 @@ from lmpool.protocol.model_info import TRIE_SERVICE
 from lmpool.settings import check_choice, check_known, shown
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
-from lmpool.workers.cli.doctor import doctor
+from lmpool.workers.cli.doctor import RedisUrl, doctor
 from lmpool.workers.cli.supervisor import as_arguments, down, plan_workers, start_detached, supervise
 from lmpool.workers.execution.contract import BackendSettings
 from lmpool.workers.settings import WorkerSettings
@@ -58,31 +59,12 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
         raise typer.Exit
 
 
-HelpAll = Annotated[
-    bool, typer.Option("--help-all", help="Show all options and exit.", callback=_show_all, is_eager=True)
-]
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL", help="Hub name or folder of the model, for hf also a GGUF file; for synthetic just a name."
-    ),
-]
-BackendName = Annotated[
-    str, typer.Option(help=f"What computes the rows: {', '.join(_BUILT_IN)}, or a backend of an installed package.")
-]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
-]
-MemoryMb = Annotated[
-    int | None,
-    typer.Option(help="Memory limit of the server, in MiB (default: a quarter of the machine's).", hidden=True),
-]
-Workers = Annotated[
-    str, typer.Option(metavar="N", help="Number of worker processes, or all: one for each GPU, or one on the CPU.")
-]
-Detach = Annotated[
-    bool, typer.Option("--detach", help="Return when it serves, and go on in the background until `lmpool down`.")
-]
+HelpAll = Annotated[bool, typer.Option("--help-all", help="Show all options.", callback=_show_all, is_eager=True)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub name or folder of the model; hf: or a GGUF file.")]
+BackendName = Annotated[str, typer.Option(help=f"What computes rows: {', '.join(_BUILT_IN)}, or an installed one.")]
+MemoryMb = Annotated[int | None, typer.Option(help="Max MiB of the server (default: a quarter of all).", hidden=True)]
+Workers = Annotated[str, typer.Option(metavar="N", help="Number of workers, or all: one per GPU, or one on the CPU.")]
+Detach = Annotated[bool, typer.Option("--detach", help="Return when it serves; stop it by `lmpool down`.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -129,18 +111,16 @@ def up(
     until the last `lmpool up` has ended.
     """
     if os.environ.get(URL_VARIABLE):
-        raise SettingsError(
-            f"{URL_VARIABLE}: it is set, so your programs in this shell would not find the private server that "
-            "`lmpool up` starts; unset it, or join the server that it names with `lmpool worker`"
-        )
+        reason = "your programs in this shell would not find the private server that `lmpool up` starts"
+        advice = "unset it, or join the server that it names with `lmpool worker`"
+        raise SettingsError(f"{URL_VARIABLE}: it is set, so {reason}; {advice}")
     settings, chosen = _configure(model, backend, given)
     plan = plan_workers(workers, backend, given.get("device"))
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return
     arguments = ["worker", model, *as_arguments({"backend": backend, **_given(given)})]
-    if code := supervise(arguments, plan, settings, chosen.served_as, memory_mb):
-        raise typer.Exit(code)
+    raise typer.Exit(supervise(arguments, plan, settings, chosen.served_as, memory_mb))
 
 
 def _configure(model: str, backend: str, given: dict[str, Any]) -> tuple[WorkerSettings, BackendSettings]:
@@ -209,23 +189,30 @@ def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = 
     A field of several classes becomes one option, with the first description among them. The parameters are
     keyword-only; their default None means "not given".
     """
-    owners: dict[str, dict[str, Field[Any]]] = {}
+    owners: dict[str, dict[str, Field[Any]]] = defaultdict(dict)
     hints: dict[str, Any] = {}
     for label, kind in classes.items():
         hints = get_type_hints(kind) | hints
         for field in fields(kind):
             if field.name not in leave_out:
-                owners.setdefault(field.name, {})[label] = field
+                owners[field.name][label] = field
     parameters = []
     for name, labelled in owners.items():
-        hint = hints[name]
-        described = (field.metadata.get("help", "") for field in labelled.values())
-        aliases = (f"--{name.replace('_', '-')}", *ALIASES[name]) if name in ALIASES else ()
+        hint, labels_of = hints[name], defaultdict[Any, list[str]](list)
+        for label, field in labelled.items():
+            # Not `in (None, "", False)`: 0 equals False, and a zero is worth showing.
+            if field.default is not False and field.default not in (None, "", MISSING):
+                labels_of[field.default].append(label)
+        if list(labels_of.values()) == [list(labelled)]:  # All classes have one default.
+            defaults = [str(value) for value in labels_of]
+        else:
+            defaults = [f"{value} for {', '.join(labels)}" for value, labels in labels_of.items()]
+        described = next(filter(None, (field.metadata.get("help") for field in labelled.values())), "")
         is_size = name.endswith(_SIZED) and hint in (int, int | None)
         sizes: dict[str, Any] = {"parser": parse_size, "metavar": "<size>"} if is_size else {}
         option = typer.Option(
-            *aliases,
-            help=f"{next(filter(None, described), '')}{_defaults_text(labelled)}".strip(),
+            *((f"--{name.replace('_', '-')}", *ALIASES[name]) if name in ALIASES else ()),
+            help=f"{described} (default: {'; '.join(defaults)})".strip() if defaults else described,
             show_default=False,
             rich_help_panel=f"Options: {', '.join(labelled)}",
             hidden=name not in SHORT,
@@ -235,21 +222,6 @@ def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = 
         keyword = inspect.Parameter.KEYWORD_ONLY
         parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
     return parameters
-
-
-def _defaults_text(owners: dict[str, Field[Any]]) -> str:
-    """The text about defaults in an option's help, with the labels of the classes if their defaults differ."""
-    labels_of: dict[Any, list[str]] = {}
-    for label, field in owners.items():
-        # Not `in (None, "", False)`: 0 equals False, and a zero is worth showing.
-        if field.default is not False and field.default not in (None, "", MISSING):
-            labels_of.setdefault(field.default, []).append(label)
-    if not labels_of:
-        return ""
-    if list(labels_of.values()) == [list(owners)]:
-        return f" (default: {next(iter(labels_of))})"
-    texts = [f"{value} for {', '.join(labels)}" for value, labels in labels_of.items()]
-    return f" (default: {'; '.join(texts)})"
 
 
 def build(kind: type[T], given: dict[str, Any], where: str) -> T:

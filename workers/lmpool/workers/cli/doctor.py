@@ -14,7 +14,6 @@ from typing import Annotated, Literal, NamedTuple
 
 import typer
 from packaging.requirements import Requirement
-from redis.asyncio import Redis
 from redis.exceptions import RedisError
 from rich.table import Table
 
@@ -41,6 +40,11 @@ _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
 _IN_CLONE = "in the clone:"  # Advice begins so, because no package index has lmpool.
 
 
+RedisUrl = Annotated[
+    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
+]
+
+
 class Finding(NamedTuple):
     """The result of one check."""
 
@@ -51,12 +55,8 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    model: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="Folder or GGUF file of a model to check.")
-    ] = None,
-    redis: Annotated[
-        str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A model's folder or GGUF file.")] = None,
+    redis: RedisUrl = None,
     prefix: Annotated[str, typer.Option(help="Prefix of all Redis keys.")] = "lmpool",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
@@ -133,33 +133,28 @@ async def _server(redis: str | None, keys: Keys) -> list[Finding]:
         return [Finding("server", "wrong", str(error), f"correct {source}")]
     except LMPoolError as error:
         return [Finding("server", "wrong", without_advice(error), start)]
-    client = server.client(reply_timeout_s=_TIMEOUT_S)
     try:
-        await client.ping()
-        product, at = await read_version(server)
-        doubt, memory = doubt_of(product, at) or "", await read_memory(client)
-        full = (memory.doubt() if memory else None) or ""
-        served = await _served(client, keys)
+        async with server.client(reply_timeout_s=_TIMEOUT_S) as client:
+            await client.ping()
+            product, at = await read_version(server)
+            doubt, memory = doubt_of(product, at) or "", await read_memory(client)
+            names = sorted(name.decode("utf-8", "replace") for name in await read_infos(client, keys))
+            workers = {name: (await read_alive(client, keys.model(name))).serving for name in names[:_MAX_MODELS]}
     except (RedisError, OSError, LMPoolError) as error:
         return [Finding("server", "wrong", f"{named}: {server.explain(error)}", f"does it run? Otherwise {start}")]
-    finally:
-        await client.aclose()
+    full = (memory.doubt() if memory else None) or ""
+    if any(workers.values()):
+        served = ", ".join(f"{name} ({count} worker{'s' * (count != 1)})" for name, count in workers.items())
+        advice, served = "", served + (f" and {more} more" if (more := len(names) - len(workers)) else "")
+    else:
+        served = f"no live worker of {', '.join(workers)}" if workers else f"none under the prefix {keys.prefix!r}"
+        advice = "start a worker: `lmpool worker MODEL`, or `lmpool up MODEL`"
     return [
         Finding("server", "ok", f"{server} ({source})"),
         Finding("server's version", "look" if doubt else "ok", f"{product} {at}".strip() or "hidden", doubt),
         Finding("server's memory", "wrong" if full else "ok", str(memory or "hidden from its users"), full),
-        served,
+        Finding("models", "look" if advice else "ok", served, advice),
     ]
-
-
-async def _served(client: Redis, keys: Keys) -> Finding:
-    names = sorted(name.decode("utf-8", "replace") for name in await read_infos(client, keys))
-    workers = {name: (await read_alive(client, keys.model(name))).serving for name in names[:_MAX_MODELS]}
-    if not any(workers.values()):
-        found = f"no live worker of {', '.join(workers)}" if workers else f"none under the prefix {keys.prefix!r}"
-        return Finding("models", "look", found, "start a worker: `lmpool worker MODEL`, or `lmpool up MODEL`")
-    served = ", ".join(f"{name} ({count} worker{'s' * (count != 1)})" for name, count in workers.items())
-    return Finding("models", "ok", served + (f" and {more} more" if (more := len(names) - len(workers)) else ""))
 
 
 def _machine() -> Iterator[Finding]:
@@ -188,9 +183,8 @@ def _shared_memory() -> Finding:
         return Finding("shared memory", "look", found, advice)
     size, count = segment_memory.default_size(), len(list(segment_memory.segments_in(place)))
     found = f"{_size(size)} for the next worker, an eighth of the free memory; sockets in {place}, now {count}"
-    if size < _MIN_SHARED_BYTES:
-        return Finding("shared memory", "look", found, "rows are soon replaced there: free memory, or set --shm-bytes")
-    return Finding("shared memory", "ok", found)
+    advice = "rows are soon replaced there: free memory, or set --shm-bytes" if size < _MIN_SHARED_BYTES else ""
+    return Finding("shared memory", "look" if advice else "ok", found, advice)
 
 
 def _free_bytes() -> int | None:
@@ -202,13 +196,11 @@ def _free_bytes() -> int | None:
 
 
 def _gpu(gpus: list[tuple[str, int, int]]) -> Finding:
-    torch = _version("torch")
-    if not gpus:
-        if any(Path("/dev").glob("nvidia[0-9]*")):
-            return Finding("GPU", "look", "nvidia-smi does not list the GPU of this machine", "check its driver")
-        return Finding("GPU", "ok", "none: models run on the CPU")
-    found = "; ".join(f"{name}, {_size(free)} of {_size(total)} free" for name, total, free in gpus)
-    if "+cpu" in torch:
+    if not gpus and any(Path("/dev").glob("nvidia[0-9]*")):
+        return Finding("GPU", "look", "nvidia-smi does not list the GPU of this machine", "check its driver")
+    listed = (f"{name}, {_size(free)} of {_size(total)} free" for name, total, free in gpus)
+    found = "; ".join(listed) or "none: models run on the CPU"
+    if gpus and "+cpu" in (torch := _version("torch")):
         return Finding("GPU", "wrong", f"{found}, and torch {torch} uses none", "pip install torch, the build for CUDA")
     return Finding("GPU", "ok", found)
 
@@ -238,10 +230,8 @@ def _model(model: str, gpus: list[tuple[str, int, int]]) -> Finding:
     free = max(free for *_, free in gpus) if gpus else _free_bytes()
     capacity = physical_memory() if free is None else free
     found = f"{_size(size)} of weights; {_size(capacity)} {'in all' if free is None else 'free'} {place}"
-    if size > capacity:
-        advice = "free memory, take --dtype bfloat16, a smaller model, or another machine"
-        return Finding("model", "wrong", found, advice)
-    return Finding("model", "ok", found)
+    advice = "free memory, take --dtype bfloat16, a smaller model, or another machine" if size > capacity else ""
+    return Finding("model", "wrong" if advice else "ok", found, advice)
 
 
 def _size(count: float) -> str:

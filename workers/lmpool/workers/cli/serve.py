@@ -21,7 +21,7 @@ from lmpool.metrics import is_traced
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.settings import require
 from lmpool.workers.execution.contract import BackendSettings
-from lmpool.workers.execution.watchdogs import ProcessWatchdog
+from lmpool.workers.execution.watchdogs import watching_process
 from lmpool.workers.metrics.counters import monitoring
 from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
@@ -55,7 +55,7 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
     log = start_log(settings.log_format, backend.served_as)
     # Until the event loop runs, end the process at once: a KeyboardInterrupt would wait for a loading backend.
     for number in _signals():
-        signal.signal(number, lambda *_: _exit_now())
+        signal.signal(number, _exit_now)
     # Make glibc keep the freed memory of rows: mapping it again costs a page fault per 4 KB of every row.
     with contextlib.suppress(OSError, AttributeError):
         mallopt = ctypes.CDLL(None).mallopt
@@ -67,14 +67,14 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
         from uvloop import new_event_loop
     except ImportError:
         _log.warning("uvloop is not installed: rows are stored more slowly")  # Two to four times slower.
-    with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        try:
+    try:
+        with asyncio.Runner(loop_factory=new_event_loop) as runner:
             runner.run(_serve(server, backend, settings, log))
-        except LMPoolError as error:
-            if log is None:
-                raise
-            _log.critical("%s", error, exc_info=None if isinstance(error, _PLAIN) else error)
-            raise SystemExit(_FAILED) from error
+    except LMPoolError as error:
+        if log is None:
+            raise
+        _log.critical("%s", error, exc_info=None if isinstance(error, _PLAIN) else error)
+        raise SystemExit(_FAILED) from error
 
 
 async def _serve(server: Server, backend: BackendSettings, settings: WorkerSettings, log: Any) -> None:
@@ -83,7 +83,7 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
     worker = Worker(server, backend, settings)
     if log is not None:
         log.static_fields["worker"] = worker.worker_id
-    is_ready = is_stopping = is_finished = False
+    is_ready = is_stopping = False
 
     def on_ready(info: ModelInfo) -> None:
         nonlocal is_ready
@@ -103,7 +103,7 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
         if is_stopping and number == signal.SIGHUP:  # Shell and kernel each send SIGHUP when a terminal closes.
             return
         if is_stopping or not is_ready:
-            _exit_now(is_finished=is_finished)
+            _exit_now()
         is_stopping = True
         worker.stop()
 
@@ -114,7 +114,7 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
     tracing = exporting(backend.served_as, worker.worker_id) if settings.tracing else contextlib.nullcontext()
     with monitoring(settings, worker.snapshot, worker.health), tracing:
         try:
-            await worker.run(on_ready, ProcessWatchdog(settings.step_timeout_s))
+            await worker.run(on_ready, watching_process(settings.step_timeout_s))
         except LMPoolError as error:
             if not worker.is_hung:
                 raise
@@ -122,7 +122,8 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
         if worker.is_hung:  # The backend's thread runs, and an ordinary exit might wait for a lock of that thread.
             logging.shutdown()
             os._exit(_FAILED)
-    is_finished = True
+    for number in _signals():  # Prompts are finished: a second signal from now on changes nothing.
+        loop.add_signal_handler(number, lambda: None)
     _log.info("stopped; nothing was left unfinished")
 
 
@@ -132,10 +133,9 @@ def _signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
 
-def _exit_now(*, is_finished: bool = False) -> NoReturn:
-    if not is_finished:
-        _log.info("stopped at once")
-    os._exit(0 if is_finished else INTERRUPTED)
+def _exit_now(*_: object) -> NoReturn:
+    _log.info("stopped at once")
+    os._exit(INTERRUPTED)
 
 
 def start_log(log_format: str, model: str) -> Any:
@@ -184,8 +184,7 @@ class RepeatFilter(logging.Filter):
         values = record.args if isinstance(record.args, tuple) else ()
         # Ignore numbers in errors, which change between repeats of a warning.
         errors = (_DIGITS.sub("", str(value)) if isinstance(value, Exception) else value for value in values)
-        kind = (record.msg, *(value if isinstance(value, str) else "" for value in errors))
-        now = time.monotonic()
+        kind, now = (record.msg, *(value if isinstance(value, str) else "" for value in errors)), time.monotonic()
         shown_at, left_out = self._seen.get(kind, (now - self._pause_s, 0))
         if now - shown_at < self._pause_s:
             self._seen[kind] = shown_at, left_out + 1

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
-from typing import IO, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 from redis.exceptions import RedisError
@@ -58,7 +58,12 @@ def plan_workers(wanted: str, backend: str, device: str | None) -> list[dict[str
 
     `wanted` is a number, or "all": one worker per GPU, or one worker on a machine without a GPU.
     """
-    gpus = [] if backend == "synthetic" or device == "cpu" else visible_gpus()
+    gpus: list[str] = []  # The value of CUDA_VISIBLE_DEVICES for each GPU that this process may use.
+    if backend != "synthetic" and device != "cpu":
+        if (visible := os.environ.get(_VISIBLE)) is None:
+            gpus = [index for (index,) in query_gpus("index") if index.isdecimal()]
+        else:  # The names are numbers, UUIDs of GPUs, or MIG instances. CUDA ignores all names behind an invalid name.
+            gpus = list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
     if wanted != "all" and not (wanted.isdecimal() and int(wanted)):
         raise SettingsError(f"workers: {shown(wanted)} is neither a number of at least 1 nor `all`")
     count = max(1, len(gpus)) if wanted == "all" else int(wanted)
@@ -72,14 +77,6 @@ def plan_workers(wanted: str, backend: str, device: str | None) -> list[dict[str
     if device not in (None, "auto"):
         raise SettingsError(f"device: {device!r} is one device, and each of {count} workers has one of its own")
     return [{_VISIBLE: gpu} for gpu in gpus[:count]]
-
-
-def visible_gpus() -> list[str]:
-    """The value of CUDA_VISIBLE_DEVICES for each GPU that this process may use."""
-    if (visible := os.environ.get(_VISIBLE)) is not None:
-        # The names are numbers, UUIDs of GPUs, or MIG instances. CUDA ignores all names behind an invalid name.
-        return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
-    return [index for (index,) in query_gpus("index") if index.isdecimal()]
 
 
 def query_gpus(*fields: str) -> list[list[str]]:
@@ -97,8 +94,7 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
     """Options as the words of a command line."""
     arguments: list[str] = []
     for name, value in options.items():
-        option = f"--{name.replace('_', '-')}"
-        values = value if isinstance(value, list) else [value]
+        option, values = f"--{name.replace('_', '-')}", value if isinstance(value, list) else [value]
         arguments += [option if one is True else f"{option}={one}" for one in values]
     return arguments
 
@@ -106,13 +102,9 @@ def as_arguments(options: Mapping[str, Any]) -> list[str]:
 def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> tuple[subprocess.Popen[bytes], int]:
     """Start Python with these arguments; returns the process, and a pipe in which it reports that it serves."""
     reader, ready = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-P", *words],
-        pass_fds=(ready,),
-        start_new_session=True,  # Ctrl-C in the terminal reaches only the supervisor, which signals its children.
-        env={**os.environ, **environment, READY_VARIABLE: str(ready)},
-        **options,
-    )
+    command, variables = [sys.executable, "-P", *words], {**os.environ, **environment, READY_VARIABLE: str(ready)}
+    # A new session: Ctrl-C in the terminal reaches only the supervisor, which signals its children.
+    process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
     os.close(ready)
     return process, reader
 
@@ -131,29 +123,20 @@ class SupervisedWorker:
     has_served: bool = False  # Whether one of its processes has served.
     serves_since: float = 0.0  # Time since when its process serves; 0 before.
     quick_crashes: int = 0  # Number of crashes in a row, each before or soon after its process served.
-    _ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
+    ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
 
     def start(self) -> None:
         """Start a process."""
         self.worker_id, self.start_at = "", time.monotonic()
         # The worker ends when its standard input is closed, which happens however the supervisor ends.
-        self.process, self._ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
-        os.set_blocking(self._ready, False)
-
-    def becomes_ready(self) -> bool:
-        """Whether the worker has reported since the last call that it serves."""
-        with suppress(BlockingIOError):
-            self.worker_id = self.worker_id or os.read(self._ready, 1024).decode()
-        if not self.worker_id or self.serves_since:
-            return False
-        self.serves_since, self.has_served = time.monotonic(), True
-        return True
+        self.process, self.ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
+        os.set_blocking(self.ready, False)
 
     def on_end(self) -> None:
         """Count a crash, and close the pipes of the process that has ended."""
         is_quick = not self.serves_since or time.monotonic() - self.serves_since < _MIN_LIFE_S
         self.quick_crashes = self.quick_crashes + 1 if is_quick else 0
-        os.close(self._ready)
+        os.close(self.ready)
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
         self.process, self.serves_since = None, 0.0
@@ -236,8 +219,12 @@ class Supervisor:
                 worker.start()
             return
         code = worker.process.poll()
-        if worker.becomes_ready() and code is None:
-            self._report_if_ready()
+        with suppress(BlockingIOError):
+            worker.worker_id = worker.worker_id or os.read(worker.ready, 1024).decode()
+        if worker.worker_id and not worker.serves_since:
+            worker.serves_since, worker.has_served = time.monotonic(), True
+            if code is None:
+                self._report_if_ready()
         if code is None:
             return
         if worker.worker_id and code != 0 and not self.is_stopping:
@@ -269,9 +256,8 @@ class Supervisor:
         """Report that the workers serve, once every worker that was not given up has served."""
         left = [worker for worker in self.workers if not worker.is_gone]
         if left and all(worker.has_served for worker in left):
-            if len(self.workers) > 1:
-                of = "all" if len(left) == len(self.workers) else f"{len(left)} of"
-                _log.info("%s %d workers serve", of, len(self.workers))
+            if (count := len(self.workers)) > 1:
+                _log.info("%s %d workers serve", "all" if len(left) == count else f"{len(left)} of", count)
             report_ready()
 
     async def _requeue(self, worker: SupervisedWorker, reason: str) -> None:
@@ -279,23 +265,21 @@ class Supervisor:
 
         The jobs keep their delivery counts, so a prompt that kills workers is still given up.
         """
-        everything, redis, count = Keys(self.user.prefix), Server(self.server.url).client(), 0
-        keys = everything.model(self.user.model)
+        everything = Keys(self.user.prefix)
+        keys, worker_id, moved = everything.model(self.user.model), worker.worker_id, 1
         try:
-            # The worker may hold jobs of its own lane, of the shared stream, and of other lanes (claimed jobs).
-            members = cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))
-            lanes = [worker.worker_id.encode(), *members]
-            count = await scripts.release_jobs(redis, keys, worker.worker_id, lanes, self.max_deliveries, reason)
-            await redis.delete(everything.worker(worker.worker_id))
-            swept, moved = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time], 1
-            while moved:
-                args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, 0, worker.worker_id]
-                _, _, moved = await scripts.REMOVE_GONE(redis, swept, args)
+            async with Server(self.server.url).client() as redis:
+                # The worker may hold jobs of its own lane, of the shared stream, and of other lanes (claimed jobs).
+                lanes = [worker_id.encode(), *cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))]
+                count = await scripts.release_jobs(redis, keys, worker_id, lanes, self.max_deliveries, reason)
+                await redis.delete(everything.worker(worker_id))
+                swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
+                while moved:
+                    args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, 0, worker_id]
+                    _, _, moved = await scripts.REMOVE_GONE(redis, swept, args)
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot requeue the prompts of worker %d, they wait for its lease: %s", worker.number, error)
             return
-        finally:
-            await redis.aclose()
         if count:
             _log.info("requeued %d prompts of worker %d", count, worker.number)
         for other in self.workers:
@@ -360,9 +344,14 @@ def start_detached(arguments: list[str], model: str) -> None:
         files = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
         process, reader = _spawn(["-m", "lmpool", *arguments], {LOG_VARIABLE: str(log)}, **files)
     with log.open(encoding="utf-8", errors="replace") as printed, os.fdopen(reader, "rb") as is_ready:
+
+        def print_more() -> None:
+            for line in printed:
+                say(line.rstrip("\n"), err=True)
+
         try:
             while not select.select([is_ready], [], [], _POLL_S)[0]:
-                _print_more(printed)
+                print_more()
             code = None if is_ready.read(1) else process.wait()  # The end of the process closes the pipe.
         except KeyboardInterrupt:
             say("stopping it; a second Ctrl-C kills it", err=True)
@@ -373,17 +362,12 @@ def start_detached(arguments: list[str], model: str) -> None:
                 process.kill()  # The children of this process end with it.
             raise
         finally:
-            _print_more(printed)
+            print_more()
     if code is not None:
         say(f"lmpool: it {ending(code)} before it served; its log: {log}", err=True)
         raise typer.Exit(code if 0 < code < 256 else 1)
     say(f"{model} is served by process {process.pid}; its log: {log}", err=True)
     say("stop it with: lmpool down", err=True)
-
-
-def _print_more(log: IO[str]) -> None:
-    for line in log.readlines():
-        say(line.rstrip("\n"), err=True)
 
 
 def down(

@@ -17,29 +17,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError, ProtocolError, WorkerError
+from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, check_row, decode_row
+from lmpool.protocol.row import Encoding, NewRows, VectorBlock
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
-from lmpool.workers.execution.answer_memory import AnswerMemory
-from lmpool.workers.execution.contract import (
-    Backend,
-    BackendStats,
-    Finished,
-    TellsHead,
-    TellsTokenizer,
-    WritesInPlace,
-    failure_of,
-    is_device_error,
-)
+from lmpool.workers.execution import contract, yielding
 from lmpool.workers.execution.in_flight import InFlightPrompt
-from lmpool.workers.execution.yielding import QUIET_S, YieldingPrompts, advance, begin, count_new_tokens
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -76,7 +65,7 @@ class StepResult(NamedTuple):
         step: monotonic times when the step began and ended; None unless jobs are traced.
     """
 
-    finished: Finished
+    finished: contract.Finished
     prompts: Sequence[InFlightPrompt] = ()
     stale: Sequence[InFlightPrompt] = ()
     step: tuple[float, float] | None = None
@@ -118,43 +107,32 @@ class EngineThread:
         stats: the backend's counters after its last step.
         call: the call that the backend has not returned from; None if no call runs.
         is_hung: the thread does not return from the backend; only the end of the process ends the thread.
-        stepping_since: monotonic start of the running step, or None.
         owed: number of prompts that the backend has not answered yet.
         yielding: number of owed prompts that give way to rows (`YieldingPrompts`).
     """
 
     def __init__(
         self,
-        make: Callable[[], Backend],
+        make: Callable[[], contract.Backend],
         on_result: Callable[[StepResult], None],
         on_broken: Callable[[BaseException], None],
         on_step: Callable[[float, int], None] = lambda seconds, answers: None,
         *,
         tells_steps: bool = False,
     ) -> None:
-        self._make = make
-        self._on_result = on_result
-        self._on_broken = on_broken
-        self._on_step = on_step
-        self._tells_steps = tells_steps
-        self._loop = asyncio.get_running_loop()
+        self._make, self._on_result, self._on_broken, self._on_step = make, on_result, on_broken, on_step
+        self._loop, self._tells_steps = asyncio.get_running_loop(), tells_steps
         self._ready: Future[tuple[Opened, _Capacity]] = Future()
         self._closed = asyncio.Event()
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
-        self._results: deque[tuple[StepResult, BackendStats, _Capacity]] = deque()
-        self._is_woken = False
+        self._results: deque[tuple[StepResult, contract.BackendStats, _Capacity]] = deque()
+        self._is_woken = self.is_hung = False
         self._loads: set[Future[str]] = set()
-        self._capacity = _Capacity()
-        # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
-        self._sent = 0
+        self._capacity, self.stats = _Capacity(), contract.BackendStats()
+        self._sent = 0  # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
         self._submitted_at = self._interactive_at = -math.inf
-        self.owed = self.yielding = 0
-        self.batch = 1
-        self.step_s = math.inf
-        self.stats = BackendStats()
+        self.owed, self.yielding, self.batch, self.step_s = 0, 0, 1, math.inf
         self.call: Call | None = None
-        self.is_hung = False
-        self.stepping_since: float | None = None
         # A daemon thread: a forward that never returns must not keep a process alive that was told to stop at once.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
@@ -163,7 +141,7 @@ class EngineThread:
         self._thread.start()
         opened, self._capacity = await asyncio.wrap_future(self._ready)
         self.batch = opened.batch
-        self._memory = AnswerMemory(opened.info)
+        self._memory = yielding.AnswerMemory(opened.info)
         return opened
 
     @property
@@ -177,24 +155,24 @@ class EngineThread:
         free = _MAX_YIELDING_BATCHES * self.batch - self.yielding
         if free <= 0:
             now = time.monotonic()
-            may_be_row = now - self._interactive_at < QUIET_S or now - self._submitted_at > _BEYOND_LIMIT_S
+            may_be_row = now - self._interactive_at < yielding.QUIET_S or now - self._submitted_at > _BEYOND_LIMIT_S
             free = int(may_be_row and self.yielding < _MAX_BATCHES_BEFORE_ROWS * self.batch)
         return min(self._capacity.rows - (self._sent - self._capacity.taken), free)
 
     def submit(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Hand prompts to the backend, now or when there is memory for their answers (`AnswerMemory`)."""
         self._submitted_at = time.monotonic()
-        yielding, is_large = 0, False
+        yields, is_large = 0, False
         for prompt in prompts:
             prompt.status = "pending"
             prompt.yields = prompt.bulk or prompt.generate is not None
-            yielding += prompt.yields
+            yields += prompt.yields
             if prompt.generate is not None or prompt.positions is not None or prompt.head is not None:
                 is_large = True
             if not prompt.bulk:
                 self._interactive_at = self._submitted_at
         self.owed += len(prompts)
-        self.yielding += yielding
+        self.yielding += yields
         self._send(self._memory.admit(prompts) if is_large else prompts)
 
     def _send(self, prompts: Sequence[InFlightPrompt]) -> None:
@@ -263,7 +241,7 @@ class EngineThread:
         """Have the backend write rows into the memory of `new_rows`, if the backend can."""
         self._calls.put(Call("preparation to write rows", lambda engine: engine.write_to(new_rows)))
 
-    def abandon(self, error: WorkerError) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
         self.is_hung = True
         for loaded in self._loads:
@@ -318,9 +296,9 @@ class EngineThread:
             try:
                 _log.info("the model runs after %.1f s; reading its vocabulary", time.monotonic() - began)
                 vocabulary = backend.vocabulary()
-                tokenizer = backend.tokenizer() if isinstance(backend, TellsTokenizer) else None
-                adapters = dict(backend.adapters)
-                opened = Opened(backend.info, backend.batch, backend.device, vocabulary, tokenizer, adapters)
+                tokenizer = backend.tokenizer() if isinstance(backend, contract.TellsTokenizer) else None
+                about = backend.info, backend.batch, backend.device
+                opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters))
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
             except BaseException as error:  # noqa: BLE001  the error is reported before `close`, which may take long
@@ -353,12 +331,13 @@ class EngineThread:
                 engine.submit_yielding()
             if engine.held:
                 self.call = Call("step")
-                self.stepping_since = began = time.monotonic()
+                began = time.monotonic()
                 finished = engine.backend.step()
-                self.stepping_since = self.call = None
-                ended = time.monotonic()
+                self.call, ended = None, time.monotonic()
                 digests = check_answers(finished, engine.held, engine.info)
-                check_first_rows(finished.blocks, engine.info)
+                for block in finished.blocks:
+                    if block.digests:  # One row is enough to find logits; clients do not check rows in shared memory.
+                        yielding.checked_row(block, 0)
                 self._note_step_time(ended - began, len(digests))
                 result = engine.take_results(finished, digests)
                 self._on_step(ended - began, len(result.prompts))
@@ -370,7 +349,7 @@ class EngineThread:
         elif answers >= self.batch:
             self.step_s = max(seconds, _STEP_TIME_DECAY * self.step_s)
 
-    def _send_result(self, result: StepResult, stats: BackendStats, capacity: _Capacity) -> None:
+    def _send_result(self, result: StepResult, stats: contract.BackendStats, capacity: _Capacity) -> None:
         self._results.append((result, stats, capacity))
         # Waking the event loop can cost as much as a short step, so skip the wake-up while one is already pending.
         if not self._is_woken:
@@ -386,16 +365,12 @@ class _Engine:
         yielding: the prompts that wait in this thread for the backend.
     """
 
-    def __init__(self, backend: Backend, send_result: Callable[[StepResult, BackendStats, _Capacity], None]) -> None:
-        self.backend = backend
-        self.info = backend.info
+    def __init__(self, backend: contract.Backend, send_result: Callable[..., None]) -> None:
+        self.backend, self.info, self._send_result = backend, backend.info, send_result
         self.held: dict[bytes, InFlightPrompt] = {}
-        self.yielding = YieldingPrompts(backend.batch)
-        self._send_result = send_result
-        # Prompts that the backend holds and that yield to rows.
-        self._held_yielding: set[InFlightPrompt] = set()
-        # Number of rows that have arrived from the event loop.
-        self._taken = 0
+        self.yielding = yielding.YieldingPrompts(backend.batch)
+        self._held_yielding: set[InFlightPrompt] = set()  # Prompts that the backend holds and that yield to rows.
+        self._taken = 0  # Number of rows that have arrived from the event loop.
 
     @property
     def has_yielding(self) -> bool:
@@ -413,8 +388,16 @@ class _Engine:
         if rows:
             self.yielding.interactive_at = time.monotonic()
         is_mixed = rows < len(prompts)
-        if of_head := [prompt for prompt in prompts if prompt.head is not None]:
-            self.send(self._answer_from_head(of_head))
+        if of_head := {prompt: prompt.head for prompt in prompts if prompt.head is not None}:
+            answers: dict[bytes, NDArray[np.float32]] = {}
+            failures: dict[bytes, str] = {}
+            for prompt, head in of_head.items():
+                try:
+                    answers[prompt.digest] = cast(contract.TellsHead, self.backend).head(head)
+                except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
+                    failures[prompt.digest] = contract.failure_of(error)
+            vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
+            self.send(StepResult(contract.Finished([], failures, vectors), list(of_head)))
             prompts = [prompt for prompt in prompts if prompt.head is None]
         self._submit(self.yielding.keep(prompts) if is_mixed else prompts)
 
@@ -425,30 +408,30 @@ class _Engine:
             served = {"", *backend.adapters}
             if stale := [prompt for prompt in prompts if prompt.adapter not in served]:
                 prompts = [prompt for prompt in prompts if prompt.adapter in served]
-                self.send(StepResult(Finished([], {}), stale=stale))
+                self.send(StepResult(contract.Finished([], {}), stale=stale))
         backend.submit(prompts)
         for prompt in prompts:
             self.held[prompt.digest] = prompt
             if prompt.generate is not None:
-                begin(prompt, prompt.generate)
+                yielding.begin(prompt, prompt.generate)
             if prompt.bulk or prompt.generate is not None:
                 self._held_yielding.add(prompt)
 
     def submit_yielding(self) -> None:
         """Give the backend the waiting prompts that are due before its next step."""
         continuations = sum(prompt.generate is not None for prompt in self._held_yielding)
-        bulk_tokens = sum(count_new_tokens(prompt) for prompt in self._held_yielding if prompt.bulk)
+        bulk_tokens = sum(yielding.count_new_tokens(prompt) for prompt in self._held_yielding if prompt.bulk)
         due = self.yielding.next(len(self.held), continuations, bulk_tokens, self.backend.capacity())
         if due:
             self._submit(due)
 
-    def take_results(self, finished: Finished, digests: Iterable[bytes]) -> StepResult:
+    def take_results(self, finished: contract.Finished, digests: Iterable[bytes]) -> StepResult:
         """Turn the results of a step into results for the event loop; keep continuations that have not ended."""
         prompts = [self.held.pop(digest) for digest in digests]
         if self._held_yielding:
             self._held_yielding.difference_update(prompts)
             if continuations := {prompt.digest: prompt for prompt in prompts if prompt.generate is not None}:
-                finished, longer = advance(finished, continuations)
+                finished, longer = yielding.advance(finished, continuations)
                 # Rows that have arrived during the step go before the next tokens of continuations.
                 self.yielding.keep_longer(longer)
                 prompts = [prompt for prompt in prompts if prompt not in longer]
@@ -458,7 +441,7 @@ class _Engine:
         """Drop prompts that wait for the backend or that the backend holds."""
         self.yielding.drop(prompts)
         self._abort_held([prompt for prompt in prompts if self.held.get(prompt.digest) is prompt])
-        self.send(StepResult(Finished([], {})))  # The capacity has changed.
+        self.send(StepResult(contract.Finished([], {})))  # The capacity has changed.
 
     def _abort_held(self, prompts: Sequence[InFlightPrompt]) -> None:
         self.backend.abort([prompt.digest for prompt in prompts])
@@ -483,11 +466,11 @@ class _Engine:
         try:
             self.backend.drop_adapter(adapter)
         except Exception as error:
-            if is_device_error(error):
+            if contract.is_device_error(error):
                 raise
             _log.warning("adapter %r cannot be dropped; it stays loaded until the worker ends", adapter, exc_info=error)
         if stale:
-            self.send(StepResult(Finished([], {}), stale=stale))
+            self.send(StepResult(contract.Finished([], {}), stale=stale))
 
     def write_to(self, new_rows: NewRows) -> None:
         """Have the backend write rows into the memory of `new_rows`, except rows that are only for continuations."""
@@ -496,27 +479,11 @@ class _Engine:
             is_unread = bool(self.held) and all(prompt.generate is not None for prompt in self.held.values())
             return None if is_unread else new_rows(count, vocab_size, encoding)
 
-        if isinstance(self.backend, WritesInPlace):
+        if isinstance(self.backend, contract.WritesInPlace):
             self.backend.write_to(memory)
 
-    def _answer_from_head(self, prompts: Sequence[InFlightPrompt]) -> StepResult:
-        """Answer the queries about the model's head, which need no step."""
-        answers: dict[bytes, NDArray[np.float32]] = {}
-        failures: dict[bytes, str] = {}
-        backend = self.backend if isinstance(self.backend, TellsHead) else None
-        for prompt in prompts:
-            try:
-                if backend is None:
-                    raise WorkerError(f"the backend {self.info.backend!r} has hidden states in its info, and no head()")
-                assert prompt.head is not None
-                answers[prompt.digest] = backend.head(prompt.head)
-            except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
-                failures[prompt.digest] = failure_of(error)
-        vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
-        return StepResult(Finished([], failures, vectors), prompts)
 
-
-def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:
+def check_answers(finished: contract.Finished, held: Collection[bytes], info: ModelInfo) -> list[bytes]:
     """Refuse results that no worker may publish.
 
     Args:
@@ -530,38 +497,14 @@ def check_answers(finished: Finished, held: Collection[bytes], info: ModelInfo) 
     Raises:
         WorkerError: a result for a prompt that was not submitted, two results for a prompt, or rows of another length.
     """
-    blocks, failures, answers = finished
-    digests = [digest for block in blocks for digest in block.digests]
-    if answers is not None:
-        digests += answers.digests
-    digests += failures
-    who = f"the backend {info.backend!r} has returned"
+    digests, who = finished.digests, f"the backend {info.backend!r} has returned"
     if len(set(digests)) < len(digests):
         twice = [digest for digest, count in Counter(digests).items() if count > 1]
         raise WorkerError(f"{who} two results in one step for {len(twice)} prompts, such as {twice[0].hex()}")
     if strangers := [digest for digest in digests if digest not in held]:
         text = f"results for {len(strangers)} prompts that were not submitted, such as {strangers[0].hex()}"
         raise WorkerError(f"{who} {text}")
-    for block in blocks:
+    for block in finished.blocks:
         if block.numbers.shape[1] != info.vocab_size:
             raise WorkerError(f"{who} rows of {block.numbers.shape[1]} entries; its info says V = {info.vocab_size}")
     return digests
-
-
-def check_first_rows(blocks: Iterable[RowBlock], info: ModelInfo) -> None:
-    """Refuse blocks of something other than rows, such as logits: clients do not check each row in shared memory.
-
-    Raises:
-        WorkerError: the largest entry of the first row of a block is not that of log-probabilities.
-    """
-    for block in blocks:
-        if block.digests:
-            try:
-                if block.encoding is Encoding.F32:
-                    check_row(block.numbers[0])
-                else:
-                    check_row(decode_row(np.frombuffer(block.encode(0), np.uint8), info.vocab_size))
-            except ProtocolError as error:
-                raise WorkerError(
-                    f"the backend {info.backend!r} has returned something that is not a row: {error}"
-                ) from error

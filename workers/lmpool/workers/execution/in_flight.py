@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -21,25 +22,15 @@ from lmpool.workers.execution.contract import BackendJob
 Status = Literal["accepted", "waiting", "pending", "ended"]
 
 
+@dataclass(slots=True, eq=False)
 class JobTrace:
-    """The times of a traced job, in ns since 1970 by the local clock.
+    """The times of a traced job, in ns since 1970 by the local clock."""
 
-    Attributes:
-        context: OpenTelemetry's context of the client's request.
-        queued: when the job was queued.
-        taken: when this worker read it.
-        stepped: start and end of the step that computed the job; None if no step did.
-        batch: context of the span of that step.
-    """
-
-    __slots__ = ("batch", "context", "queued", "stepped", "taken")
-
-    def __init__(self, context: Any, queued: int, taken: int) -> None:
-        self.context = context
-        self.queued = queued
-        self.taken = taken
-        self.stepped: tuple[int, int] | None = None
-        self.batch: Any = None
+    context: Any  # OpenTelemetry's context of the client's request.
+    queued: int  # When the job was queued.
+    taken: int  # When this worker read it.
+    stepped: tuple[int, int] | None = None  # Start and end of the step that computed the job; None if no step did.
+    batch: Any = None  # Context of the span of that step.
 
 
 class StreamEntry(msgspec.Struct, eq=False, gc=False):

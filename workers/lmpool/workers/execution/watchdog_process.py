@@ -1,7 +1,7 @@
 """A program that ends a worker whose event loop does not run.
 
 A call that holds the interpreter lock stops all threads and signal handlers of a worker, so only another process can
-detect this call. `ProcessWatchdog` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
+detect this call. `watching_process` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
 pipe: the worker writes to it while its event loop runs, and the system closes it when the worker ends.
 
 A timer in the worker (`faulthandler.dump_traceback_later`) is no substitute: it counts time in which a worker is
@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 MAX_INTERVAL_S = 1.0
@@ -59,21 +60,15 @@ def _is_silent_for(pid: int, limit_s: float) -> bool:
         # Check the parent process too: children of the worker may keep the pipe open after the worker has ended.
         if (has_written and not os.read(_PIPE, 65536)) or os.getppid() != pid:
             return False
-        now = time.monotonic()
+        state, now = b"", time.monotonic()
+        with suppress(OSError):  # Systems without /proc.
+            # In this file, the state follows the program's name, which may contain any characters.
+            state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
+        is_stopped = state in (b"T", b"t")  # By a signal or a debugger.
         # Time in which this process itself was stopped does not count.
-        spent_s = 0.0 if has_written or _is_stopped(pid) else spent_s + min(now - before, 2 * pause_s)
+        spent_s = 0.0 if has_written or is_stopped else spent_s + min(now - before, 2 * pause_s)
         before = now
     return True
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger; False on systems without /proc."""
-    try:
-        # In this file, the state follows the program's name, which may contain any characters.
-        state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
-    except OSError:
-        return False
-    return state in (b"T", b"t")
 
 
 if __name__ == "__main__":

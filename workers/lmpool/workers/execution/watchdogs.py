@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import IO
 
 from lmpool.aio import end_tasks
 from lmpool.errors import WorkerError
@@ -26,95 +27,80 @@ EXIT_CODE = int(signal.SIGALRM)
 _log = logging.getLogger("lmpool.worker")
 
 
-class Watchdog:
-    """Watches every call of the backend while the context is open, except loading the model, which may take long.
+@contextlib.asynccontextmanager
+async def watching_calls(
+    engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]
+) -> AsyncIterator[None]:
+    """Watch every call of the backend while the context is open, except loading the model, which may take long.
 
-    Args:
-        engine_thread: runs the backend.
-        limit_s: max seconds of one call.
-        on_hang: called once, with the error that names the call.
+    A call may take `limit_s` seconds. `on_hang` is called once, with the error that names the call.
     """
 
-    def __init__(self, engine_thread: EngineThread, limit_s: float, on_hang: Callable[[WorkerError], None]) -> None:
-        self._engine_thread = engine_thread
-        self._limit_s = limit_s
-        self._on_hang = on_hang
-
-    async def __aenter__(self) -> None:
-        self._watching = asyncio.create_task(self._watch(), name="watchdog")
-
-    async def __aexit__(self, *error: object) -> None:
-        await end_tasks([self._watching])
-
-    async def _watch(self) -> None:
-        pause_s = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
+    async def watch() -> None:
+        pause_s = min(MAX_INTERVAL_S, limit_s / MIN_BEATS)
         call: Call | None = None
         spent_s, before = 0.0, time.monotonic()
-        while call is None or spent_s < self._limit_s:
+        while call is None or spent_s < limit_s:
             await asyncio.sleep(pause_s)
             now = time.monotonic()
-            last, call = call, self._engine_thread.call
+            last, call = call, engine_thread.call
             # Time in which the process was stopped does not count.
             spent_s = spent_s + min(now - before, 2 * pause_s) if call is last else 0.0
             before = now
-        self._on_hang(
-            WorkerError(
-                f"the backend hangs: it has been in one {call.description} for {self._limit_s:g} s "
-                "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
-            )
-        )
+        text = f"the backend hangs: it has been in one {call.description} for {limit_s:g} s "
+        advice = "(step_timeout_s; give the worker a larger --step-timeout-s if its steps may take so long)"
+        on_hang(WorkerError(text + advice))
+
+    task = asyncio.create_task(watch(), name="watchdog")
+    try:
+        yield
+    finally:
+        await end_tasks([task])
 
 
-class ProcessWatchdog:
-    """Ends this process when its event loop does not run for too long, while the context is open.
+@contextlib.contextmanager
+def watching_process(limit_s: float) -> Iterator[None]:
+    """End this process when its event loop has not run for `limit_s` seconds, while the context is open.
 
-    It prints the stacks of all threads and exits with `EXIT_CODE`. Use it only in processes that are only workers.
-
-    Args:
-        limit_s: max seconds for which the event loop may not run. Time in which the process is stopped does not count.
+    It prints the stacks of all threads and exits with `EXIT_CODE`. Time in which the process is stopped does not count.
+    Use it only in processes that are only workers.
     """
+    _exit_on(EXIT_CODE)
+    arguments = [watchdog_process.__file__, str(os.getpid()), str(limit_s), str(EXIT_CODE)]
+    command, loop = [sys.executable, "-I", "-S", *arguments], asyncio.get_running_loop()
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
+    def start() -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        return process, process.stdin
 
-    def __enter__(self) -> None:
-        _exit_on(EXIT_CODE)
-        self._start()
-        self._send_heartbeat()
+    process, pipe = start()
+    timer: asyncio.Handle
 
-    def __exit__(self, *error: object) -> None:
-        self._timer.cancel()
-        self._end()
-
-    def _start(self) -> None:
-        file, limit = watchdog_process.__file__, str(self._limit_s)
-        command = [sys.executable, "-I", "-S", file, str(os.getpid()), limit, str(EXIT_CODE)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, bufsize=0)
-        assert self._process.stdin is not None
-        self._pipe = self._process.stdin
-        os.set_blocking(self._pipe.fileno(), False)
-
-    def _end(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._pipe.close()
-
-    def _send_heartbeat(self) -> None:
+    def send_heartbeat() -> None:
+        nonlocal process, pipe, timer
         # Schedule the next heartbeat first, so that heartbeats go on after any error below.
-        pause_s = min(MAX_INTERVAL_S, self._limit_s / MIN_BEATS)
-        self._timer = asyncio.get_running_loop().call_later(pause_s, self._send_heartbeat)
-        if is_first := not self._pipe.closed:
-            try:
-                self._pipe.write(b"\0")  # Writes nothing while the watchdog process is stopped and the pipe is full.
-                return
-            except BrokenPipeError:
-                _log.warning("the process that watches this worker has ended: starting it again")
-                self._end()
+        timer = loop.call_later(min(MAX_INTERVAL_S, limit_s / MIN_BEATS), send_heartbeat)
         try:
-            self._start()
-        except OSError as error:
-            if is_first:
-                _log.warning("the process that watches this worker cannot be started, will try again: %s", error)
+            pipe.write(b"\0")  # Writes nothing while the watchdog process is stopped and the pipe is full.
+        except (BrokenPipeError, ValueError):  # ValueError: the pipe is closed, because the last start failed.
+            _log.warning("the process that watches this worker has ended: starting it again")
+            end()
+            with contextlib.suppress(OSError):
+                process, pipe = start()
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        pipe.close()
+
+    timer = loop.call_soon(send_heartbeat)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        end()
 
 
 def _exit_on(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Holds back bulk prompts and continuations, so that the backend computes rows for interactive clients first."""
+"""Holds back prompts: bulk prompts and continuations while rows are computed, large answers while memory is full."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, WorkerError
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
-from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row
+from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row, width_of
 from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
 from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
 
@@ -33,6 +34,14 @@ _LATE_SHARE = 8
 # Max parts that a block of rows is split into without a copy: each part is published separately.
 _MAX_PARTS = 4
 
+MAX_ANSWER_BYTES = 256 * 2**20
+"""Max bytes of large answers that are not published yet, computed or not; a single answer may be larger."""
+
+# Max bytes of a small answer, which is not counted: a worker holds only a few batches of prompts.
+_SMALL_ANSWER_BYTES = 64 * 2**10
+# Bytes of a number in an answer (float32).
+_NUMBER_BYTES = 4
+
 
 class YieldingPrompts:
     """Keeps prompts from the backend while it has rows to fill its next step with. Used by the backend's thread.
@@ -52,11 +61,9 @@ class YieldingPrompts:
     """
 
     def __init__(self, batch: int) -> None:
-        self._batch = batch
+        self._batch, self._step, self.interactive_at = batch, 0, float("-inf")
         self.continuations: deque[InFlightPrompt] = deque()
         self.bulk: deque[InFlightPrompt] = deque()
-        self._step = 0
-        self.interactive_at = float("-inf")
 
     def keep(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
         """Keep the new prompts that yield; return the other prompts, which the backend must get now."""
@@ -130,6 +137,80 @@ class YieldingPrompts:
         self.bulk = deque(prompt for prompt in self.bulk if prompt not in prompts)
 
 
+class AnswerMemory:
+    """Bounds the memory of large answers: prompts wait while other answers fill it. Used by the event loop.
+
+    Rows need no bound: a worker holds a few batches of prompts, and all rows have one size. But an answer of values of
+    positions, or of the head, may take 8 MiB. Prompts with small answers never wait.
+
+    Args:
+        info: the backend's info.
+    """
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+        # Prompts that wait for memory, in order of arrival.
+        self._waiting: deque[InFlightPrompt] = deque()
+        self._waiting_bulk: deque[InFlightPrompt] = deque()
+        self._taken_bytes = 0
+
+    def admit(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Return the prompts that the backend may have now; the other prompts wait."""
+        ready = []
+        for prompt in prompts:
+            if self._bytes_of(prompt) <= _SMALL_ANSWER_BYTES:
+                ready.append(prompt)
+            else:
+                prompt.status = "waiting"
+                (self._waiting_bulk if prompt.bulk else self._waiting).append(prompt)
+        return ready + self._next()
+
+    def free(self, prompts: Iterable[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Release the memory of answers that are published or dropped; return the prompts that may run now."""
+        for prompt in prompts:
+            if prompt.answer_bytes:
+                self._taken_bytes -= prompt.answer_bytes
+                prompt.answer_bytes = 0
+        return self._next()
+
+    def drop(self, prompts: Collection[InFlightPrompt]) -> list[InFlightPrompt]:
+        """Drop prompts that no client waits for; return the prompts that may run now."""
+        if any(prompt.status == "waiting" for prompt in prompts):
+            self._waiting = deque(prompt for prompt in self._waiting if prompt not in prompts)
+            self._waiting_bulk = deque(prompt for prompt in self._waiting_bulk if prompt not in prompts)
+        return self.free(prompts)
+
+    def promote(self, prompts: Collection[InFlightPrompt]) -> None:
+        """Move bulk prompts that became interactive to the end of the waiting interactive prompts."""
+        self._waiting += [prompt for prompt in self._waiting_bulk if prompt in prompts]
+        self._waiting_bulk = deque(prompt for prompt in self._waiting_bulk if prompt not in prompts)
+
+    def _next(self) -> list[InFlightPrompt]:
+        """Admit waiting prompts whose answers fit now, bulk prompts last. A single answer of any size fits."""
+        admitted: list[InFlightPrompt] = []
+        while waiting := self._waiting or self._waiting_bulk:
+            size = self._bytes_of(waiting[0])
+            if self._taken_bytes and self._taken_bytes + size > MAX_ANSWER_BYTES:
+                break
+            prompt = waiting.popleft()
+            prompt.answer_bytes, prompt.status = size, "pending"
+            self._taken_bytes += size
+            admitted.append(prompt)
+        return admitted
+
+    def _bytes_of(self, prompt: InFlightPrompt) -> int:
+        """Bytes of a prompt's large answer; 0 for a row."""
+        info, numbers = self._info, 0
+        if prompt.positions is not None:
+            numbers = len(prompt.span) * prompt.positions.width(info.vocab_size)
+        elif prompt.generate is not None:
+            numbers = 2 * prompt.generate.most
+        elif prompt.head is not None:
+            is_bias = prompt.head.part == "bias"
+            numbers = info.vocab_size if is_bias else prompt.head.count * width_of(info.hidden, info.dtype)
+        return _NUMBER_BYTES * numbers
+
+
 # Continuations
 
 
@@ -168,7 +249,7 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
             if (prompt := continuations.get(digest)) is None:
                 continue
             try:
-                if (answer := _draw(prompt, block.row(index))) is None:
+                if (answer := _draw(prompt, checked_row(block, index))) is None:
                     longer.append(prompt)
                 else:
                     answers[digest] = answer
@@ -181,19 +262,19 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
     return Finished(blocks, failures, vectors), longer
 
 
-def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
-    """Draw a token and append it to the prompt; return the whole continuation, encoded, if the token is its last.
+def checked_row(block: RowBlock, index: int) -> Row:
+    """A row of a block that the backend returned; raises `WorkerError` for anything else, such as logits."""
+    try:
+        return check_row(block.row(index))
+    except ProtocolError as error:
+        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
 
-    Raises:
-        WorkerError: the backend has returned something other than a row.
-    """
+
+def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
+    """Draw a token and append it to the prompt; return the whole continuation, encoded, if the token is its last."""
     query, drawn = prompt.generate, prompt.drawn
     assert query is not None
     assert drawn is not None
-    try:
-        check_row(row)
-    except ProtocolError as error:
-        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
     token = sample(row, drawn_at(query.how, len(drawn.tokens)))
     encoded = token.to_bytes(4, "little")
     drawn.tokens.append(token)
@@ -207,14 +288,9 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     return pack_continuation(made, query.most)
 
 
-def _select(block: RowBlock, rows: Iterable[int]) -> list[RowBlock]:
+def _select(block: RowBlock, rows: list[int]) -> list[RowBlock]:
     """Select rows of a block, in ascending order: without a copy if they form few ranges, else as one copy."""
-    runs: list[range] = []
-    for row in rows:
-        if runs and runs[-1].stop == row:
-            runs[-1] = range(runs[-1].start, row + 1)
-        else:
-            runs.append(range(row, row + 1))
-    if len(runs) <= _MAX_PARTS:
-        return [block.part(run) for run in runs]
-    return [block.select([row for run in runs for row in run])]
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows else []
+    if len(parts) > _MAX_PARTS:
+        return [block.select(rows)]
+    return [block.part(range(part[0], part[-1] + 1)) for part in parts]

@@ -64,12 +64,8 @@ class Consumer:
         for keys in (self._keys.queue, (self._lane,)):
             dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
-                _log.warning(
-                    "the job stream of %r was replaced, because a program added an entry with an id in the future: "
-                    "%d prompts were dropped; clients send them again after a lease",
-                    self.reader.info.name,
-                    dropped,
-                )
+                text = "the job stream of %r was replaced: an id was in the future; clients send %d prompts again"
+                _log.warning(text, self.reader.info.name, dropped)
 
     async def measure(self) -> None:
         """Record the length of the queue in the counters."""

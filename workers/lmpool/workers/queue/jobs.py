@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from redis.asyncio import Redis
@@ -26,7 +27,8 @@ from lmpool.workers.metrics.tracing import JobTraces
 STALE_S = 1.0
 """Min age of an entry, in seconds, for the worker to check whether a client still waits for it."""
 
-_UNKNOWN_DIGEST = bytes(16)
+# Errors of jobs that a worker refuses.
+_REFUSALS = (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, UnknownAdapter)
 # Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
 _MAX_MS_DIGITS = 15
 _INFINITE_MS = 10**_MAX_MS_DIGITS
@@ -42,36 +44,30 @@ class Taken(NamedTuple):
         return bool(self.prompts or self.refused)
 
 
+@dataclass(eq=False)
 class JobReader:
-    """Reads and checks the jobs of one model, and removes jobs that no client waits for.
+    """Reads and checks the jobs of one model, and removes jobs that no client waits for."""
 
-    Args:
-        redis: client for commands that do not block.
-        keys: the model's keys.
-        info: the model's info.
-        worker_id: id of the worker, and its name in the consumer group.
-        counters: record queueing times and homed jobs (`WorkerCounters.homed`), and give the server's clock.
-        traces: starts the traces of jobs; None without tracing.
-    """
+    redis: Redis  # Client for commands that do not block.
+    keys: key_names.ModelKeys
+    info: ModelInfo
+    worker_id: str  # Also its name in the consumer group.
+    counters: WorkerCounters  # Record queueing times and homed jobs, and give the server's clock.
+    traces: JobTraces | None = None  # None without tracing.
 
-    def __init__(
-        self,
-        redis: Redis,
-        keys: key_names.ModelKeys,
-        info: ModelInfo,
-        worker_id: str,
-        counters: WorkerCounters,
-        traces: JobTraces | None = None,
-    ) -> None:
-        self.redis, self.keys, self.info, self.worker_id, self.counters = redis, keys, info, worker_id, counters
-        self.fingerprint, self._home, self._is_trie = info.fingerprint, worker_id.encode(), info.is_trie
-        self._traces = traces
+    def __post_init__(self) -> None:
+        self.fingerprint, self._is_trie = self.info.fingerprint, self.info.is_trie
+        self._home = self.worker_id.encode()
 
     async def read_wanted(self, entries: Entries, of_lane: bytes = b"") -> Taken:
         """Read entries of one stream, except entries that no client waits for; append `of_lane` to all entry ids."""
         taken, counters = Taken([], []), self.counters
         jobs = [_decode(fields.pop(key_names.JOB_FIELD, b"")) for _, fields in entries]
-        are_valid = self._are_valid([job.ids for job in jobs if isinstance(job, Job)])
+        prompts = [job.ids for job in jobs if isinstance(job, Job)]
+        max_bytes = 4 * self.info.max_prompt_tokens
+        # One check of all prompts is much faster than one check per prompt.
+        are_valid = all(0 < len(ids) <= max_bytes and len(ids) % 4 == 0 for ids in prompts) and bool(prompts)
+        are_valid = are_valid and int(decode_ids(b"".join(prompts)).max()) < self.info.vocab_size
         for (entry_id, fields), job in zip(entries, jobs, strict=True):
             self._add(taken, entry_id + of_lane, job, fields, is_valid=are_valid)
             if key_names.SINCE_FIELD in fields and _milliseconds(since := fields[key_names.SINCE_FIELD]) < _INFINITE_MS:
@@ -84,36 +80,29 @@ class JobReader:
         """Read one entry, add its job to `taken`, and return the entry."""
         return self._add(taken, entry_id, _decode(data), fields)
 
-    def _are_valid(self, prompts: list[bytes]) -> bool:
-        """Whether all prompts are within the model's limits; one check of all is much faster than one per prompt."""
-        max_bytes = 4 * self.info.max_prompt_tokens
-        if not prompts or not all(0 < len(ids) <= max_bytes and len(ids) % 4 == 0 for ids in prompts):
-            return False
-        return int(decode_ids(b"".join(prompts)).max()) < self.info.vocab_size
-
     def _add(
         self, taken: Taken, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
     ) -> StreamEntry:
         """Add a job, or the error of its decoding, to `taken`; `is_valid`: the prompt is within the model's limits."""
         if isinstance(job, ProtocolError):
-            taken.refused.append(entry := dead_entry(entry_id, _UNKNOWN_DIGEST, job))
+            taken.refused.append(entry := dead_entry(entry_id, bytes(16), job))
             return entry
         digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(key_names.PRIORITY_FIELD) == key_names.BULK
         entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host)
-        if self._traces is not None:
-            entry.trace = self._traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
+        if self.traces is not None:
+            entry.trace = self.traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self.fingerprint:
             taken.prompts.append(InFlightPrompt(digest, job.ids, bulk=is_bulk, entries={entry_id: entry}))
             return entry
         if job.query:
             entry.digest = query_digest(digest, job.query)
+        entry.is_dead = True
         try:
             query = queries.unpack_query(job.query) if job.query else None
-        except ProtocolError as error:
-            entry.failure, entry.is_dead, query = _failure(error), True, None
-        else:
-            entry.failure = refusal(job, query, self.info)
-        if entry.failure is not None:
+            entry.is_dead = False  # Only a job that does not decode becomes a dead letter.
+            _check_job(job, query, self.info)
+        except _REFUSALS as error:
+            entry.failure = _failure(error)
             taken.refused.append(entry)
             return entry
         prompt = InFlightPrompt(digest, job.ids, job.adapter, bulk=is_bulk, entries={entry_id: entry})
@@ -152,7 +141,11 @@ class JobReader:
         for at in range(0, len(entries), scripts.MAX_AT_ONCE):
             part = entries[at : at + scripts.MAX_AT_ONCE]
             keys = [self.keys.jobs, *(self.keys.waiting + entry.digest for entry in part)]
-            args = [value for entry in part for value in (entry.id, _until_ms(entry))]
+            args: list[bytes | int] = []
+            for entry in part:
+                # In entries that may return to the backlog, the digest follows the lifetime.
+                lifetime_ms = _milliseconds(entry.fields.get(key_names.LIFETIME_FIELD, b"").partition(b" ")[0])
+                args += (entry.id, _since_ms(entry) + lifetime_ms)  # The time until which a client waits for the job.
             try:
                 numbers = await scripts.DROP_UNWANTED(self.redis, keys, args)
             except (RedisError, OSError):
@@ -179,68 +172,48 @@ def _decode(data: bytes) -> Job | ProtocolError:
         return error
 
 
-# Refusals of jobs. A client that has read the model's info sends no job that is refused.
-
-
-def refusal(job: Job, query: queries.Query | None, info: ModelInfo) -> Failure | None:
-    """Why a worker of this model cannot do a job; None if it can."""
-    try:
-        if job.fingerprint != info.fingerprint:
-            raise ModelMismatch(
-                f"the model {info.name!r} has changed: its fingerprint is {info.fingerprint}, not {job.fingerprint}"
-            )
-        if not info.is_trie:
-            check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
-            # Check only the form of the name; the adapter is looked up when the backend gets the prompt.
-            if job.adapter and not is_qualified(job.adapter):
-                raise UnknownAdapter(
-                    f"{shown(job.adapter)} is not the name of an adapter: a job names it as name@revision"
-                )
-        _check_query(query, len(job.ids) // 4, info)
-    except (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, UnknownAdapter) as error:
-        return _failure(error)
-    return None
-
-
-def _check_query(query: queries.Query | None, length: int, info: ModelInfo) -> None:
+def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
+    """Raise one of `_REFUSALS` for a job that a worker of this model cannot do; clients with the info send none."""
+    if job.fingerprint != info.fingerprint:
+        text = f"its fingerprint is {info.fingerprint}, not {job.fingerprint}"
+        raise ModelMismatch(f"the model {info.name!r} has changed: {text}")
+    if info.is_trie:
+        if not isinstance(query, queries.TrieQuery):
+            wanted = "a row" if query is None else "something other than values of a trie"
+            raise ProtocolError(f"a trie worker received a request for {wanted}")
+        return
+    check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+    # Check only the form of the name; the adapter is looked up when the backend gets the prompt.
+    if job.adapter and not is_qualified(job.adapter):
+        raise UnknownAdapter(f"{shown(job.adapter)} is not the name of an adapter: a job names it as name@revision")
+    length, vocab_size = len(job.ids) // 4, info.vocab_size
     match query:
-        case _ if info.is_trie:
-            if not isinstance(query, queries.TrieQuery):
-                wanted = "a row" if query is None else "something other than values of a trie"
-                raise ProtocolError(f"a trie worker received a request for {wanted}")
-        case queries.TopQuery() if query.k > info.vocab_size:
-            raise ProtocolError(f"k is {query.k}, and a row has {info.vocab_size} entries")
+        case queries.TopQuery() if query.k > vocab_size:
+            raise ProtocolError(f"k is {query.k}, and a row has {vocab_size} entries")
         case queries.GenerateQuery() if length + query.most - 1 > info.max_prompt_tokens:
-            raise PromptTooLong(
-                f"{query.most} tokens after a prompt of {length} tokens: the model accepts at most "
-                f"{info.max_prompt_tokens} in all"
-            )
+            limit = f"the model accepts at most {info.max_prompt_tokens} in all"
+            raise PromptTooLong(f"{query.most} tokens after a prompt of {length} tokens: {limit}")
         case queries.HeadQuery():
             if not info.hidden:
                 raise SourceMissing("this worker does not return the model's head")
-            is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= info.vocab_size)
+            is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= vocab_size)
             if not is_inside or query.count * width_of(info.hidden, info.dtype) > queries.MAX_ANSWER:
-                raise ProtocolError(
-                    f"{query.count} rows of the head from {query.first} on: "
-                    f"it has {info.vocab_size}, or they are too many"
-                )
+                limit = f"it has {vocab_size}, or they are too many"
+                raise ProtocolError(f"{query.count} rows of the head from {query.first} on: {limit}")
         case queries.PositionsQuery():
-            _check_positions(query, length, info)
-
-
-def _check_positions(query: queries.PositionsQuery, length: int, info: ModelInfo) -> None:
-    if not info.positions:
-        raise SourceMissing("this worker does not answer for several positions: request the rows of all prefixes")
-    if query.values == "hidden" and (not info.hidden or query.size != width_of(info.hidden, info.dtype)):
-        raise SourceMissing("this worker does not return hidden states of that size")
-    span, max_positions = query.span(length), query.most_positions(info.vocab_size)
-    if not span:
-        raise ProtocolError(f"positions from {query.start} on, of a prompt of {length} tokens")
-    if len(span) > max_positions:
-        raise ProtocolError(f"{len(span)} positions in one job: at most {max_positions} for these values")
-    largest = max(query.top - 1, int(query.target_ids.max(initial=0)))
-    if largest >= info.vocab_size:
-        raise ProtocolError(f"entry {largest} of rows that have {info.vocab_size}")
+            if not info.positions:
+                advice = "request the rows of all prefixes"
+                raise SourceMissing(f"this worker does not answer for several positions: {advice}")
+            if query.values == "hidden" and (not info.hidden or query.size != width_of(info.hidden, info.dtype)):
+                raise SourceMissing("this worker does not return hidden states of that size")
+            count, max_positions = len(query.span(length)), query.most_positions(vocab_size)
+            if not count:
+                raise ProtocolError(f"positions from {query.start} on, of a prompt of {length} tokens")
+            if count > max_positions:
+                raise ProtocolError(f"{count} positions in one job: at most {max_positions} for these values")
+            largest = max(query.top - 1, int(query.target_ids.max(initial=0)))
+            if largest >= vocab_size:
+                raise ProtocolError(f"entry {largest} of rows that have {vocab_size}")
 
 
 # Times of entries, in ms since 1970 by the server's clock
@@ -260,9 +233,3 @@ def _since_ms(entry: StreamEntry) -> int:
     """Time when a job was queued; it may have waited in the backlog before it was added to the stream."""
     since = entry.fields.get(key_names.SINCE_FIELD)
     return _added_ms(entry.id) if since is None else _milliseconds(since)
-
-
-def _until_ms(entry: StreamEntry) -> int:
-    """Time until which a client waits for a job; infinite if the entry has no lifetime."""
-    # In entries that may return to the backlog, the digest follows the lifetime.
-    return _since_ms(entry) + _milliseconds(entry.fields.get(key_names.LIFETIME_FIELD, b"").partition(b" ")[0])

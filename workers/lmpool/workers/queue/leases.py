@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from redis.exceptions import RedisError
 
@@ -21,21 +21,6 @@ _log = logging.getLogger("lmpool.worker")
 _MAX_CLAIMED_BYTES = 512 * 1024
 # Lifetime in ms of the cursor that workers share when they search for expired leases: an hour.
 _CURSOR_TTL_MS = 3_600_000
-
-
-class Claimed(NamedTuple):
-    """Jobs of workers whose leases expired.
-
-    Attributes:
-        taken: the jobs.
-        alone: `taken` is one job that must run alone in this worker. If `taken` is empty: a job must run alone, and
-            waits for a worker that holds no jobs.
-        further: number of claims to make after this one, so that all workers together check all held entries.
-    """
-
-    taken: Taken
-    alone: bool
-    further: int = 0
 
 
 class Leases:
@@ -57,8 +42,14 @@ class Leases:
             part = entry_ids[at : at + scripts.MAX_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
-    async def claim(self, count: int, in_flight: Collection[bytes]) -> Claimed:
-        """Take over up to `count` jobs whose leases expired, except the entries in flight here."""
+    async def claim(self, count: int, in_flight: Collection[bytes]) -> tuple[Taken, bool, int]:
+        """Take over up to `count` jobs whose leases expired, except the entries in flight here.
+
+        Returns:
+            the jobs; whether a job must run alone in this worker: the job returned, or without one, a job that waits
+            for a worker that holds no jobs; the number of claims to make after this one, so that all workers together
+            check all held entries.
+        """
         args = [GROUP, self._worker_id, self._lease_ms, self._max_deliveries, count, int(not in_flight)]
         args += [MAX_JOB_BYTES, _MAX_CLAIMED_BYTES, _CURSOR_TTL_MS, *in_flight]
         keys = [self._keys.jobs, self._keys.claim_cursor]
@@ -84,7 +75,11 @@ class Leases:
                 read = Taken([], [dead_entry(entry_id, entry.digest, WorkerError(text))])
             taken.prompts.extend(read.prompts)
             taken.refused.extend(read.refused)
-        return Claimed(await self._reader.still_wanted(taken), bool(alone), int(further))
+        taken = await self._reader.still_wanted(taken)
+        if jobs := len(taken.prompts) + len(taken.refused):
+            self._reader.counters.claimed += jobs
+            _log.info("claimed %d prompts of workers whose leases expired", jobs)
+        return taken, bool(alone), int(further)
 
     async def release_all(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Release all entries that this worker still holds, for other workers; return their number.

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from lmpool.aio import delays
 from lmpool.broker import scripts
 from lmpool.broker.replies import sentence
 from lmpool.broker.server import Server
-from lmpool.errors import LMPoolError, ProtocolError, ServerError
+from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
 from lmpool.protocol.row import Block, RowBlock
@@ -28,11 +29,13 @@ from lmpool.workers.execution.in_flight import EntriesByDigest, StreamEntry
 from lmpool.workers.queue.jobs import JobReader
 
 T = TypeVar("T")
+Digests = Collection[bytes]
 
 _log = logging.getLogger("lmpool.worker")
 
 # Max dead letters of a model; older ones are dropped.
 _DEAD_CAP = 10_000
+_MAX_PAUSE_S = 2.0  # Max seconds between two tries to use a server that does not answer.
 # Lifetime in ms of the mark of an ended prompt, for clusters, where scripts cannot see whether the row is stored.
 _MARK_MS = 10_000
 # Max tries in a row, each without progress, to store rows that a full server evicts at once.
@@ -42,46 +45,30 @@ _EVICTION_BACKOFF = 4
 
 
 class Carried(NamedTuple):
-    """Data that notifications carry next to the digests of rows.
+    """Data that notifications carry next to the digests of rows."""
 
-    Attributes:
-        parts: digest -> data: the row's place in shared memory; or data that the script also stores: a reference to
-            shared memory, or a small encoded row.
-        host: token of the host with the shared memory; b"" if the data are rows or answers.
-        store_ms: lifetime in ms with which `finish.lua` stores the data; 0 for places, which are not stored.
-    """
-
+    # Digest -> the row's place in shared memory; or data that the script also stores: a reference to shared memory, or
+    # a small encoded row.
     parts: Mapping[bytes, bytes]
-    host: bytes = b""
-    store_ms: int = 0
+    host: bytes = b""  # Token of the host with the shared memory; b"" if the data are rows or answers.
+    store_ms: int = 0  # Lifetime in ms with which `finish.lua` stores the data; 0 for places, which are not stored.
 
 
 _NOTHING = Carried({})
 
 
 class Publisher:
-    """Publishes rows, answers and failures of one model.
-
-    Args:
-        server: explains errors.
-        rows: the cache.
-        segment: shared memory for clients on this host.
-        reader: reads the jobs of the model, and removes jobs that no client waits for.
-    """
+    """Publishes rows, answers and failures of one model: in the cache, and in a segment for clients on this host."""
 
     def __init__(self, server: Server, rows: RowCache, segment: SegmentWriter, reader: JobReader) -> None:
         self.server, self.rows, self.segment, self.reader = server, rows, segment, reader
         self.keys, self.counters = reader.keys, reader.counters
 
-    async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes]) -> None:
-        """Store a block and end the entries that wait for it; retry until the server accepts the block.
+    async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Digests) -> None:
+        """Store rows or answers and end the entries that wait for them; retry until the server accepts the block.
 
         Entries fail if the server refuses their rows, or evicts them again and again as soon as they are stored.
-
-        Args:
-            block: rows, or answers to queries.
-            entries: digest of a row or an answer -> the entries that wait for it.
-            overwrite: digests whose stored rows must be replaced.
+        `overwrite`: digests whose stored rows must be replaced.
         """
         began = time.monotonic()
         host = self.segment.host
@@ -93,21 +80,12 @@ class Publisher:
             await self._store_again(block, entries, overwrite, gone, began)
 
     async def _store(
-        self,
-        block: Block,
-        entries: EntriesByDigest,
-        overwrite: Collection[bytes],
-        began: float,
-        whole: Collection[bytes] | None = None,
+        self, block: Block, entries: EntriesByDigest, overwrite: Digests, began: float, whole: Digests | None = None
     ) -> list[bytes]:
         """Store rows and end their entries; return digests of rows that were evicted at once, whose entries remain.
 
-        Args:
-            block: the rows.
-            entries: see `publish`.
-            overwrite: see `publish`.
-            began: monotonic time when the rows were ready.
-            whole: digests of rows that must not go to shared memory; None if no row goes there.
+        `began`: monotonic time when the rows were ready. `whole`: digests of rows that must not go to shared memory;
+        None if no row goes there. Other parameters: see `publish`.
         """
         ending = [entry for digest in block.digests for entry in entries.get(digest, ())]
         shared = NOT_SHARED
@@ -126,8 +104,15 @@ class Publisher:
         if ended or not still:
             outcome = "row" if isinstance(block, RowBlock) else "answer"
             self.counters.published(outcome, ended, time.monotonic() - began)
-        if elsewhere:
-            left += await self._store_whole(block, elsewhere, began)
+        if elsewhere:  # Store rows in place of references, for clients on other hosts.
+            by_digest: dict[bytes, list[StreamEntry]] = defaultdict(list)
+            for entry in elsewhere:
+                by_digest[entry.digest].append(entry)
+            part = block.select([block.digests.index(digest) for digest in by_digest])
+            self.counters.exported += len(by_digest)
+            self.segment.note_stored(part.digests)
+            gone = await self._store(part, by_digest, part.digests, began)
+            left += [entry for digest in gone for entry in by_digest[digest]]
         if refused:
             self.counters.refused += len(refused)
             reason = sentence(ResponseError(next(iter(refused.values()))), "it")
@@ -136,26 +121,15 @@ class Publisher:
             await self.fail([entry.failing(failure) for entry in left if entry.digest in refused])
         return list(dict.fromkeys(entry.digest for entry in left if entry.digest not in refused))
 
-    async def _drop_references(self, stale: Collection[bytes]) -> None:
+    async def _drop_references(self, stale: Digests) -> None:
         """Remove references to rows that shared memory has replaced. If this fails, clients detect stale references."""
         try:
             await self.rows.drop(self.rows.keys_of(stale))
         except (RedisError, OSError, LMPoolError) as error:
             _log.debug("%d stale references stay: %s", len(stale), self.server.explain(error))
 
-    async def _store_whole(self, block: Block, elsewhere: Sequence[StreamEntry], began: float) -> list[StreamEntry]:
-        """Store rows in place of references, for clients on other hosts; return entries whose rows were evicted."""
-        by_digest: dict[bytes, list[StreamEntry]] = {}
-        for entry in elsewhere:
-            by_digest.setdefault(entry.digest, []).append(entry)
-        part = block.select([block.digests.index(digest) for digest in by_digest])
-        self.counters.exported += len(by_digest)
-        self.segment.note_stored(part.digests)
-        gone = await self._store(part, by_digest, part.digests, began)
-        return [entry for digest in gone for entry in by_digest[digest]]
-
     async def _store_again(
-        self, block: Block, entries: EntriesByDigest, overwrite: Collection[bytes], gone: list[bytes], began: float
+        self, block: Block, entries: EntriesByDigest, overwrite: Digests, gone: list[bytes], began: float
     ) -> None:
         """Store evicted rows again, until no client waits for the rest or several tries in a row store no row.
 
@@ -196,7 +170,7 @@ class Publisher:
         return {digest: waiting for digest, waiting in left.items() if waiting}
 
     async def _attempt(
-        self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
+        self, block: Block, entries: Sequence[StreamEntry], overwrite: Digests, shared: Shared
     ) -> tuple[dict[bytes, str], list[StreamEntry], list[StreamEntry]]:
         """Store the block and end the entries, once.
 
@@ -206,8 +180,15 @@ class Publisher:
         left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         not_shared = len(block.digests) - len(shared.references)
         self.counters.published_bytes += block.nbytes * not_shared // max(1, len(block.digests))
-        carried = self._to_carry(block, entries, overwrite, shared)
-        if carried is not None:
+        # The script stores rows that all have entries, if they are all in shared memory or small.
+        parts: Mapping[bytes, bytes] | None = None
+        if not overwrite and self.rows.is_seen and {entry.digest for entry in entries} == set(block.digests):
+            parts = shared.references
+            if not parts and (values := block.small_values()) is not None:
+                parts = dict(zip(block.digests, values, strict=True))
+        if parts is not None and len(parts) == len(block.digests):
+            host = shared.host if shared.references else b""
+            carried = Carried(parts, host, self.rows.ttl_ms(block))
             entries, elsewhere = await self._end(entries, self.rows.queue, carried)
             if not entries:
                 return {}, [], elsewhere
@@ -217,7 +198,7 @@ class Publisher:
         places = {digest: place_of(shared.references.get(digest)) for digest in block.digests}
         carried = Carried(places, shared.host) if shared.references else _NOTHING
 
-        async def end(call: scripts.Call, refused: Collection[bytes]) -> None:
+        async def end(call: scripts.Call, refused: Digests) -> None:
             left.extend(entry for entry in entries if entry.digest in refused)
             stored = [entry for entry in entries if entry.digest not in refused] if refused else entries
             without_row, without_reader = await self._end(stored, call, carried)
@@ -227,21 +208,6 @@ class Publisher:
         # Send the rows and the script together: the script itself checks whether the rows are stored.
         refused = await self.rows.put(block, overwrite, then=end, shared=shared)
         return refused, left, elsewhere
-
-    def _to_carry(
-        self, block: Block, entries: Sequence[StreamEntry], overwrite: Collection[bytes], shared: Shared
-    ) -> Carried | None:
-        """The data that the script stores when it ends the entries, to save a command; None for separate storing."""
-        # The script stores only rows that have entries.
-        if overwrite or not self.rows.is_seen or {entry.digest for entry in entries} != set(block.digests):
-            return None
-        if shared.references:
-            is_all = len(shared.references) == len(block.digests)
-            return Carried(shared.references, shared.host, self.rows.ttl_ms(block)) if is_all else None
-        values = block.small_values()
-        if values is None:
-            return None
-        return Carried(dict(zip(block.digests, values, strict=True)), store_ms=self.rows.ttl_ms(block))
 
     async def fail(self, entries: Sequence[StreamEntry]) -> None:
         """End entries, each with its `failure`; retry until the server has ended them."""
@@ -258,15 +224,12 @@ class Publisher:
         Returns:
             the entries whose rows are not stored; the entries whose references their clients cannot read.
         """
-        left: list[StreamEntry] = []
-        elsewhere: list[StreamEntry] = []
+        left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         parts = [entries[at : at + scripts.MAX_AT_ONCE] for at in range(0, len(entries), scripts.MAX_AT_ONCE)]
         while parts:
             part = parts.pop(0)
-            keys = [self.keys.jobs, self.keys.dead]
-            keys += [self.keys.waiting + entry.digest for entry in part]
-            if self.rows.is_seen:
-                keys += self.rows.keys_of(entry.digest for entry in part)
+            keys = [self.keys.jobs, self.keys.dead, *(self.keys.waiting + entry.digest for entry in part)]
+            keys += self.rows.keys_of(entry.digest for entry in part) if self.rows.is_seen else ()
             mark_ms = 0 if self.rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [
                 GROUP, self.reader.fingerprint, REPLY_CAP, REPLY_TTL_MS, _DEAD_CAP, self.reader.worker_id, mark_ms,
@@ -293,11 +256,14 @@ class Publisher:
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Retry until the server answers. A repeated command is harmless: the row that was stored first stays."""
-        waits = delays()
+        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Heartbeats too are retried by this function.
         while True:
             try:
                 return await attempt()
+            except ModelMismatch:
+                raise
             except (RedisError, OSError, LMPoolError) as error:
                 self.counters.server_errors += 1
                 _log.warning("will try again: %s", self.server.explain(error))
+                await self.server.reconnect(self.reader.redis, error)
                 await asyncio.sleep(next(waits))
