@@ -12,14 +12,20 @@ the slots, each a `SLOT` and an encoded row, in whole pages.
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import mmap
+import os
+import socket
+import stat
 import struct
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,7 +35,18 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
 from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size, f32_header
-from lmpool.rows.segment_memory import PAGE, folder, host_token, name_of, receive_segment, segments_in
+
+FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
+"""Environment variable that replaces the folder /dev/shm. The folder must not be shared with other machines."""
+
+PAGE = 4096
+"""Bytes of a page of memory."""
+
+NAME = "lmpool-"
+"""The beginning of the names of segments, of their sockets and of the folders of sockets."""
+
+SEALS = 0x1 | 0x2 | 0x4 | 0x10
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_FUTURE_WRITE: few builds of Python define all four."""
 
 PLACE_SIZE = 16
 """Bytes of a row's place within a known host: the segment's nonce and the row's number."""
@@ -46,6 +63,8 @@ BUCKET = struct.Struct("<8Q")
 WORD = 8
 """Bytes of a word; a checksum is a sum of words."""
 
+_O_PATH = getattr(os, "O_PATH", 0)  # macOS lacks this flag, and no segment can be created there.
+_F_GET_SEALS = 1034  # Value from Linux's headers.
 _NUMBER = struct.Struct("@Q")  # Native byte order: `struct` reads the number at once, not byte by byte.
 _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
@@ -60,6 +79,90 @@ _ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers 
 _MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
 _MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000 mappings.
 _HUGE_PAGE_BYTES = 4 * 2**20  # Min bytes of a row for which huge pages save page faults.
+
+
+def folder() -> Path:
+    """The folder of the sockets of this user's segments; workers create it."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "/dev/shm", f"{NAME}{os.geteuid()}")
+
+
+def host_token() -> bytes:
+    """16 characters that are equal for processes that use the same folder; b"" if this machine has no such folder.
+
+    The characters depend on the kernel's boot, the file system and the user; host names do not show who shares memory.
+    """
+    own = folder()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        place = own.parent.stat()
+    except OSError:
+        return b""
+    return blake2b(f"{boot} {place.st_dev} {place.st_ino} {own.name}".encode(), digest_size=8).hexdigest().encode()
+
+
+def name_of(nonce: bytes) -> str:
+    """The name of a segment and of its socket."""
+    return f"{NAME}{nonce.hex()}"
+
+
+@contextmanager
+def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
+    """Open a folder of sockets; yields a short path to it, because the path of a socket has at most 107 bytes.
+
+    Raises `OSError` if the folder does not exist, another user owns it, or other users may write to it.
+    """
+    if make:
+        place.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(place, _O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found, user = os.fstat(fd), os.geteuid()
+        if found.st_uid != user or found.st_mode & 0o022:
+            has = f"user {found.st_uid} owns the folder, and its mode is {stat.S_IMODE(found.st_mode):o}"
+            raise OSError(errno.EPERM, f"{has}; user {user} must own it, mode 700: name another by {FOLDER_VARIABLE}")
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def segments_in(place: Path) -> Iterator[Path]:
+    """The sockets of segments in a user's folder; none in a folder that other users can write to."""
+    with suppress(OSError), own_folder(place) as opened, os.scandir(opened) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if entry.name.startswith(NAME) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
+                    yield place / entry.name
+
+
+def connect(path: Path, timeout_s: float) -> socket.socket:
+    """Connect to the socket that hands out a segment; raises `OSError` as `receive_segment`."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.settimeout(timeout_s)
+    try:
+        with own_folder(path.parent) as opened:
+            connection.connect(f"{opened}/{path.name}")
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
+    """Map the segment that a socket hands out; None for memory that is empty or not sealed.
+
+    Raises `OSError` if no worker serves the socket, or if the worker is frozen.
+    """
+    with connect(path, timeout_s) as connection:
+        _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not received:
+        return None
+    (fd,) = received
+    try:
+        is_sealed = fcntl.fcntl(fd, _F_GET_SEALS) & SEALS == SEALS
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_sealed else None
+    except ValueError:  # The memory is empty.
+        return None
+    finally:
+        os.close(fd)
 
 
 class Reference(NamedTuple):

@@ -17,17 +17,13 @@ from numpy.typing import NDArray
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, RowBlock, encoded_size
 from lmpool.rows import shared_memory
-from lmpool.rows.segment import (
-    Segment,
-    SegmentWriter,
-    make_segment,
-)
-from lmpool.rows.segment_memory import host_token
+from lmpool.rows.segment import Segment, SegmentWriter, make_segment
 from lmpool.rows.shared_memory import (
     Layout,
     Reference,
     RowMemory,
     SegmentReader,
+    host_token,
     is_reference,
     place_of,
     unpack_reference,
