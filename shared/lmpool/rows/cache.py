@@ -42,9 +42,6 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Callback with a function that calls scripts on the model's queue, and the digests of the rows refused so far."""
 
-Behind = Callable[[Call], Awaitable[None]] | None
-"""As `Then`, without the digests of refused rows; None for no callback."""
-
 CHUNK_BYTES = 4 * 1024 * 1024  # Max bytes of values per MGET; each request costs its client about 90 µs.
 CHUNK_ROWS = 512  # Max keys per MGET, so that tiny values do not make one request arbitrarily long.
 
@@ -82,21 +79,19 @@ class RowConnection(Connection[RawRowCommands]):
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command; raises `NoScriptError` and `ServerError` as `wait_for`."""
-        return await self._call_on(await self.open(), *arguments)
-
-    async def _call_on(self, raw: RawRowCommands, *arguments: Argument) -> Any:
+        raw = await self.open()
         return await self.wait_for(raw, raw.call(arguments))
 
-    async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> list[ResponseError | None]:
+    async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Then | None) -> list[ResponseError | None]:
         """Store rows; returns the error of each row that the server refused for good.
 
-        `then` receives a function that sends commands after the writes, on the same connection or not at all. Raises
-        `ServerError` if the server cannot be used, or temporarily refuses a row.
+        `then` sends commands after the writes, on the same connection or not at all. Raises `ServerError` if the server
+        cannot be used, or temporarily refuses a row.
         """
         raw = await self.open()
         stored = raw.set(writes, ttl_ms)
         if then is not None:
-            await then(partial(self._call_on, raw))
+            await then(lambda *arguments: self.wait_for(raw, raw.call(arguments)), ())
         replies: list[ResponseError | None] = await self.wait_for(raw, stored)
         for error in filter(None, replies):
             if self.check(raw, error):
@@ -235,9 +230,16 @@ class RowCache:
 
         Returns digest -> reason, for the rows that the server refused.
         """
-        writes = _writes(self._prefix, block, overwrite, shared.references)
-        behind = None if then is None or not self.is_seen else lambda call: then(call, ())
-        refused = await self._set(writes, self.ttl_ms(block), behind)
+        references, replaced = shared.references, set(overwrite)
+        # Encode no row if all of them are in shared memory.
+        encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
+        writes = [
+            RowWrite(self._prefix + digest, references[digest], _NOTHING, digest in replaced)
+            if digest in references
+            else RowWrite(self._prefix + digest, header, numbers, digest in replaced)
+            for digest, (header, numbers) in zip(block.digests, encoded, strict=True)
+        ]
+        refused = await self._set(writes, self.ttl_ms(block), then if self.is_seen else None)
         if then is not None and not self.is_seen:
             await then(self.queue, refused)
         return refused
@@ -249,9 +251,9 @@ class RowCache:
             for sent in weights
             for header, numbers in VectorBlock([sent.name], [sent.values]).encoded()
         ]
-        return await self._set(writes, _WEIGHTS_TTL_MS)
+        return await self._set(writes, _WEIGHTS_TTL_MS, None)
 
-    async def _set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> dict[bytes, str]:
+    async def _set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Then | None) -> dict[bytes, str]:
         parts = await self._connections.split([write.key for write in writes])
         replies = await _all([to.set([writes[at] for at in indices], ttl_ms, then) for to, indices in parts])
         return {
@@ -326,13 +328,11 @@ class RowCache:
         `lengths`: digest -> number of entries, for answers to queries. After a `ServerError` the remaining rows
         are not delivered.
         """
-        lengths = lengths or {}
-        parts = await self._connections.split(self.keys_of(digests))
         chunks = []
-        for connection, indices in parts:
+        for connection, indices in await self._connections.split(self.keys_of(digests)):
             held = [digests[at] for at in indices]
-            cuts = cut_chunks(_sizes(held, lengths, self._row_bytes))
-            chunks += [self._get_chunk(connection, held[part], deliver, lengths) for part in cuts]
+            cuts = cut_chunks(_sizes(held, lengths or {}, self._row_bytes))
+            chunks += [self._get_chunk(connection, held[part], deliver, lengths or {}) for part in cuts]
         return sum(await _all(chunks))
 
     async def _get_chunk(
@@ -341,25 +341,18 @@ class RowCache:
         limits = _sizes(digests, lengths, self._max_row_bytes)
         values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), limits)
         if any(map(is_reference, values)):
-            values = await self._follow_all(connection, digests, values)
+            values, stale = list(values), list[bytes]()
+            for at, value in enumerate(values):
+                if isinstance(value, bytes) and is_reference(value):
+                    values[at] = self._segments.follow(value, digests[at], self._vocab_size)
+                    reference = unpack_reference(value)
+                    # Remove references of this host whose rows no longer exist.
+                    if values[at] is None and (reference is None or reference.host == self._segments.host):
+                        stale.append(self._prefix + digests[at])
+            await _all([connection.call(b"UNLINK", key) for key in stale])
         # Decode after the whole chunk has arrived: pauses in receiving would make the server wait for socket buffers.
         deliver(digests, read_values(digests, values, lengths, self._vocab_size))
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
-
-    async def _follow_all(
-        self, connection: RowConnection, digests: Sequence[bytes], values: Sequence[Value | Row]
-    ) -> list[Value | Row]:
-        """Replace references by their rows. References of this host whose rows no longer exist are removed."""
-        followed: list[Value | Row] = list(values)
-        stale = []
-        for at, value in enumerate(values):
-            if isinstance(value, bytes) and is_reference(value):
-                followed[at] = self._segments.follow(value, digests[at], self._vocab_size)
-                reference = unpack_reference(value)
-                if followed[at] is None and (reference is None or reference.host == self._segments.host):
-                    stale.append(self._prefix + digests[at])
-        await _all([connection.call(b"UNLINK", key) for key in stale])
-        return followed
 
     def close(self) -> None:
         """Close all connections; pending requests fail."""
@@ -388,34 +381,23 @@ def read_values(
     if not lengths and (rows := wire.decode_rows(values, vocab_size)) is not None:
         return rows
     return [
-        _read(digest, value, lengths.get(digest, vocab_size), is_answer=digest in lengths)
-        for digest, value in zip(digests, values, strict=True)
+        _read(digest, value, vocab_size, lengths.get(digest)) for digest, value in zip(digests, values, strict=True)
     ]
 
 
-def _read(digest: bytes, value: Any, length: int, *, is_answer: bool) -> Found:
+def _read(digest: bytes, value: Any, vocab_size: int, length: int | None) -> Found:
+    """Decode a stored row, or an answer if its `length` is given."""
     if value is None or (isinstance(value, np.ndarray) and value.dtype == np.float32):
         return value
-    if isinstance(value, ResponseError):
-        return CorruptRow(f"the cached value of prompt {digest.hex()} is no row: {value}")
     try:
-        row = wire.decode_row(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, length)
-        return row if is_answer else wire.check_row(row)
-    except ProtocolError as error:
+        if isinstance(value, ResponseError):
+            raise value
+        row = wire.decode_row(
+            np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, length or vocab_size
+        )
+        return wire.check_row(row) if length is None else row
+    except (ProtocolError, ResponseError) as error:
         return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
-
-
-def _writes(
-    prefix: bytes, block: Block, overwrite: Collection[bytes], references: Mapping[bytes, bytes] = NOT_SHARED.references
-) -> list[RowWrite]:
-    encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
-    replaced = set(overwrite)
-    return [
-        RowWrite(prefix + digest, references[digest], _NOTHING, digest in replaced)
-        if digest in references
-        else RowWrite(prefix + digest, header, numbers, digest in replaced)
-        for digest, (header, numbers) in zip(block.digests, encoded, strict=True)
-    ]
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

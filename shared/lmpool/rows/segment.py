@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,19 @@ from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import HEADER_SIZE, Encoded, Encoding, RowBlock, encoded_size
 from lmpool.rows import shared_memory
-from lmpool.rows.shared_memory import BUCKET, NOT_SHARED, PAGE, SLOT, WORD, Layout, Shared, folder, name_of, rounded_up
+from lmpool.rows.shared_memory import (
+    BUCKET,
+    NOT_SHARED,
+    PAGE,
+    SLOT,
+    WORD,
+    Layout,
+    Shared,
+    folder,
+    name_of,
+    own_folder,
+    rounded_up,
+)
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -65,7 +77,7 @@ class SegmentListener:
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with shared_memory.own_folder(path.parent, make=True) as opened:
+            with own_folder(path.parent, make=True) as opened:
                 self._socket.bind(f"{opened}/{path.name}")
             path.chmod(0o600)
             self._socket.listen(_BACKLOG)
@@ -263,56 +275,17 @@ class Segment:
         os.close(self._fd)
 
 
-def create_memory(name: str, size: int, is_wanted: Callable[[], bool]) -> tuple[int, mmap.mmap] | None:
-    """Create sealed memory of `size` bytes: its file descriptor and its only writable mapping.
-
-    Creation takes about 1 s for each 3 GiB. Returns None once `is_wanted` returns False. Raises `OSError` if the folder
-    cannot be used, or too little memory is free.
-    """
-    place = folder()
-    try:
-        with shared_memory.own_folder(place, make=True):
-            remove_abandoned(place)
-    except OSError as error:
-        raise OSError(error.errno, f"{place}: {error.strerror}") from error
-    reserve = free_bytes() // _RESERVE_SHARE
-    if not hasattr(os, "memfd_create"):  # Missing on macOS and in builds of Python for old systems.
-        raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
-    fd = os.memfd_create(name, _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
-    try:
-        for at in range(0, size, _STEP_BYTES):
-            if not is_wanted():
-                os.close(fd)
-                return None
-            # Check before every step: other workers may allocate too, and without memory the kernel kills a process.
-            if size - at > (free := free_bytes()) - reserve:
-                raise OSError(errno.ENOSPC, f"{size - at} bytes more are needed, and {free} are free")
-            os.posix_fallocate(fd, at, min(_STEP_BYTES, size - at))
-        memory = mmap.mmap(fd, size)
-        fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)
-        # Map all pages now: mapping a page at its first write would take ten times as long as the write.
-        pages = np.frombuffer(memory, np.uint8)[::PAGE]
-        for at in range(0, len(pages), _STEP_BYTES // PAGE):
-            pages[at : at + _STEP_BYTES // PAGE] = 0
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, memory
-
-
 def remove_abandoned(place: Path) -> None:
     """Remove the sockets of workers that ended without removing their sockets."""
     old = time.time() - _OLD_S
     for path in shared_memory.segments_in(place):
-        try:
-            if path.stat().st_mtime < old:
-                shared_memory.connect(path, _CONNECT_S).close()
-        except ConnectionRefusedError:
-            with suppress(OSError):
+        with suppress(OSError):
+            try:
+                if path.stat().st_mtime < old:
+                    shared_memory.connect(path, _CONNECT_S).close()
+            except ConnectionRefusedError:
                 path.unlink()
                 _log.info("removed %s: the worker that created this socket has ended", path)
-        except OSError:
-            pass
 
 
 def default_size() -> int:
@@ -352,16 +325,36 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     # With half as many buckets as slots, a bucket uses two of its eight entries on average.
     nonce, buckets = secrets.token_bytes(_NONCE_SIZE), -(-slots // 2)
     layout = Layout(nonce, shared_memory.fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
-    created = create_memory(name_of(nonce), layout.size, is_wanted)
-    if created is None:
-        return None
-    fd, memory = created
-    memory[: shared_memory.HEADER.size] = layout.pack()
+    place = folder()
     try:
-        return Segment(fd, memory, layout)
-    except BaseException:
-        os.close(fd)
-        raise
+        with own_folder(place, make=True):
+            remove_abandoned(place)
+    except OSError as error:
+        raise OSError(error.errno, f"{place}: {error.strerror}") from error
+    reserve = free_bytes() // _RESERVE_SHARE
+    if not hasattr(os, "memfd_create"):  # Missing on macOS and in builds of Python for old systems.
+        raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
+    with ExitStack() as cleanup:
+        fd = os.memfd_create(name_of(nonce), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+        cleanup.callback(os.close, fd)
+        for at in range(0, layout.size, _STEP_BYTES):
+            if not is_wanted():
+                return None
+            missing, free = layout.size - at, free_bytes()
+            # Check before every step: other workers may allocate too, and without memory the kernel kills a process.
+            if missing > free - reserve:
+                raise OSError(errno.ENOSPC, f"{missing} bytes more are needed, and {free} are free")
+            os.posix_fallocate(fd, at, min(_STEP_BYTES, missing))
+        memory = mmap.mmap(fd, layout.size)
+        fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)
+        # Map all pages now: mapping a page at its first write would take ten times as long as the write.
+        pages = np.frombuffer(memory, np.uint8)[::PAGE]
+        for at in range(0, len(pages), _STEP_BYTES // PAGE):
+            pages[at : at + _STEP_BYTES // PAGE] = 0
+        memory[: shared_memory.HEADER.size] = layout.pack()
+        segment = Segment(fd, memory, layout)
+        cleanup.pop_all()
+    return segment
 
 
 class SegmentWriter:
@@ -390,7 +383,7 @@ class SegmentWriter:
 
     async def run(self) -> None:
         """Create the segment, and keep its socket in place."""
-        await self.make()
+        await asyncio.to_thread(self.make)
         while self._is_wanted:
             await asyncio.sleep(_NAME_CHECK_S)
             try:
@@ -400,17 +393,13 @@ class SegmentWriter:
                 # Clients that have mapped the segment can still read it; other clients get rows through Redis.
                 _log.debug("%s: %s", folder(), error)
 
-    async def make(self) -> None:
-        """Create a segment, if enough memory is free."""
-        await asyncio.to_thread(self._make)
-
-    def _make(self) -> None:
-        info, why = self._info, ""
+    def make(self) -> None:
+        """Create a segment, if enough memory is free; blocks for up to seconds."""
+        info = self._info
+        row_bytes = encoded_size(info.vocab_size, Encoding.F32)
+        why = f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes"
         try:
             segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
-            if segment is None:
-                row_bytes = encoded_size(info.vocab_size, Encoding.F32)
-                why = f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes"
         except OSError as error:
             segment, why = None, error.strerror or str(error)
         with self._lock:

@@ -146,21 +146,18 @@ def connect(path: Path, timeout_s: float) -> socket.socket:
     return connection
 
 
-def receive_segment(path: Path, timeout_s: float) -> mmap.mmap | None:
-    """Map the segment that a socket hands out; None for memory that is empty or not sealed.
+def receive_segment(path: Path, timeout_s: float) -> mmap.mmap:
+    """Map the segment that a socket hands out.
 
-    Raises `OSError` if no worker serves the socket, or if the worker is frozen.
+    Raises `OSError` if no worker serves the socket, the worker is frozen, or other processes can change the memory;
+    `ValueError` if the worker sends no memory, or empty memory.
     """
     with connect(path, timeout_s) as connection:
-        _, received, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not received:
-        return None
-    (fd,) = received
+        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
     try:
-        is_sealed = fcntl.fcntl(fd, _F_GET_SEALS) & SEALS == SEALS
-        return mmap.mmap(fd, 0, prot=mmap.PROT_READ) if is_sealed else None
-    except ValueError:  # The memory is empty.
-        return None
+        if fcntl.fcntl(fd, _F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(errno.EPERM, f"the memory of {path} is not sealed")
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
 
@@ -323,14 +320,10 @@ class RowMemory:
 
 
 class _OpenSegment(NamedTuple):
-    """A mapped segment, with the fields of its layout that every read needs."""
-
     layout: Layout
     memory: mmap.mmap
     view: memoryview
-    first: int
-    stride: int
-    slots: int
+    first: int  # Offset of the first slot: the layout would compute it at every read.
 
 
 @dataclass(slots=True)
@@ -357,7 +350,7 @@ class SegmentReader:
 
     @property
     def has_any(self) -> bool:
-        """Whether `find` has any segment to search."""
+        """Whether `find` has a segment to search."""
         return bool(self._searched)
 
     async def refresh(self, fingerprint: str) -> None:
@@ -393,12 +386,11 @@ class SegmentReader:
         for name in names:
             if monotonic() > until:
                 break
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 memory = receive_segment(self._folder / name, _ANSWER_S)
-                layout = None if memory is None else Layout.read(memory)
-                if memory is not None and layout is not None and name_of(layout.nonce) == name:
-                    place = layout.first, layout.stride, layout.slots
-                    found.append(_OpenSegment(layout, memory, memoryview(memory), *place))
+                layout = Layout.read(memory)
+                if layout is not None and name_of(layout.nonce) == name:
+                    found.append(_OpenSegment(layout, memory, memoryview(memory), layout.first))
         return found
 
     def _open(self, nonce: bytes) -> _OpenSegment | None:
@@ -449,11 +441,12 @@ class SegmentReader:
     def _read(
         self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None = None
     ) -> Row | None:
-        at = segment.first + number % segment.slots * segment.stride
+        layout = segment.layout
+        at = segment.first + number % layout.slots * layout.stride
         begin = at + SLOT.size + HEADER_SIZE
         slot = segment.memory[at:begin]
         seen, whose, length, checksum, is_summed = SLOT.unpack_from(slot)
-        if seen != number or whose != digest or not HEADER_SIZE <= length <= segment.stride - SLOT.size:
+        if seen != number or whose != digest or not HEADER_SIZE <= length <= layout.stride - SLOT.size:
             return None
         size = 4 * vocab_size
         if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == f32_header(vocab_size):
