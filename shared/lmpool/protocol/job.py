@@ -86,14 +86,12 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
         data, low, high = b"", 0, max(ids)
         try:
             packed = array("I", ids)
-        except OverflowError:
-            low = min(ids)
-        else:
             if sys.byteorder == "big":
                 packed.byteswap()
             data = packed.tobytes()
-    if low < 0 or high >= vocab_size:
-        raise _out_of_range(low if low < 0 else high, vocab_size)
+        except OverflowError:
+            low = min(ids)
+    _check_range(low, high, vocab_size)
     return Prompt(data, digest_of(data, adapter), adapter)
 
 
@@ -134,9 +132,7 @@ def check_encoded(data: bytes, *, vocab_size: int, max_tokens: int) -> None:
     if len(data) % 4:
         raise NotTokenIds(f"{len(data)} bytes are not a whole number of uint32 ids")
     _check_length(len(data) // 4, max_tokens)
-    high = int(decode_ids(data).max())
-    if high >= vocab_size:
-        raise _out_of_range(high, vocab_size)
+    _check_range(0, int(decode_ids(data).max()), vocab_size)
 
 
 def _check_length(count: int, max_tokens: int) -> None:
@@ -146,10 +142,10 @@ def _check_length(count: int, max_tokens: int) -> None:
         raise PromptTooLong(f"the prompt has {count} tokens: this model takes at most {max_tokens}")
 
 
-def _out_of_range(token: int, vocab_size: int) -> TokenOutOfRange:
-    return TokenOutOfRange(
-        f"token id {shown(token, _MAX_SHOWN)} is out of range: this model's ids go from 0 to {vocab_size - 1}"
-    )
+def _check_range(low: int, high: int, vocab_size: int) -> None:
+    if low < 0 or high >= vocab_size:
+        token = shown(low if low < 0 else high, _MAX_SHOWN)
+        raise TokenOutOfRange(f"token id {token} is out of range: this model's ids go from 0 to {vocab_size - 1}")
 
 
 def _as_int(value: Any, index: int) -> int:

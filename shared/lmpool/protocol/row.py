@@ -159,15 +159,10 @@ class RowBlock:
         return _widened(self.numbers[index], self.encoding, 0.0)
 
     def select(self, indices: Sequence[int]) -> RowBlock:
-        """The rows at `indices` (a copy)."""
-        log_z = None if self.log_z is None else self.log_z[indices]
-        return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
-
-    def part(self, rows: range) -> RowBlock:
-        """The adjacent rows of a range, without a copy."""
-        part = slice(rows.start, rows.stop)
-        log_z = None if self.log_z is None else self.log_z[part]
-        return RowBlock(self.digests[part], self.numbers[part], log_z, self.encoding)
+        """The rows at `indices`: a copy, except for adjacent rows that are given as a range."""
+        at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
+        log_z = None if self.log_z is None else self.log_z[at]
+        return RowBlock([self.digests[index] for index in indices], self.numbers[at], log_z, self.encoding)
 
     @classmethod
     def joined(cls, blocks: Sequence[RowBlock]) -> RowBlock:
@@ -184,22 +179,12 @@ class RowBlock:
     def decoded(cls, digest: bytes, data: NDArray[np.uint8], vocab_size: int) -> RowBlock:
         """The block of one encoded row (a copy); raises `ProtocolError` as `decode_row`."""
         encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
-        return cls(
-            [digest], numbers[None].copy(), None if encoding is _F32 else np.array([log_z], np.float32), encoding
-        )
-
-    def small_values(self) -> list[bytes] | None:
-        """All rows as bytes if they are small enough for notifications, else None."""
-        return _small(self.encoded())
+        log_zs = None if encoding is _F32 else np.array([log_z], np.float32)
+        return cls([digest], numbers[None].copy(), log_zs, encoding)
 
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))
-
-
-def _small(encoded: list[Encoded]) -> list[bytes] | None:
-    is_small = all(numbers.nbytes <= _MAX_SMALL - HEADER_SIZE for _, numbers in encoded)
-    return [header + bytes(numbers) for header, numbers in encoded] if is_small else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +204,6 @@ class VectorBlock:
         """Bytes of all vectors, encoded."""
         return sum(vector.nbytes + HEADER_SIZE for vector in self.vectors)
 
-    def small_values(self) -> list[bytes] | None:
-        """As `RowBlock.small_values`."""
-        return _small(self.encoded())
-
     def select(self, indices: Sequence[int]) -> VectorBlock:
         """The vectors at `indices`."""
         return VectorBlock([self.digests[index] for index in indices], [self.vectors[index] for index in indices])
@@ -235,6 +216,14 @@ class VectorBlock:
 
 Block = RowBlock | VectorBlock
 """Results of a step: rows, or results of queries."""
+
+
+def small_values(block: Block) -> list[bytes] | None:
+    """All results of a block as bytes if they are small enough for notifications, else None."""
+    encoded = block.encoded()
+    is_small = all(numbers.nbytes <= _MAX_SMALL - HEADER_SIZE for _, numbers in encoded)
+    return [header + bytes(numbers) for header, numbers in encoded] if is_small else None
+
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
 """A function that allocates bytes: returns a view for reading and a view for writing."""

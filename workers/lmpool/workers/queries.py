@@ -38,9 +38,7 @@ from lmpool.protocol.query import (
     pack_token,
     pack_top,
     sample,
-    sample_of,
     top,
-    top_of,
 )
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import TokenSet, name_in, unpack_tokens
@@ -259,14 +257,15 @@ def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.flo
     Raises:
         NoProbability: no token can be drawn.
     """
+    ids = None if tokens is None else tokens.ids
     match query:
         case MassQuery():
-            assert tokens is not None
-            return np.array([mass_of(row, tokens.ids)])
+            assert ids is not None
+            return np.array([mass_of(row, ids)])
         case SampleQuery():
-            return pack_token(sample(row, query.how) if tokens is None else sample_of(row, query.how, tokens.ids))
+            return pack_token(sample(row, query.how, ids))
         case _:
-            return pack_top(top(row, query.k) if tokens is None else top_of(row, query.k, tokens.ids))
+            return pack_top(top(row, query.k, ids))
 
 
 def _members(tokens: TokenSet | LMPoolError, count: int) -> TokenSet:

@@ -219,7 +219,7 @@ class Queries:
             return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
-            return wire.top(row, k) if allowed.tokens is None else wire.top_of(row, k, allowed.tokens.ids)
+            return wire.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
@@ -228,11 +228,7 @@ class Queries:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
         if row is not None and allowed.is_known:
-            return (
-                wire.sample(row, sampling)
-                if allowed.tokens is None
-                else wire.sample_of(row, sampling, allowed.tokens.ids)
-            )
+            return wire.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)

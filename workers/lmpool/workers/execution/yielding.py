@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, WorkerError
-from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
+from lmpool.protocol.query import Continuation, GenerateQuery, pack_continuation, sample
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row
 from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
 from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
@@ -194,7 +194,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
         check_row(row)
     except ProtocolError as error:
         raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
-    token = sample(row, drawn_at(query.how, len(drawn.tokens)))
+    token = sample(row, query.draw(len(drawn.tokens)))
     encoded = token.to_bytes(4, "little")
     drawn.tokens.append(token)
     drawn.logprobs.append(row[token])
@@ -216,5 +216,5 @@ def _select(block: RowBlock, rows: Iterable[int]) -> list[RowBlock]:
         else:
             runs.append(range(row, row + 1))
     if len(runs) <= _MAX_PARTS:
-        return [block.part(run) for run in runs]
+        return [block.select(run) for run in runs]
     return [block.select([row for run in runs for row in run])]

@@ -19,7 +19,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
-from lmpool.protocol.row import Block, RowBlock
+from lmpool.protocol.row import Block, RowBlock, small_values
 from lmpool.rows.cache import RowCache
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
@@ -238,7 +238,7 @@ class Publisher:
         if shared.references:
             is_all = len(shared.references) == len(block.digests)
             return Carried(shared.references, shared.host, self.rows.ttl_ms(block)) if is_all else None
-        values = block.small_values()
+        values = small_values(block)
         if values is None:
             return None
         return Carried(dict(zip(block.digests, values, strict=True)), store_ms=self.rows.ttl_ms(block))
