@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -123,26 +123,16 @@ def far_sweep(start, depth, tokens, lane, peaks, masses, inner):  # type: ignore
         peaks[at], masses[at] = _join(peaks[at], masses[at], peak, mass)
 
 
-class BlockLoops(NamedTuple):
-    """The loops for blocks of one width. Blocks are always full: the last row stands in for missing rows."""
-
-    interleave: Callable[..., bool]
-    """Put the rows side by side; returns whether a weight is NaN."""
-    permute: Callable[..., None]
-    """Sort weights into the order of the sweep."""
-    add: Callable[..., None]
-    add_doubles: Callable[..., None]
-    largest: Callable[..., None]
-    gather: Callable[..., None]
-    """Write the values of nodes to the rows of the result."""
-
-
 @cache
-def block_loops(width: int) -> BlockLoops:
-    """The loops of blocks of a width, compiled."""
+def block_loops(width: int) -> dict[str, Callable[..., Any]]:
+    """The compiled loops for blocks of a width, by name; the last row of a batch stands in for missing rows of a block.
+
+    "sum" and "max" are the sweeps over float32 weights, and "logsumexp" adds the exponentials, which are float64.
+    """
 
     @_compiled(_WEIGHTS, types.int64, _SINGLES, returns=types.boolean)
     def interleave(weights, first, out):  # type: ignore[no-untyped-def]
+        """Put rows side by side; returns whether a weight is NaN."""
         last = weights.shape[0] - 1
         nan = False
         for token in range(weights.shape[1]):
@@ -154,6 +144,7 @@ def block_loops(width: int) -> BlockLoops:
 
     @_compiled(_INTS, _WEIGHTS, _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
+        """Sort weights into the order of the sweep."""
         # A loop of its own, not part of `interleave`: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
             token = order[rank]
@@ -162,15 +153,16 @@ def block_loops(width: int) -> BlockLoops:
 
     @_compiled(_INTS, _WEIGHTS, types.int64, _SINGLES)
     def gather(source, numbers, first, out):  # type: ignore[no-untyped-def]
+        """Write the values of nodes to the rows of the result."""
         last = out.shape[0] - 1
         for node in range(source.shape[0]):
             at = source[node]
             for lane in range(width):
                 out[min(first + lane, last), node] = numbers[at, lane]
 
-    add, largest = (_sweep(width, is_largest, _WEIGHTS, _SINGLES) for is_largest in (False, True))
-    add_doubles = _sweep(width, False, _read_only(types.float64, 2), _DOUBLES)
-    return BlockLoops(interleave, permute, add, add_doubles, largest, gather)
+    sweeps = {op: _sweep(width, op == "max", _WEIGHTS, _SINGLES) for op in ("sum", "max")}
+    sweeps["logsumexp"] = _sweep(width, False, _read_only(types.float64, 2), _DOUBLES)
+    return {"interleave": interleave, "permute": permute, "gather": gather, **sweeps}
 
 
 def _sweep(width: int, largest: bool, tokens: Any, inner: Any) -> Callable[..., None]:
@@ -220,32 +212,25 @@ class _Scratch:
         plan, loops = self.plan, block_loops(width)
         numbers, stack, weights_by_id = (_columns(flat, width) for flat in (self.numbers, self.stack, self.weights))
         inner, tokens = numbers[: plan.n_inner], numbers[plan.n_inner :]
-        if loops.interleave(weights, first, weights_by_id):
+        if loops["interleave"](weights, first, weights_by_id):
             return None
-        loops.permute(plan.order, weights_by_id, tokens)
-        if op == "logsumexp":
-            self._log_sums(weights, first, width)
-        else:
-            (loops.add if op == "sum" else loops.largest)(plan.start, plan.depth, tokens, stack, inner)
-        return numbers
-
-    def _log_sums(self, weights: NDArray[np.float32], first: int, width: int) -> None:
-        plan = self.plan
+        loops["permute"](plan.order, weights_by_id, tokens)
+        if op != "logsumexp":
+            loops[op](plan.start, plan.depth, tokens, stack, inner)
+            return numbers
         if not self.doubles.size:
             self.doubles = np.empty(self.numbers.size, np.float64)
-        numbers, doubles, stack = (_columns(flat, width) for flat in (self.numbers, self.doubles, self.stack))
-        split = plan.n_inner
-        far = exps(numbers[split:].reshape(-1), doubles[split:].reshape(-1))
-        block_loops(width).add_doubles(plan.start, plan.depth, doubles[split:], stack, doubles[:split])
-        logs(doubles[:split].reshape(-1), numbers[:split].reshape(-1))
-        if not far:
-            return
+        doubles = _columns(self.doubles, width)
+        sums, masses = doubles[: plan.n_inner], doubles[plan.n_inner :]
+        is_far = exps(tokens.reshape(-1), masses.reshape(-1))
+        loops[op](plan.start, plan.depth, masses, stack, sums)
+        logs(sums.reshape(-1), inner.reshape(-1))
         # Check row by row: a result must not depend on the other rows of the block.
-        for lane in range(width):
+        for lane in range(width if is_far else 0):
             row = weights[min(first + lane, len(weights) - 1)]
             if np.any((row > MAX_LOG) | ((row < MIN_LOG) & (row > -np.inf))):
-                peaks, masses = np.empty(len(stack)), np.empty(len(stack))
-                far_sweep(plan.start, plan.depth, numbers[split:], lane, peaks, masses, numbers[:split])
+                far_sweep(plan.start, plan.depth, tokens, lane, np.empty(len(stack)), np.empty(len(stack)), inner)
+        return numbers
 
 
 def _columns(flat: NDArray[Any], width: int) -> NDArray[Any]:
@@ -299,7 +284,7 @@ class CpuKernels:
                 if numbers is None:
                     nan = True
                 else:
-                    block_loops(width).gather(source, numbers, first, out)
+                    block_loops(width)["gather"](source, numbers, first, out)
                 self._scratch.append(scratch)
 
         # Compute in this thread, and in the free threads of the pool.

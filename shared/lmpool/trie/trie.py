@@ -55,17 +55,6 @@ def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> In
     return common
 
 
-def _parents(depth: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The parent of every node: the last node before it whose depth is one less, most often the previous node."""
-    count = depth.size
-    parent = np.arange(-1, count - 1, dtype=np.int32)
-    others = np.flatnonzero(depth[1:] <= depth[:-1]) + 1
-    by_depth = _stable_order(depth)
-    keys = depth[by_depth] * np.int64(count) + by_depth
-    parent[others] = by_depth[np.searchsorted(keys, (depth[others] - 1) * np.int64(count) + others) - 1]
-    return parent
-
-
 def _stable_order(values: NDArray[Any]) -> Ints:
     """`argsort(kind="stable")` of numbers from 0 to 2**32 - 1. numpy sorts 16-bit numbers by radix, which is faster."""
     order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
@@ -160,7 +149,13 @@ class Trie(Compressed):
         self.label[1:] = data[np.repeat(starts - 1, added) + depths[1:]]
         self.depth = depths.astype(np.int32)
 
-        self.parent = parent = _parents(self.depth)
+        # The parent of a node is the last node before it whose depth is one less, most often the previous node.
+        depth, count = self.depth, depths.size
+        self.parent = parent = np.arange(-1, count - 1, dtype=np.int32)
+        others = np.flatnonzero(depth[1:] <= depth[:-1]) + 1
+        by_depth = _stable_order(depth)
+        keys = depths[by_depth] * count + by_depth
+        parent[others] = by_depth[np.searchsorted(keys, (depths[others] - 1) * count + others) - 1]
         self.child_start = np.zeros(parent.size + 1, np.int32)
         np.cumsum(np.bincount(parent[1:], minlength=parent.size), out=self.child_start[1:])
         self.child = (_stable_order(parent[1:]) + 1).astype(np.int32)
