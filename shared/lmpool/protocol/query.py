@@ -119,7 +119,7 @@ def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] 
         few *= _FEW_MORE
 
 
-def sample(row: Row, how: Sampling, allowed: NDArray[np.int64] | None = None) -> int:
+def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | None = None) -> int:
     """A token drawn from a row of shape (V,), or from its tokens of the ascending ids `allowed`.
 
     Raises `NoProbability` if all allowed tokens have probability 0.
@@ -307,11 +307,6 @@ class SampleQuery(Message, frozen=True, tag="sample"):
     top_p: Annotated[float, Meta(gt=0, le=1)]
     seed: Annotated[int, Meta(ge=0)]
     allowed: bytes = b""
-
-    @property
-    def how(self) -> Sampling:
-        """The parameters of the draw."""
-        return Sampling(self.temperature, self.top_p, self.seed)
 
 
 class MassQuery(Message, frozen=True, tag="mass"):

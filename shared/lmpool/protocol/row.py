@@ -285,18 +285,13 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
 
 def split_rows(data: bytes, count: int) -> list[bytes] | None:
     """Split bytes into `count` consecutive encoded rows; None if the bytes are anything else."""
-    rows, at = [], 0
-    for _ in range(count):
-        if at + HEADER_SIZE > len(data):
-            return None
+    rows, at = list[bytes](), 0
+    while at + HEADER_SIZE <= len(data):
         _, _, code, _, size, _ = _HEADER.unpack_from(data, at)
-        encoding = _ENCODINGS.get(code)
-        end = at if encoding is None else at + encoded_size(size, encoding)
+        end = at + encoded_size(size, _ENCODINGS.get(code, _F32))
         rows.append(data[at:end])
-        if end == at or end > len(data):
-            return None
         at = end
-    return rows if at == len(data) else None
+    return rows if at == len(data) and len(rows) == count else None
 
 
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:

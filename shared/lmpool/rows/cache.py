@@ -119,19 +119,17 @@ class RowConnection(Connection[RawRowCommands]):
                             raise self.distrust(values)
                     return values
             raw = await self._large.open()
-            pairs = zip(keys, max_bytes, strict=True)
-            replies = [
-                self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most)) for key, most in pairs
-            ]
-            outcomes: list[Any] = await asyncio.gather(*replies, return_exceptions=True)
-        for at, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                outcomes[at] = refusal = outcome.__cause__
-                if not isinstance(refusal, ResponseError) or self._server.is_not_now(refusal):
-                    raise outcome
-            elif not len(outcome):  # GETRANGE returns an empty string for a missing key.
-                outcomes[at] = None
-        return outcomes
+
+            async def read(key: bytes, most: int) -> Value:
+                try:
+                    value: Any = await self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most))
+                except LMPoolError as error:
+                    if isinstance(error.__cause__, ResponseError) and not self._server.is_not_now(error.__cause__):
+                        return error.__cause__
+                    raise
+                return value if len(value) else None  # GETRANGE returns an empty string for a missing key.
+
+            return await asyncio.gather(*map(read, keys, max_bytes))
 
     def close(self) -> None:
         """Close the connections; pending requests fail."""
@@ -195,13 +193,14 @@ class RowCache:
 
     Attributes:
         is_seen: whether scripts on the model's queue can read the rows; on a cluster, rows are on other masters.
+        weights_prefix: the keys of weights without the weights' name.
         queue: calls scripts on the model's queue, after all pending writes of rows if scripts can read rows.
     """
 
     def __init__(self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> None:
         self.is_seen = not server.is_cluster
         self._prefix = keys.row(info.fingerprint)
-        self._weights_prefix = keys.weights()
+        self.weights_prefix = keys.weights()
         self._vocab_size = info.vocab_size
         self._row_bytes = wire.encoded_size(info.vocab_size, info.row_encoding)
         # Read one byte more than a row may have, to notice a value that is too long.
@@ -247,7 +246,7 @@ class RowCache:
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """Store the weights of trie jobs; returns name -> reason, for the weights that the server refused."""
         writes = [
-            RowWrite(self._weights_prefix + sent.name, sent.secret + header, numbers, True)
+            RowWrite(self.weights_prefix + sent.name, sent.secret + header, numbers, True)
             for sent in weights
             for header, numbers in VectorBlock([sent.name], [sent.values]).encoded()
         ]
@@ -271,19 +270,18 @@ class RowCache:
         return [digests[at] for (at, _), size in zip(calls, sizes, strict=True) if size]
 
     async def entries(
-        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+        self, digests: Sequence[bytes], encoding: Encoding, ids: Sequence[Sequence[int]]
     ) -> list[bytes | None]:
-        """Read some entries of rows: the header of each row and the stored numbers, or None for no row.
+        """Read some entries of each row: the header of the row and the stored numbers of `ids`, or None for no row.
 
-        `encoding` is the most likely encoding of the rows; `ranges` are the positions of the entries of each row
-        (`lmpool.protocol.row.entry_ranges`).
+        `encoding` is the most likely encoding of the rows.
         """
         found: list[bytes | None] = [None] * len(digests)
         parts = await self._connections.split(self.keys_of(digests), each=True)
 
         async def read(connection: RowConnection, indices: Sequence[int]) -> None:
             keys = [self._prefix + digests[at] for at in indices]
-            arguments: list[Argument] = [int(encoding), *(ranges[at] for at in indices)]
+            arguments: list[Argument] = [int(encoding), *(wire.entry_ranges(ids[at], encoding) for at in indices)]
             replies = await scripts.ENTRIES.on(connection.call, keys, arguments)
             if not isinstance(replies, list) or len(replies) != len(indices):
                 raise connection.distrust(replies)
@@ -295,10 +293,7 @@ class RowCache:
                 found[at] = entries = reply[:-DIGEST_SIZE]
                 if is_reference(entries):
                     row = self._segments.follow(entries, digests[at], self._vocab_size)
-                    places = [int(place) for place in ranges[at].split()]
-                    width = places[1] - places[0] + 1
-                    chosen = [(place - wire.HEADER_SIZE) // width for place in places[::2]]
-                    found[at] = None if row is None else wire.f32_header(self._vocab_size) + row[chosen].tobytes()
+                    found[at] = None if row is None else wire.f32_header(len(row)) + row[list(ids[at])].tobytes()
 
         await _all([read(connection, indices) for connection, indices in parts])
         return found
@@ -307,10 +302,6 @@ class RowCache:
         """The keys of rows and answers, which scripts and `drop` receive."""
         prefix = self._prefix
         return [prefix + digest for digest in digests]
-
-    def keys_of_weights(self, names: Iterable[bytes]) -> list[bytes]:
-        """The keys of weights, which `drop` receives."""
-        return [self._weights_prefix + name for name in names]
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Remove answers, weights and references, of any model.

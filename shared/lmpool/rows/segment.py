@@ -29,19 +29,7 @@ from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import HEADER_SIZE, Encoded, Encoding, RowBlock, encoded_size
 from lmpool.rows import shared_memory
-from lmpool.rows.shared_memory import (
-    BUCKET,
-    NOT_SHARED,
-    PAGE,
-    SLOT,
-    WORD,
-    Layout,
-    Shared,
-    folder,
-    name_of,
-    own_folder,
-    rounded_up,
-)
+from lmpool.rows.shared_memory import BUCKET, PAGE, SLOT, WORD, Layout, Shared, folder, name_of, rounded_up
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -77,14 +65,12 @@ class SegmentListener:
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with own_folder(path.parent, make=True) as opened:
+            with shared_memory.own_folder(path.parent, make=True) as opened:
                 self._socket.bind(f"{opened}/{path.name}")
             path.chmod(0o600)
             self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
-            with suppress(OSError):
-                path.unlink()
             raise
         self._thread = threading.Thread(target=self._serve, name="lmpool-segment", daemon=True)
         self._thread.start()
@@ -327,7 +313,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     layout = Layout(nonce, shared_memory.fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
     place = folder()
     try:
-        with own_folder(place, make=True):
+        with shared_memory.own_folder(place, make=True):
             remove_abandoned(place)
     except OSError as error:
         raise OSError(error.errno, f"{place}: {error.strerror}") from error
@@ -425,7 +411,7 @@ class SegmentWriter:
         """
         segment = self.segment
         if segment is None:
-            return NOT_SHARED
+            return shared_memory.NOT_SHARED
         segment.note_stored(leave_out)
         digests = [digest for digest in block.digests if digest not in leave_out]
         numbers = {digest: None if digest in overwrite else segment.find(digest) for digest in digests}

@@ -393,19 +393,17 @@ class SegmentReader:
                     found.append(_OpenSegment(layout, memory, memoryview(memory), layout.first))
         return found
 
-    def _open(self, nonce: bytes) -> _OpenSegment | None:
-        if nonce not in self._segments and nonce not in self._unreadable:
-            self._segments |= {found.layout.nonce: found for found in self._receive([name_of(nonce)])}
-            if nonce not in self._segments:
-                self._unreadable.add(nonce)
-        return self._segments.get(nonce)
-
     def read(self, reference: Reference, digest: bytes, vocab_size: int) -> Row | None:
         """Copy the row of a reference, float32 (V,), into new read-only memory.
 
         Returns None if the row was overwritten or is on another host.
         """
-        segment = self._open(reference.nonce)
+        nonce = reference.nonce
+        if nonce not in self._segments and nonce not in self._unreadable:
+            self._segments |= {found.layout.nonce: found for found in self._receive([name_of(nonce)])}
+            if nonce not in self._segments:
+                self._unreadable.add(nonce)
+        segment = self._segments.get(nonce)
         row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
         self.counts.lost += row is None
         return row

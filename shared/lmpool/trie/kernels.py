@@ -46,7 +46,6 @@ def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
 
     Raises `SettingsError` if numba or torch is not installed, or torch has no such device.
     """
-    library = "numba" if device == "cpu" else "torch"
     try:
         if device == "cpu":
             from lmpool.trie.cpu import CpuKernels
@@ -56,7 +55,7 @@ def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
 
         return TorchKernels(trie, device)
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if error.name not in ("numba", "torch"):
             raise
-        extra = f"lmpool[{'trie' if library == 'numba' else 'hf'}]"
-        raise SettingsError(f"a trie's kernels need {library}: install it with pip install '{extra}'") from error
+        extra = f"lmpool[{'trie' if error.name == 'numba' else 'hf'}]"
+        raise SettingsError(f"a trie's kernels need {error.name}: install it with pip install '{extra}'") from error

@@ -216,7 +216,8 @@ class Trie(Compressed):
         if not isinstance(node, (int, np.integer)) or isinstance(node, bool):
             raise UnknownNode(f"node {shown(node, _MAX_SHOWN)} is of type {type(node).__name__}: nodes are integers")
         if not 0 <= node < self.n_nodes:
-            raise self._out_of_range(node)
+            wrong = shown(int(node), _MAX_SHOWN)
+            raise UnknownNode(f"node {wrong} is out of range: nodes go from 0 to {self.n_nodes - 1}")
         return int(node)
 
     def check_nodes(self, nodes: Any) -> NDArray[np.int32]:
@@ -233,13 +234,8 @@ class Trie(Compressed):
             raise UnknownNode(f"the nodes are {array.dtype} of shape {array.shape}: they must be 1-D and integers")
         wrong = np.flatnonzero((array < 0) | (array >= self.n_nodes))
         if wrong.size:
-            raise self._out_of_range(array[wrong[0]])
+            self.check_node(array[wrong[0]])
         return array.astype(np.int32)
-
-    def _out_of_range(self, node: Any) -> UnknownNode:
-        return UnknownNode(
-            f"node {shown(int(node), _MAX_SHOWN)} is out of range: nodes go from 0 to {self.n_nodes - 1}"
-        )
 
     def expand(
         self, inner: NDArray[np.float32], ws: NDArray[np.float32], out: NDArray[np.float32] | None = None

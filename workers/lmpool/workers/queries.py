@@ -263,7 +263,7 @@ def _pick(query: PickQuery, row: Row, tokens: TokenSet | None) -> NDArray[np.flo
             assert ids is not None
             return np.array([mass_of(row, ids)])
         case SampleQuery():
-            return pack_token(sample(row, query.how, ids))
+            return pack_token(sample(row, query, ids))
         case _:
             return pack_top(top(row, query.k, ids))
 
