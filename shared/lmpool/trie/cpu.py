@@ -203,10 +203,6 @@ class _Scratch:
         self.stack = np.empty((int(plan.depth.max()) + 2) * WIDTHS[-1], np.float64)
         self.doubles = np.empty(0, np.float64)  # Gets the size of `numbers` at the first log-sum-exp.
 
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes + self.numbers.nbytes + self.stack.nbytes + self.doubles.nbytes
-
     def compute(self, op: Op, weights: NDArray[np.float32], first: int, width: int) -> NDArray[np.float32] | None:
         """[M inner values | V weights by rank] of a block, float32 (M + V, width); None when a weight is NaN."""
         plan, loops = self.plan, block_loops(width)
@@ -249,11 +245,6 @@ class CpuKernels:
         self._scratch: deque[_Scratch] = deque(maxlen=self._threads)
         for width in WIDTHS:
             block_loops(width)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan and of the buffers kept."""
-        return self._plan.nbytes + sum(scratch.nbytes for scratch in tuple(self._scratch))
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""

@@ -35,11 +35,6 @@ class Kernels(Protocol):
         """Values of all nodes, float32 (B, N): like `trie.expand` of `inner`, but faster."""
         ...
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan and of the buffers that are kept between calls."""
-        ...
-
 
 def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
     """Create the kernels of a trie: by numba for "cpu", by torch for a device of torch, such as "cuda" or "cuda:1".

@@ -77,11 +77,6 @@ class TorchKernels:
             for array in (plan.order, index, offsets, owner, trie.value_of)
         )
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the trie's arrays on the device."""
-        return sum(x.nbytes for x in (self._order, self._index, self._offsets, self._owner, self._value_of))
-
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
         return self._compute(op, weights)[0].cpu().numpy()

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -333,8 +332,7 @@ def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
     return InvalidWeights(f"{where} is NaN: every weight must be a number, or an infinity")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The order in which kernels sweep a trie: tokens sorted by the inner node that their weight is added to."""
 
     n_tokens: int
@@ -344,11 +342,6 @@ class Plan:
     depth: NDArray[np.uint32]  # The number of inner nodes above each inner node; uint32 (M,).
     source: NDArray[np.uint32]  # Each node's place in [M inner values | V weights in `order`]; uint32 (N,).
     identity: NDArray[np.uint32]  # `source` for the inner nodes only, which is 0..M-1; uint32 (M,).
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in (self.order, self.start, self.depth, self.source, self.identity))
 
 
 def make_plan(trie: Compressed) -> Plan:
@@ -372,7 +365,7 @@ def make_plan(trie: Compressed) -> Plan:
 
 
 def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:
-    """The upper limit of `Kernels.nbytes` for the trie over a vocabulary on a device."""
+    """The upper limit of the memory of kernels on a device, in bytes, for the trie over a vocabulary."""
     tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
     inner = tokens  # Each inner node separates tokens from one another, so at most V inner nodes exist.
     if device != "cpu":
