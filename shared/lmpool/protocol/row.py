@@ -208,10 +208,9 @@ class VectorBlock:
         """The vectors at `indices`."""
         return VectorBlock([self.digests[index] for index in indices], [self.vectors[index] for index in indices])
 
-    def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
-        """The header and the numbers of the vectors at `indices` (None: of all), without a copy of the numbers."""
-        chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
-        return [(f32_header(len(vector)), vector.data.cast("B")) for vector in chosen]
+    def encoded(self) -> list[Encoded]:
+        """The header and the numbers of all vectors, without a copy of the numbers."""
+        return [(f32_header(len(vector)), vector.data.cast("B")) for vector in self.vectors]
 
 
 Block = RowBlock | VectorBlock

@@ -442,15 +442,13 @@ class SegmentWriter:
     def find(self, digest: bytes) -> RowBlock | None:
         """A copy of the row of a prompt, or None if the segment does not have the row."""
         segment = self.segment
-        number = None if segment is None else segment.find(digest)
-        if segment is None or number is None:
+        if segment is None or (number := segment.find(digest)) is None:
             return None
-        try:
+        with suppress(ProtocolError):
             block = RowBlock.decoded(digest, segment.row(number), self._info.vocab_size)
-        except ProtocolError:
-            return None
-        # The slot of the row may have been reused during the copy.
-        return block if segment.find(digest) == number else None
+            if segment.find(digest) == number:  # The slot of the row was not reused during the copy.
+                return block
+        return None
 
     def close(self) -> None:
         """Remove the segment."""

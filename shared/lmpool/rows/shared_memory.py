@@ -27,7 +27,6 @@ from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from time import monotonic
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -77,8 +76,6 @@ _MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row cost
 _ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
 _ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
 _MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
-_MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000 mappings.
-_HUGE_PAGE_BYTES = 4 * 2**20  # Min bytes of a row for which huge pages save page faults.
 
 
 def folder() -> Path:
@@ -126,11 +123,8 @@ def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
 
 def segments_in(place: Path) -> Iterator[Path]:
     """The sockets of segments in a user's folder; none in a folder that other users can write to."""
-    with suppress(OSError), own_folder(place) as opened, os.scandir(opened) as entries:
-        for entry in entries:
-            with suppress(OSError):
-                if entry.name.startswith(NAME) and stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
-                    yield place / entry.name
+    with suppress(OSError), own_folder(place):
+        yield from filter(Path.is_socket, place.glob(f"{NAME}*"))
 
 
 def connect(path: Path, timeout_s: float) -> socket.socket:
@@ -198,12 +192,12 @@ def unpack_reference(value: bytes) -> Reference | None:
 class Shared(NamedTuple):
     """Rows of a block that were written to a segment."""
 
-    references: Mapping[bytes, bytes] = MappingProxyType({})  # Digest -> the value that Redis stores for the row.
-    replaced: Sequence[bytes] = ()  # Digests of older rows whose slots were reused.
-    host: bytes = b""  # Host of the segment (`host_token`).
+    references: Mapping[bytes, bytes]  # Digest -> the value that Redis stores for the row.
+    replaced: Sequence[bytes]  # Digests of older rows whose slots were reused.
+    host: bytes  # Host of the segment (`host_token`).
 
 
-NOT_SHARED = Shared()
+NOT_SHARED = Shared({}, (), b"")
 
 
 class Layout(NamedTuple):
@@ -268,7 +262,7 @@ class RowMemory:
     """Memory that is reused for rows: getting new pages from the system is far slower than copying rows."""
 
     def __init__(self) -> None:
-        self._free: list[mmap.mmap | bytearray] = []
+        self._free: list[NDArray[np.uint8]] = []
         self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._numbers = count()
         self._size = 0
@@ -279,7 +273,7 @@ class RowMemory:
         Returns a uint8 array (size,) that can never be made writeable, and a buffer to write to it.
         """
         memory = self._next(size)
-        writeable = memoryview(memory)
+        writeable = memory.data
         return self._lend(memory, writeable.toreadonly()), writeable
 
     def take_writeable(self, size: int) -> NDArray[np.uint8]:
@@ -287,25 +281,14 @@ class RowMemory:
         # Round the size up to an eighth of a power of two, so that memory of a similar size can be reused.
         step = max(PAGE, 1 << max(0, (size - 1).bit_length() - 3))
         memory = self._next(-(-size // step) * step)
-        return self._lend(memory, memoryview(memory)[:size])
+        return self._lend(memory, memory.data[:size])
 
-    def _next(self, size: int) -> mmap.mmap | bytearray:
+    def _next(self, size: int) -> NDArray[np.uint8]:
         if size != self._size:
             self._free, self._size = [], size
-        if self._free:
-            return self._free.pop()
-        if size < _MIN_MAPPED_BYTES:
-            return bytearray(size)
-        try:  # Private memory: a forked child does not see later changes.
-            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError:
-            return bytearray(size)
-        if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return self._free.pop() if self._free else np.empty(size, np.uint8)
 
-    def _lend(self, memory: mmap.mmap | bytearray, view: memoryview) -> NDArray[np.uint8]:
+    def _lend(self, memory: NDArray[np.uint8], view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
         # Every view has this array as its base, so the array lives as long as the last view.
         array = np.frombuffer(view, np.uint8)

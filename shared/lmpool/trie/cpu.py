@@ -201,22 +201,23 @@ class _Scratch:
         self.weights = np.empty(plan.n_tokens * WIDTHS[-1], np.float32)
         self.numbers = np.empty((plan.n_inner + plan.n_tokens) * WIDTHS[-1], np.float32)
         self.stack = np.empty((int(plan.depth.max()) + 2) * WIDTHS[-1], np.float64)
-        self.doubles = np.empty(0, np.float64)  # Gets the size of `numbers` at the first log-sum-exp.
+        self.doubles = np.empty(self.numbers.size, np.float64)
 
-    def compute(self, op: Op, weights: NDArray[np.float32], first: int, width: int) -> NDArray[np.float32] | None:
-        """[M inner values | V weights by rank] of a block, float32 (M + V, width); None when a weight is NaN."""
+    def compute(self, op: Op, weights: NDArray[np.float32], first: int, width: int) -> NDArray[Any]:
+        """[M inner values | V weights by rank] of a block, float32 (M + V, width); raises `InvalidWeights` for NaN."""
         plan, loops = self.plan, block_loops(width)
-        numbers, stack, weights_by_id = (_columns(flat, width) for flat in (self.numbers, self.stack, self.weights))
+        # The buffers are large enough for the widest block.
+        weights_by_id, numbers, stack, doubles = (
+            flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width)
+            for flat in (self.weights, self.numbers, self.stack, self.doubles)
+        )
         inner, tokens = numbers[: plan.n_inner], numbers[plan.n_inner :]
         if loops["interleave"](weights, first, weights_by_id):
-            return None
+            raise nan_found(weights)
         loops["permute"](plan.order, weights_by_id, tokens)
         if op != "logsumexp":
             loops[op](plan.start, plan.depth, tokens, stack, inner)
             return numbers
-        if not self.doubles.size:
-            self.doubles = np.empty(self.numbers.size, np.float64)
-        doubles = _columns(self.doubles, width)
         sums, masses = doubles[: plan.n_inner], doubles[plan.n_inner :]
         is_far = exps(tokens.reshape(-1), masses.reshape(-1))
         loops[op](plan.start, plan.depth, masses, stack, sums)
@@ -227,11 +228,6 @@ class _Scratch:
             if np.any((row > MAX_LOG) | ((row < MIN_LOG) & (row > -np.inf))):
                 far_sweep(plan.start, plan.depth, tokens, lane, np.empty(len(stack)), np.empty(len(stack)), inner)
         return numbers
-
-
-def _columns(flat: NDArray[Any], width: int) -> NDArray[Any]:
-    """The start of a buffer, which is large enough for the widest block, as rows of `width` numbers."""
-    return flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width)
 
 
 class CpuKernels:
@@ -261,21 +257,15 @@ class CpuKernels:
         # Choose blocks as wide as possible while every thread has work: they take less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
         todo = iter(firsts := range(0, len(weights), widest))
-        nan = False
 
         def compute_blocks() -> None:
-            nonlocal nan
             for first in todo:  # No lock: taking the next number is a single step of the interpreter.
                 width = next(width for width in WIDTHS if width >= min(widest, len(weights) - first))
                 try:
                     scratch = self._scratch.pop()
                 except IndexError:
                     scratch = _Scratch(self._plan)
-                numbers = scratch.compute(op, weights, first, width)
-                if numbers is None:
-                    nan = True
-                else:
-                    block_loops(width)["gather"](source, numbers, first, out)
+                block_loops(width)["gather"](source, scratch.compute(op, weights, first, width), first, out)
                 self._scratch.append(scratch)
 
         # Compute in this thread, and in the free threads of the pool.
@@ -286,8 +276,6 @@ class CpuKernels:
             # Cancel helpers that have not begun: the pool may be busy with another call.
             for helper in [helper for helper in helpers if not helper.cancel()]:
                 helper.result()
-        if nan:
-            raise nan_found(weights)
         return out
 
 

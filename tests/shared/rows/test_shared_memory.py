@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -480,11 +479,7 @@ def test_rows_whose_size_is_no_multiple_of_a_word_are_read_whole_or_not_at_all(p
 
 
 @pytest.mark.parametrize("size", [1000, 200_000])
-def test_more_rows_than_a_process_may_have_mappings_are_kept(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    def refuse(*_: object) -> NoReturn:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    monkeypatch.setattr("mmap.mmap", refuse)
+def test_rows_cannot_be_made_writeable_and_share_no_memory(size: int) -> None:
     memory = RowMemory()
     array, writeable = memory.take(size)
     writeable[:] = bytes([7]) * size

@@ -46,9 +46,8 @@ def vectors(block: VectorBlock | None) -> dict[bytes, Values]:
     """Digest of each job -> its values, as decoded from the wire."""
     assert block is not None
     values = {}
-    for index, digest in enumerate(block.digests):
-        data = b"".join(*block.encoded([index]))
-        values[digest] = decode_row(np.frombuffer(bytearray(data), np.uint8), len(block.vectors[index]))
+    for digest, vector, encoded in zip(block.digests, block.vectors, block.encoded(), strict=True):
+        values[digest] = decode_row(np.frombuffer(bytearray(b"".join(encoded)), np.uint8), len(vector))
     return values
 
 
