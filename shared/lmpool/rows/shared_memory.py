@@ -433,38 +433,31 @@ class SegmentReader:
         if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == f32_header(vocab_size):
             if out is None:
                 array, writeable = self._rows.take(size)
-                row: Row | None = array.view(np.float32)
+                row = array.view(np.float32)
             else:
                 row, writeable = out, out.view(np.uint8).data
             writeable[:] = segment.view[begin : begin + size]
         else:
-            row = self._decode(segment, at + SLOT.size, length, vocab_size, checksum if is_summed else None)
-            if row is not None and out is not None:
+            encoded = segment.view[at + SLOT.size : at + SLOT.size + rounded_up(length, WORD)]
+            data = np.frombuffer(encoded, np.uint8)
+            if is_summed:
+                # Copy the row first: the bytes that are checked must be the bytes that are decoded.
+                data, writeable = self._encoded.take(len(encoded))
+                writeable[:] = encoded
+                if checksum_of(data) != checksum:
+                    return None
+            elif length == HEADER_SIZE + size:
+                return None  # The header is damaged. Decoding would return a view of the segment, not a copy.
+            try:
+                row = decode_row(data[:length], vocab_size, self._rows.take)
+            except ProtocolError:  # The row is of another model or version, or is being overwritten.
+                return None
+            if out is not None:
                 out[:] = row
-        if row is None or _number_at(segment, at) != number:
+        if _number_at(segment, at) != number:
             return None
         self.counts.rows += 1
         return row
-
-    def _decode(
-        self, segment: _OpenSegment, begin: int, length: int, vocab_size: int, checksum: int | None
-    ) -> Row | None:
-        """Decode a row in any encoding; None if it is of another model or version, or is being overwritten."""
-        size = rounded_up(length, WORD)
-        encoded = segment.view[begin : begin + size]
-        data = np.frombuffer(encoded, np.uint8)
-        if checksum is not None:
-            # Copy the row first: the bytes that are checked must be the bytes that are decoded.
-            data, writeable = self._encoded.take(size)
-            writeable[:] = encoded
-            if checksum_of(data) != checksum:
-                return None
-        elif length == encoded_size(vocab_size, Encoding.F32):
-            return None  # The header is damaged. Decoding would return a view of the segment, not a copy.
-        try:
-            return decode_row(data[:length], vocab_size, self._rows.take)
-        except ProtocolError:
-            return None
 
     def close(self) -> None:
         """Release all segments."""

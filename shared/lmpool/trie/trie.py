@@ -207,8 +207,7 @@ class Trie(Compressed):
         while node:
             labels.append(self._labels[node])
             node = self._parents[node]
-        labels.reverse()
-        return bytes(labels)
+        return bytes(reversed(labels))
 
     def check_node(self, node: Any) -> int:
         """A node as an int; raises `UnknownNode` for anything but an integer from 0 to N - 1."""
@@ -260,11 +259,8 @@ class Trie(Compressed):
         """The values of k nodes in their order, float32 (k,) or (B, k); see `expand` and `check_nodes`."""
         self._check_shapes(inner, ws)
         index = self.value_of[self.check_nodes(nodes)]
-        of_inner = index < self.n_inner
-        picked = np.empty((*inner.shape[:-1], index.size), np.float32)
-        picked[..., of_inner] = inner[..., index[of_inner]]
-        picked[..., ~of_inner] = ws[..., index[~of_inner] - self.n_inner]
-        return picked
+        of_inner, of_tokens = np.minimum(index, self.n_inner - 1), np.maximum(index - self.n_inner, 0)
+        return np.where(index < self.n_inner, inner[..., of_inner], ws[..., of_tokens])
 
     @cached_property
     def _index(self) -> NDArray[np.intp]:
