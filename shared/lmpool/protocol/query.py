@@ -376,9 +376,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         """Max positions that one job may request."""
         return max(1, MAX_ANSWER // self.width(vocab_size))
 
-    def of(
-        self, logits: NDArray[np.float32], log_z: NDArray[np.float32], following: NDArray[Any]
-    ) -> NDArray[np.float32]:
+    def of(self, logits: Row, log_z: Row, following: NDArray[Any]) -> Row:
         """The result for n positions, float32 (n, width).
 
         Computed from logits (n, V), the logarithms (n,) of the sums of their exponentials, and the next tokens (n,).

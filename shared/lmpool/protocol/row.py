@@ -168,12 +168,9 @@ class RowBlock:
     def joined(cls, blocks: Sequence[RowBlock]) -> RowBlock:
         """The rows of several blocks of the same V and encoding (a copy)."""
         log_z = [block.log_z for block in blocks if block.log_z is not None]
-        return cls(
-            [digest for block in blocks for digest in block.digests],
-            np.concatenate([block.numbers for block in blocks]),
-            np.concatenate(log_z) if log_z else None,
-            blocks[0].encoding,
-        )
+        digests = [digest for block in blocks for digest in block.digests]
+        numbers = np.concatenate([block.numbers for block in blocks])
+        return cls(digests, numbers, np.concatenate(log_z) if log_z else None, blocks[0].encoding)
 
     @classmethod
     def decoded(cls, digest: bytes, data: NDArray[np.uint8], vocab_size: int) -> RowBlock:
@@ -363,9 +360,7 @@ def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encodin
     return encoding, log_z, data[HEADER_SIZE:].view(dtype)
 
 
-def _widened(
-    numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32], out: Row | None = None
-) -> Row:
+def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | Row, out: Row | None = None) -> Row:
     """The log-probabilities of 16-bit numbers, in new memory or in `out`."""
     row = np.empty(numbers.shape, np.float32) if out is None else out
     if encoding is _BF16:

@@ -33,6 +33,7 @@ from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_refe
 
 T = TypeVar("T")
 
+Errors = tuple[type[LMPoolError], ...]
 Found = Row | CorruptRow | None
 """The result of a read: a row, None if no row is stored, or an error that says why the stored value is no row."""
 
@@ -62,9 +63,7 @@ class RowConnection(Connection[RawRowCommands]):
     the errors `apart`, each value of the chunk is requested alone.
     """
 
-    def __init__(
-        self, server: Server, reply_timeout_s: float, apart: tuple[type[LMPoolError], ...] = (ProtocolError,)
-    ) -> None:
+    def __init__(self, server: Server, reply_timeout_s: float, apart: Errors = (ProtocolError,)) -> None:
         async def open_commands() -> RawRowCommands:
             return RawRowCommands(await server.open(), _MAX_REPLY_BYTES)
 
@@ -98,9 +97,7 @@ class RowConnection(Connection[RawRowCommands]):
                 raise self._server.explain(error)
         return replies
 
-    async def get(
-        self, keys: Sequence[bytes], max_bytes: Sequence[int], *, by_getrange: bool = False
-    ) -> Sequence[Value]:
+    async def get(self, keys: Sequence[bytes], max_bytes: Sequence[int], *, by_getrange: bool = False) -> list[Value]:
         """Fetch one chunk of values. A value that is longer than its limit is returned whole or cut to that length.
 
         `by_getrange`: fetch each value alone, because the user may not run MGET on these keys.
@@ -140,9 +137,7 @@ class RowConnection(Connection[RawRowCommands]):
 class RowConnections:
     """The connections for rows to one server, or to each master of a cluster; arguments as for `RowConnection`."""
 
-    def __init__(
-        self, server: Server, reply_timeout_s: float, apart: tuple[type[LMPoolError], ...] = (ProtocolError,)
-    ) -> None:
+    def __init__(self, server: Server, reply_timeout_s: float, apart: Errors = (ProtocolError,)) -> None:
         self._server = server
         self._connect = partial(RowConnection, reply_timeout_s=reply_timeout_s, apart=apart)
         self._connections: dict[Server, RowConnection] = {}
@@ -371,9 +366,8 @@ def read_values(
     """Decode stored rows and answers; `lengths` as for `RowCache.get_many`. A float32 array is a decoded row."""
     if not lengths and (rows := wire.decode_rows(values, vocab_size)) is not None:
         return rows
-    return [
-        _read(digest, value, vocab_size, lengths.get(digest)) for digest, value in zip(digests, values, strict=True)
-    ]
+    pairs = zip(digests, values, strict=True)
+    return [_read(digest, value, vocab_size, lengths.get(digest)) for digest, value in pairs]
 
 
 def _read(digest: bytes, value: Any, vocab_size: int, length: int | None) -> Found:
@@ -383,9 +377,8 @@ def _read(digest: bytes, value: Any, vocab_size: int, length: int | None) -> Fou
     try:
         if isinstance(value, ResponseError):
             raise value
-        row = wire.decode_row(
-            np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, length or vocab_size
-        )
+        data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value
+        row = wire.decode_row(data, length or vocab_size)
         return wire.check_row(row) if length is None else row
     except (ProtocolError, ResponseError) as error:
         return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")

@@ -387,7 +387,7 @@ class SegmentReader:
             if nonce not in self._segments:
                 self._unreadable.add(nonce)
         segment = self._segments.get(nonce)
-        row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
+        row = None if segment is None else self._read(segment, reference.number, digest, vocab_size, None)
         self.counts.lost += row is None
         return row
 
@@ -419,9 +419,7 @@ class SegmentReader:
                     return row
         return None
 
-    def _read(
-        self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None = None
-    ) -> Row | None:
+    def _read(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None) -> Row | None:
         layout = segment.layout
         at = segment.first + number % layout.slots * layout.stride
         begin = at + SLOT.size + HEADER_SIZE

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.query import OPS, Op
 from lmpool.settings import check_choice, count_threads
-from lmpool.trie.trie import WIDEST, Compressed, Plan, check_layout, make_plan, nan_found
+from lmpool.trie.trie import WIDEST, Compressed, Plan, check_weights, make_plan, nan_found
 
 WIDTHS = (1, 4, WIDEST)  # Possible numbers of rows in a block; loops are compiled for each of these widths.
 # In float64, the sum of 4 million exponentials of numbers up to MAX_LOG is finite, and exp(MIN_LOG) is a normal number.
@@ -207,10 +207,9 @@ class _Scratch:
         """[M inner values | V weights by rank] of a block, float32 (M + V, width); raises `InvalidWeights` for NaN."""
         plan, loops = self.plan, block_loops(width)
         # The buffers are large enough for the widest block.
-        weights_by_id, numbers, stack, doubles = (
-            flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width)
-            for flat in (self.weights, self.numbers, self.stack, self.doubles)
-        )
+        flats = (self.weights, self.numbers, self.stack, self.doubles)
+        columns = [flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width) for flat in flats]
+        weights_by_id, numbers, stack, doubles = columns
         inner, tokens = numbers[: plan.n_inner], numbers[plan.n_inner :]
         if loops["interleave"](weights, first, weights_by_id):
             raise nan_found(weights)
@@ -252,7 +251,7 @@ class CpuKernels:
 
     def _compute(self, op: Op, weights: NDArray[np.float32], source: NDArray[np.uint32]) -> NDArray[np.float32]:
         check_choice("op", op, OPS)
-        weights = check_layout(weights, self._plan.n_tokens, batch=True)
+        weights = check_weights(weights, self._plan.n_tokens, batch=True, may_have_nan=True)
         out = np.empty((len(weights), len(source)), np.float32)
         # Choose blocks as wide as possible while every thread has work: they take less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])

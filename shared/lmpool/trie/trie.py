@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, UnknownNode
+from lmpool.protocol.row import Values
 from lmpool.settings import count_threads, shown
 from lmpool.vocabulary import Vocabulary
 
@@ -27,6 +28,7 @@ _WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ
 _BLOCK = 1 << 22  # Max bytes of all windows together, which bounds the memory.
 
 Ints = NDArray[np.int64]
+Nodes = NDArray[np.int32]
 
 
 def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> Ints:
@@ -58,14 +60,10 @@ def _stable_order(values: NDArray[Any]) -> Ints:
     """`argsort(kind="stable")` of numbers from 0 to 2**32 - 1. numpy sorts 16-bit numbers by radix, which is faster."""
     order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
     high = (values >> 16).astype(np.uint16)
-    if not high.any():
-        return order
-    return order[np.argsort(high[order], kind="stable")]
+    return order[np.argsort(high[order], kind="stable")] if high.any() else order
 
 
-def _compress(
-    parent: NDArray[np.int32], n_children: NDArray[np.int32], leaf: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+def _compress(parent: Nodes, n_children: Nodes, leaf: Nodes) -> tuple[Nodes, Nodes, Nodes]:
     """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
 
     A link is a node with one child and no token. A link has its child's value, and its child is the next node. So every
@@ -188,10 +186,9 @@ class Trie(Compressed):
             low, high = self._starts[node], self._starts[node + 1]
             place = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
             if place == high or self._labels[self._children[place]] != byte:
-                raise UnknownNode(
-                    f"no token begins with {shown(bytes(prefix), _MAX_SHOWN)}; tokens begin with at most "
-                    f"{shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
-                )
+                longest = f"{shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
+                wanted = shown(bytes(prefix), _MAX_SHOWN)
+                raise UnknownNode(f"no token begins with {wanted}; tokens begin with at most {longest}")
             node = self._children[place]
         return node
 
@@ -235,9 +232,7 @@ class Trie(Compressed):
             self.check_node(array[wrong[0]])
         return array.astype(np.int32)
 
-    def expand(
-        self, inner: NDArray[np.float32], ws: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def expand(self, inner: Values, ws: Values, out: Values | None = None) -> Values:
         """The values of all nodes, float32 (N,) or (B, N), in new memory or in `out`.
 
         `inner` are the values of the inner nodes, (M,) or (B, M), and `ws` the weights of all tokens, (V,) or (B, V).
@@ -255,7 +250,7 @@ class Trie(Compressed):
             row.take(self._index, out=target, mode="clip")
         return values
 
-    def pick(self, inner: NDArray[np.float32], ws: NDArray[np.float32], nodes: Any) -> NDArray[np.float32]:
+    def pick(self, inner: Values, ws: Values, nodes: Any) -> Values:
         """The values of k nodes in their order, float32 (k,) or (B, k); see `expand` and `check_nodes`."""
         self._check_shapes(inner, ws)
         index = self.value_of[self.check_nodes(nodes)]
@@ -267,12 +262,10 @@ class Trie(Compressed):
         """`value_of` in numpy's index type, so that numpy does not convert it at every call."""
         return self.value_of.astype(np.intp)
 
-    def _check_shapes(self, inner: NDArray[np.float32], ws: NDArray[np.float32]) -> None:
+    def _check_shapes(self, inner: Values, ws: Values) -> None:
         if inner.shape[-1:] != (self.n_inner,) or ws.shape != (*inner.shape[:-1], self.n_tokens) or inner.ndim > 2:
-            raise ValueError(
-                f"inner values of shape {inner.shape} and weights of shape {ws.shape} do not fit a trie of "
-                f"{self.n_inner} inner nodes and {self.n_tokens} tokens"
-            )
+            trie = f"a trie of {self.n_inner} inner nodes and {self.n_tokens} tokens"
+            raise ValueError(f"inner values of shape {inner.shape} and weights of shape {ws.shape} do not fit {trie}")
 
     def __eq__(self, other: object) -> bool:
         return self.vocabulary == other.vocabulary if isinstance(other, Trie) else NotImplemented
@@ -287,26 +280,15 @@ class Trie(Compressed):
         return Trie, (self.vocabulary,)
 
 
-def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
+def check_weights(weights: Any, n_tokens: int, *, batch: bool, may_have_nan: bool = False) -> Values:
     """Check the weights of all tokens: float32 of shape (V,), or (B, V) when `batch`, from numpy or torch on the CPU.
 
     Returns the same numbers, C-contiguous and aligned, copied only if necessary. Raises `InvalidWeights` for any
-    other value, and for NaN.
+    other value, and for NaN unless `may_have_nan`: kernels check the numbers themselves.
     """
-    values = check_layout(weights, n_tokens, batch=batch)
-    # The minimum is NaN when any number is, and takes a fifth of the time of `isnan`.
-    if values.size and np.isnan(values.min()):
-        raise nan_found(values)
-    return values
-
-
-def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
-    """As `check_weights`, without the check for NaN: for kernels, which check the numbers themselves."""
     if not hasattr(weights, "__array__"):
-        raise InvalidWeights(
-            f"the weights are {shown(weights, _MAX_SHOWN)} ({type(weights).__name__}): "
-            "pass a float32 array, for a list numpy.asarray(weights, numpy.float32)"
-        )
+        advice = "pass a float32 array, for a list numpy.asarray(weights, numpy.float32)"
+        raise InvalidWeights(f"the weights are {shown(weights, _MAX_SHOWN)} ({type(weights).__name__}): {advice}")
     try:
         values = np.asarray(weights)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -318,10 +300,13 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
         raise InvalidWeights(f"the weights have shape {values.shape}: {wanted}")
     if values.shape[-1] != n_tokens:
         raise InvalidWeights(f"{values.shape[-1]} weights for {n_tokens} tokens")
+    # The minimum is NaN when any number is, and takes a fifth of the time of `isnan`.
+    if not may_have_nan and values.size and np.isnan(values.min()):
+        raise nan_found(values)
     return np.require(values, requirements=("C", "A"))
 
 
-def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
+def nan_found(values: Values) -> InvalidWeights:
     """The error for weights of shape (V,) or (B, V) with NaN; its text names the first NaN."""
     place = np.unravel_index(int(np.argmax(np.isnan(values))), values.shape)
     where = f"weight {place[-1]}" if values.ndim == 1 else f"weight {place[1]} of row {place[0]}"
