@@ -140,9 +140,9 @@ def check_tokenizer(text: str) -> float:
         for part in _PARTS:
             for component in _components(part, getattr(file, part)):
                 growth[part] *= _check_component(part, component)
-                if growth[part] > MAX_GROWTH:
+                if (factor := growth[part]) > MAX_GROWTH:
                     raise InvalidVocabulary(
-                        f"its {part} can lengthen a text {growth[part]:.3g} times; the limit is {MAX_GROWTH}"
+                        f"its {part} can lengthen a text {factor:.3g} times; the limit is {MAX_GROWTH}"
                     )
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidVocabulary(f"its tokenizer.json has a component without the fields it needs: {error}") from error

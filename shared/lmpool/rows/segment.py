@@ -268,7 +268,8 @@ def remove_abandoned(place: Path) -> None:
         with suppress(OSError):
             try:
                 if path.stat().st_mtime < old:
-                    shared_memory.connect(path, _CONNECT_S).close()
+                    with shared_memory.connect(path, _CONNECT_S):
+                        pass
             except ConnectionRefusedError:
                 path.unlink()
                 _log.info("removed %s: the worker that created this socket has ended", path)
@@ -276,10 +277,9 @@ def remove_abandoned(place: Path) -> None:
 
 def default_size() -> int:
     """The default size of a segment in bytes, derived from the free memory; 0 if the free memory is unknown."""
-    try:
+    with suppress(OSError):
         return max(0, min(free_bytes() // _DEFAULT_SHARE, _MAX_DEFAULT_BYTES))
-    except OSError:
-        return 0
+    return 0
 
 
 def free_bytes() -> int:
@@ -358,14 +358,9 @@ class SegmentWriter:
         self._on_size = on_size
         self._is_wanted = size != 0 and shared_memory.is_shared(info.vocab_size)
         self._size = default_size() if size is None else size
-        self._host = shared_memory.host_token()
         self.segment: Segment | None = None
+        self.host = b""  # The host of clients that can read the segment; b"" if there is no segment.
         self._lock = threading.Lock()
-
-    @property
-    def host(self) -> bytes:
-        """The host of clients that can read the segment; b"" if there is no segment."""
-        return self._host if self.segment is not None else b""
 
     async def run(self) -> None:
         """Create the segment, and keep its socket in place."""
@@ -392,17 +387,15 @@ class SegmentWriter:
             if segment is not None and not self._is_wanted:  # The worker has stopped without waiting for this thread.
                 segment.close()
             elif segment is not None:
-                self.segment = segment
+                self.segment, self.host = segment, shared_memory.host_token()
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)
             elif self._is_wanted:
                 self._is_wanted = False
-                _log.warning(
-                    "rows go through Redis, not through shared memory: %s. Choose --shm-bytes, give the machine or "
-                    "container more memory, or name another folder by %s; --shm-bytes 0 turns this message off",
-                    why,
-                    shared_memory.FOLDER_VARIABLE,
-                )
+                folders = f"name another folder by {shared_memory.FOLDER_VARIABLE}"
+                why += f". Choose --shm-bytes, give the machine or container more memory, or {folders}"
+                off = "--shm-bytes 0 turns this message off"
+                _log.warning("rows go through Redis, not through shared memory: %s; %s", why, off)
 
     def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
         """Write the rows of a block, except rows that go through Redis (`leave_out`).
@@ -421,13 +414,13 @@ class SegmentWriter:
         written = segment.write([block.digests[row] for row in rows], block.encoded(rows), in_place)
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
         # All references begin with the same bytes; only the row's number and the worker's name follow.
-        head = shared_memory.Reference(self._host, segment.nonce, 0).pack()[:-WORD]
+        head = shared_memory.Reference(self.host, segment.nonce, 0).pack()[:-WORD]
         references = {
             digest: head + number.to_bytes(WORD, "little") + self._worker
             for digest, number in numbers.items()
             if number is not None
         }
-        return Shared(references, segment.replaced(), self._host)
+        return Shared(references, segment.replaced(), self.host)
 
     def note_stored(self, digests: Iterable[bytes]) -> None:
         """See `Segment.note_stored`."""
@@ -456,5 +449,5 @@ class SegmentWriter:
             self._is_wanted = False
             if self.segment is not None:
                 self.segment.close()
-                self.segment = None
+                self.segment, self.host = None, b""
                 self._on_size(0)

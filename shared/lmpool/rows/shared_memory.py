@@ -127,17 +127,13 @@ def segments_in(place: Path) -> Iterator[Path]:
         yield from filter(Path.is_socket, place.glob(f"{NAME}*"))
 
 
-def connect(path: Path, timeout_s: float) -> socket.socket:
+@contextmanager
+def connect(path: Path, timeout_s: float) -> Iterator[socket.socket]:
     """Connect to the socket that hands out a segment; raises `OSError` as `receive_segment`."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        with own_folder(path.parent) as opened:
-            connection.connect(f"{opened}/{path.name}")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    with own_folder(path.parent) as opened, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(f"{opened}/{path.name}")
+        yield connection
 
 
 def receive_segment(path: Path, timeout_s: float) -> mmap.mmap:
@@ -181,12 +177,11 @@ def place_of(reference: bytes | None) -> bytes:
 
 def unpack_reference(value: bytes) -> Reference | None:
     """Decode a reference; None if it is incomplete or of another version."""
-    if not _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
-        return None
-    magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
-    if magic != _REFERENCE_MAGIC or version != _REFERENCE_VERSION:
-        return None
-    return Reference(host, nonce, number, value[_REFERENCE.size :])
+    if _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
+        magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
+        if magic == _REFERENCE_MAGIC and version == _REFERENCE_VERSION:
+            return Reference(host, nonce, number, value[_REFERENCE.size :])
+    return None
 
 
 class Shared(NamedTuple):
@@ -345,8 +340,7 @@ class SegmentReader:
             # Receive in a thread: a frozen worker would block the event loop.
             received = await asyncio.to_thread(self._receive, unknown)
             if not self._is_closed:
-                for segment in received:
-                    self._segments.setdefault(segment.layout.nonce, segment)
+                self._segments = {segment.layout.nonce: segment for segment in received} | self._segments
                 self._select()
 
     def _select(self) -> None:

@@ -41,7 +41,6 @@ def _read_only(kind: Any, ndim: int) -> Any:
 
 
 _INTS, _WEIGHTS = _read_only(types.uint32, 1), _read_only(types.float32, 2)
-_PAIR = types.UniTuple(types.float64, 2)  # type: ignore[no-untyped-call]
 _SINGLES, _DOUBLES, _STACK = types.float32[:, ::1], types.float64[:, ::1], types.float64[::1]
 
 
@@ -98,7 +97,7 @@ def logs(sums, out):  # type: ignore[no-untyped-def]
         out[i] = np.log(sums[i])
 
 
-@_compiled(*[types.float64] * 4, returns=_PAIR)
+@_compiled(*[types.float64] * 4, returns=types.UniTuple(types.float64, 2))  # type: ignore[no-untyped-call]
 def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
     """mass * exp(peak) + other_mass * exp(other_peak) as (peak, mass), with the larger peak."""
     if other_peak > peak:

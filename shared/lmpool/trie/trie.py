@@ -50,8 +50,7 @@ def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> In
         decided = rows[ended]
         common[decided] = np.minimum(limit[decided], at + differs[ended].argmax(axis=1))
         at += width
-        rows = rows[~ended]
-        rows = rows[limit[rows] > at]
+        rows = rows[~ended & (limit[rows] > at)]
         width = min(2 * width, max(_WINDOW, _BLOCK // max(1, rows.size)))
     return common
 
@@ -112,6 +111,7 @@ class Trie(Compressed):
 
     Attributes:
         vocabulary: the byte strings, by token id. Equal byte strings share a node; an empty byte string is at the root.
+        digest: digest of the vocabulary, 32 hex digits.
         parent: int32 (N,), the parent of each node, -1 for the root; always smaller than the node's number.
         label: uint8 (N,), the byte of the edge into the node, 0 at the root.
         depth: int32 (N,), the length of the node's prefix.
@@ -127,7 +127,7 @@ class Trie(Compressed):
     def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:
         """Build the trie of byte strings by token id; raises `InvalidVocabulary` as `Vocabulary`."""
         self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-        tokens = self.vocabulary.tokens
+        self.digest, tokens = self.vocabulary.digest, self.vocabulary.tokens
         order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), np.int64)
         lengths = self.vocabulary.lengths.astype(np.int64)
         starts = (np.cumsum(lengths) - lengths)[order]
@@ -166,11 +166,6 @@ class Trie(Compressed):
     def _arrays(self) -> list[NDArray[Any]]:
         tree: list[NDArray[Any]] = [self.parent, self.label, self.depth, self.leaf, self.child_start, self.child]
         return [*tree, self.home, self.inner_parent, self.value_of]
-
-    @property
-    def digest(self) -> str:
-        """Digest of the vocabulary: 32 hex digits."""
-        return self.vocabulary.digest
 
     @property
     def nbytes(self) -> int:
@@ -327,7 +322,7 @@ class Plan(NamedTuple):
 
 def make_plan(trie: Compressed) -> Plan:
     """Lay out the sweep of a trie."""
-    order = np.argsort(trie.home, kind="stable")
+    order = np.argsort(trie.home, kind="stable").astype(np.uint32)
     rank = np.empty(trie.n_tokens, np.uint32)
     rank[order] = np.arange(trie.n_tokens, dtype=np.uint32)
     start = np.zeros(trie.n_inner + 1, np.uint32)
@@ -342,7 +337,7 @@ def make_plan(trie: Compressed) -> Plan:
         depth[climbing] += depth[step]
         above[climbing] = above[step]
     identity = np.arange(trie.n_inner, dtype=np.uint32)
-    return Plan(trie.n_tokens, trie.n_inner, order.astype(np.uint32), start, depth, source, identity)
+    return Plan(trie.n_tokens, trie.n_inner, order, start, depth, source, identity)
 
 
 def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:

@@ -185,7 +185,7 @@ def in_place(segment: Segment, names: list[int], encoding: Encoding = Encoding.F
 
 def writer_of(segment: Segment) -> SegmentWriter:
     writer = SegmentWriter(ModelInfo("m", "none", V, 1, "r", "float32"), "w", 0)
-    writer.segment = segment
+    writer.segment, writer.host = segment, host_token()
     return writer
 
 
