@@ -6,6 +6,7 @@ the rate that the pool would reach if its control plane cost no time.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ class RowLinkUser:
     async def put(self, rows: int) -> None:
         """Store rows in blocks, under rotating keys."""
         if self._segment.segment is None:
-            await self._segment.make()
+            await asyncio.to_thread(self._segment.make)
         for start in range(0, rows, _BLOCK):
             block = RowBlock(_digests(start), self._numbers, None, Encoding.F32)
             shared = self._segment.write(block, (), block.digests)

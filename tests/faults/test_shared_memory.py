@@ -18,8 +18,8 @@ import pytest
 
 from lmpool.producer import Producer
 from lmpool.rows import shared_memory
-from lmpool.rows.segment_memory import SEALS, SegmentListener
-from lmpool.rows.shared_memory import is_reference
+from lmpool.rows.segment import SegmentListener
+from lmpool.rows.shared_memory import SEALS, is_reference
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import (

@@ -19,7 +19,7 @@ from lmpool.errors import (
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol import query
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import TopK, top, top_of
+from lmpool.protocol.query import TopK, top
 from lmpool.protocol.row import Row, RowBlock, widen_bf16
 from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -259,7 +259,7 @@ async def test_logits_come_from_the_row_if_a_worker_has_it_in_16_bits(pool: Pool
         assert np.array_equal(await producer.logprobs(WHOLE, mode="logits", targets=few), logits[few])
         assert np.array_equal((await producer.topk(WHOLE, 5, mode="logits")).ids, top(logits, 5).ids)
         best = await producer.topk(WHOLE, 2, allowed=few, mode="logits")
-        assert np.array_equal(best.values, top_of(logits, 2, few).values)
+        assert np.array_equal(best.values, top(logits, 2, few).values)
         assert await producer.logz(WHOLE) == base.log_z
         assert np.array_equal((await producer.positions(WHOLE, len(WHOLE) - 1, full=True, mode="logits"))[0], logits)
         assert backend.stats().steps == 1 + forwards

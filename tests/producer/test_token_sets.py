@@ -11,7 +11,7 @@ from lmpool.errors import LMPoolError, NoProbability, NotTokenIds, SettingsError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client.queries import Mode
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.query import Sampling, mass_of, sample_of, top_of
+from lmpool.protocol.query import Sampling, mass_of, sample, top
 from lmpool.protocol.row import Row, widen_bf16
 from lmpool.protocol.token_set import TokenSet, unpack_tokens
 from lmpool.synthetic import draw, fill, synthetic_row
@@ -49,15 +49,15 @@ async def assert_asked(producer: Producer, allowed: Any, ids: np.ndarray[Any, np
     assert await producer.mass(PROMPT, allowed) == mass_of(ROW, ids)
     masses = await producer.batch_mass([PROMPT, OTHER], [allowed, allowed])
     assert np.array_equal(masses, [mass_of(ROW, ids), mass_of(OTHER_ROW, ids)])
-    best, expected = await producer.topk(PROMPT, 3, allowed=allowed), top_of(ROW, 3, ids)
+    best, expected = await producer.topk(PROMPT, 3, allowed=allowed), top(ROW, 3, ids)
     assert np.array_equal(best.values, expected.values)
     assert np.array_equal(best.ids, expected.ids)
-    best, expected = await producer.topk(PROMPT, 3, allowed=allowed, mode="logits"), top_of(logits_of(PROMPT), 3, ids)
+    best, expected = await producer.topk(PROMPT, 3, allowed=allowed, mode="logits"), top(logits_of(PROMPT), 3, ids)
     assert np.array_equal(best.values, expected.values)
     assert np.array_equal(best.ids, expected.ids)
     for seed in range(5):
         drawn = await producer.sample(PROMPT, seed=seed, temperature=0.9, top_p=0.8, allowed=allowed)
-        assert drawn == sample_of(ROW, Sampling(0.9, 0.8, seed), ids)
+        assert drawn == sample(ROW, Sampling(0.9, 0.8, seed), ids)
     assert await producer.sample(PROMPT, temperature=0, allowed=allowed) == ids[ROW[ids].argmax()]
     assert await producer.sample(PROMPT, allowed=allowed) in ids
 
@@ -138,9 +138,9 @@ async def test_no_token_is_sampled_if_all_allowed_ones_have_probability_0() -> N
     row = np.full(9, -np.inf, np.float32)
     row[3] = 0
     assert mass_of(row, np.array([1, 2])) == -np.inf
-    assert sample_of(row, Sampling(1.0, 1.0, 0), np.array([1, 3])) == 3
+    assert sample(row, Sampling(1.0, 1.0, 0), np.array([1, 3])) == 3
     with pytest.raises(NoProbability, match="none of the 2 allowed tokens"):
-        sample_of(row, Sampling(1.0, 1.0, 0), np.array([1, 2]))
+        sample(row, Sampling(1.0, 1.0, 0), np.array([1, 2]))
 
 
 BAD: list[tuple[Any, type[LMPoolError], str]] = [
@@ -192,7 +192,7 @@ def test_without_asyncio_too(pool: Pool) -> None:
         assert producer.topk(PROMPT, 1, allowed=[5]).ids.tolist() == [5]
         assert producer.topk(PROMPT, 1, allowed=[5], mode="logits").values.tolist() == [logits_of(PROMPT)[5]]
         best = producer.batch_topk([PROMPT, OTHER], 2, allowed=named, mode="logits")
-        assert np.array_equal(best.values[1], top_of(logits_of(OTHER), 2, np.array([4, 5])).values)
+        assert np.array_equal(best.values[1], top(logits_of(OTHER), 2, np.array([4, 5])).values)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 300])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import deque
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -36,6 +37,20 @@ vocabularies = st.one_of(
         lambda lists: list(chain.from_iterable(lists))
     ),
 ).flatmap(st.permutations)
+
+
+def bytes_held(thing: object, seen: set[int] | None = None) -> int:
+    """Bytes of all arrays and tensors that an object holds, at any depth; each array counts once."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return 0
+    seen.add(id(thing))
+    if hasattr(thing, "nbytes"):
+        return int(thing.nbytes)
+    parts = (
+        thing if isinstance(thing, (tuple, list, deque)) else vars(thing).values() if hasattr(thing, "__dict__") else ()
+    )
+    return sum(bytes_held(part, seen) for part in parts)
 
 
 class Reference(NamedTuple):

@@ -72,12 +72,10 @@ async def values_of_nodes(producer: Producer) -> Any:
 
 KINDS = {
     "top": Kind(lambda producer: producer.topk(PROMPT, 3), "lmpool.protocol.query.top"),
-    "top-of-allowed": Kind(
-        lambda producer: producer.topk(PROMPT, 3, allowed=[1, 2, 3]), "lmpool.protocol.query.top_of"
-    ),
+    "top-of-allowed": Kind(lambda producer: producer.topk(PROMPT, 3, allowed=[1, 2, 3]), "lmpool.protocol.query.top"),
     "sample": Kind(lambda producer: producer.sample(PROMPT, seed=1), "lmpool.protocol.query.sample"),
     "sample-of-allowed": Kind(
-        lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.protocol.query.sample_of"
+        lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.protocol.query.sample"
     ),
     "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.protocol.query.mass_of"),
     "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.yielding.sample"),

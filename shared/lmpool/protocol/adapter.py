@@ -44,10 +44,8 @@ _MAX_SOURCE = 4096  # Max bytes of an adapter's source: PATH_MAX of Linux.
 def check_adapter_name(field: str, name: object) -> str:
     """Return the name if an adapter can have it; otherwise raise `SettingsError` with the setting's name `field`."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name != name.strip():
-        raise SettingsError(
-            f"{field}: {shown(name)} must be 1 to 100 characters without @, comma, = and control characters, and "
-            "without spaces at its ends"
-        )
+        rule = "1 to 100 characters without @, comma, = and control characters, and without spaces at its ends"
+        raise SettingsError(f"{field}: {shown(name)} must be {rule}")
     return name
 
 

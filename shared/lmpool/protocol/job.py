@@ -9,7 +9,6 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Iterable, Mapping
-from functools import cache
 from mmap import mmap
 from typing import Any, NamedTuple, TypeVar
 
@@ -86,14 +85,12 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
         data, low, high = b"", 0, max(ids)
         try:
             packed = array("I", ids)
-        except OverflowError:
-            low = min(ids)
-        else:
             if sys.byteorder == "big":
                 packed.byteswap()
             data = packed.tobytes()
-    if low < 0 or high >= vocab_size:
-        raise _out_of_range(low if low < 0 else high, vocab_size)
+        except OverflowError:
+            low = min(ids)
+    _check_range(low, high, vocab_size)
     return Prompt(data, digest_of(data, adapter), adapter)
 
 
@@ -134,9 +131,7 @@ def check_encoded(data: bytes, *, vocab_size: int, max_tokens: int) -> None:
     if len(data) % 4:
         raise NotTokenIds(f"{len(data)} bytes are not a whole number of uint32 ids")
     _check_length(len(data) // 4, max_tokens)
-    high = int(decode_ids(data).max())
-    if high >= vocab_size:
-        raise _out_of_range(high, vocab_size)
+    _check_range(0, int(decode_ids(data).max()), vocab_size)
 
 
 def _check_length(count: int, max_tokens: int) -> None:
@@ -146,10 +141,10 @@ def _check_length(count: int, max_tokens: int) -> None:
         raise PromptTooLong(f"the prompt has {count} tokens: this model takes at most {max_tokens}")
 
 
-def _out_of_range(token: int, vocab_size: int) -> TokenOutOfRange:
-    return TokenOutOfRange(
-        f"token id {shown(token, _MAX_SHOWN)} is out of range: this model's ids go from 0 to {vocab_size - 1}"
-    )
+def _check_range(low: int, high: int, vocab_size: int) -> None:
+    if low < 0 or high >= vocab_size:
+        token = shown(low if low < 0 else high, _MAX_SHOWN)
+        raise TokenOutOfRange(f"token id {token} is out of range: this model's ids go from 0 to {vocab_size - 1}")
 
 
 def _as_int(value: Any, index: int) -> int:
@@ -242,13 +237,7 @@ class Failure(Message, frozen=True, tag=WIRE_VERSION):
         return _ENCODER.encode((WIRE_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
 
 
-@cache
-def _size_byte(kind: type[Message]) -> int:
-    """The first byte of an encoded message: the length of the array."""
-    return 0x90 + len(kind.__struct_fields__) + (kind.__struct_config__.tag is not None)
-
-
-_TRACED_HEAD = bytes([_size_byte(TracedJob), WIRE_VERSION])
+_TRACED_HEAD = TracedJob(b"", "", "").pack()[:2]  # The length of the array, and the version.
 _JOBS = msgspec.msgpack.Decoder(Job)
 _TRACED_JOBS: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(TracedJob)
 _FAILURES = msgspec.msgpack.Decoder(Failure)
@@ -282,17 +271,15 @@ def other_version(kind: str, version: int, own: int = WIRE_VERSION) -> str:
 def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: str) -> M:
     """Decode a message from a process that is not trusted; raises `ProtocolError` for bytes that are no such message.
 
-    Decoders know the types of all fields, so they build no objects for unexpected values.
+    Decoders know the types of all fields, so they build no objects for unexpected values. Missing last fields get their
+    defaults.
     """
     if len(data) > limit:
         raise ProtocolError(f"{name} of {len(data)} bytes is over the limit of {limit}")
     try:
-        message = decoder.decode(data)
+        return decoder.decode(data)
     except (ValueError, RecursionError) as error:
         tag = decoder.type.__struct_config__.tag
         if isinstance(tag, int) and len(data) > 1 and data[0] >> 4 == 9 and tag != data[1] < 0x80:
             raise ProtocolError(other_version(f"{name} of", data[1], tag)) from error
         raise ProtocolError(f"not {name}: {error!s:.100}") from error
-    if data[0] != _size_byte(type(message)):  # msgspec also accepts messages that lack fields with defaults.
-        raise ProtocolError(f"not {name}: it has too few fields")
-    return message

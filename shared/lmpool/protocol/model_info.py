@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, get_type_hints
 
-import msgpack
 import msgspec
 
 from lmpool.errors import ProtocolError
@@ -100,7 +99,7 @@ class ModelInfo:
     @property
     def fingerprint(self) -> str:
         """Hash of `identity` (32 hexadecimal digits): the namespace of the model's rows in the cache."""
-        return hashlib.blake2b(msgpack.packb(sorted(self.identity.items())), digest_size=16).hexdigest()
+        return hashlib.blake2b(msgspec.msgpack.encode(sorted(self.identity.items())), digest_size=16).hexdigest()
 
     @property
     def service_fingerprint(self) -> str:
@@ -128,14 +127,12 @@ class ModelInfo:
     def differences(self, other: ModelInfo) -> list[str]:
         """The identity fields in which two infos differ, as "FIELD is VALUE there and VALUE here"."""
         mine, theirs = self.identity, other.identity
-        return [
-            f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in mine if mine[name] != theirs[name]
-        ]
+        changed = [name for name in mine if mine[name] != theirs[name]]
+        return [f"{name} is {theirs[name]!r} there and {mine[name]!r} here" for name in changed]
 
     def pack(self) -> bytes:
         """The info as MessagePack."""
-        packed: bytes = msgpack.packb({_VERSION_FIELD: WIRE_VERSION, **asdict(self)})
-        return packed
+        return msgspec.msgpack.encode({_VERSION_FIELD: WIRE_VERSION, **asdict(self)})
 
     @classmethod
     def unpack(cls, data: bytes) -> ModelInfo:

@@ -84,25 +84,21 @@ class Continuation(NamedTuple):
     logprobs: NDArray[np.float32]
 
 
-def top(row: Row, k: int) -> TopK:
-    """The `k` largest entries of a row of shape (V,), 1 <= k <= V."""
-    ids = _largest(row, k)
-    return TopK(row[ids], ids)
+def top(row: Row, k: int, allowed: NDArray[np.int64] | None = None) -> TopK:
+    """The `k` largest entries of a row of shape (V,), or of its entries of the ascending ids `allowed`."""
+    values = row if allowed is None else row[allowed]
+    ids = _largest(values, k)
+    return TopK(values[ids], ids if allowed is None else allowed[ids])
 
 
-class Kept(NamedTuple):
-    """The tokens that may be drawn, and their weights."""
+def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] | None, NDArray[np.float32]]:
+    """The tokens of a row of shape (V,) that `sample` draws from. At least one entry must be above -inf.
 
-    ids: NDArray[np.int64] | None
-    """int64 (m,) token ids, largest weight first, equal weights in the order of their ids; None for the whole row."""
-    weights: NDArray[np.float32]
-    """float32 (m,), proportional to the probabilities of being drawn; the largest is 1."""
-
-
-def kept(row: Row, temperature: float, top_p: float) -> Kept:
-    """The tokens of a row of shape (V,) that `sample` draws from. At least one entry must be above -inf."""
+    Returns the ids, (m,), largest weight first, equal weights in the order of their ids, or None for the whole row; and
+    the weights, (m,), which are proportional to the probabilities of being drawn. The largest weight is 1.
+    """
     if temperature == 0:
-        return Kept(np.array([row.argmax()]), np.ones(1, np.float32))
+        return np.array([row.argmax()]), np.ones(1, np.float32)
     # Subtract the largest entry first: otherwise exp of all entries could be 0 at a small temperature.
     weights = row - np.maximum.reduce(row)
     if temperature != 1:
@@ -111,7 +107,7 @@ def kept(row: Row, temperature: float, top_p: float) -> Kept:
             weights /= np.float32(min(max(temperature, 1e-30), 1e30))
     np.exp(weights, out=weights)  # float32 is as exact as the row; sums use float64.
     if top_p == 1:
-        return Kept(None, weights)
+        return None, weights
     # Keep the fewest tokens whose weights sum to at least `top_p` of the total.
     wanted, few = top_p * weights.sum(dtype=np.float64), _FEW
     while True:
@@ -119,12 +115,20 @@ def kept(row: Row, temperature: float, top_p: float) -> Kept:
         mass = np.cumsum(weights[ids], dtype=np.float64)
         if mass[-1] >= wanted or few >= len(weights):
             ids = ids[: int(np.searchsorted(mass, wanted)) + 1]
-            return Kept(ids, weights[ids])
+            return ids, weights[ids]
         few *= _FEW_MORE
 
 
-def sample(row: Row, how: Sampling) -> int:
-    """A token drawn from a row of shape (V,)."""
+def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | None = None) -> int:
+    """A token drawn from a row of shape (V,), or from its tokens of the ascending ids `allowed`.
+
+    Raises `NoProbability` if all allowed tokens have probability 0.
+    """
+    if allowed is not None:
+        values = row[allowed]
+        if values.max() == -np.inf:
+            raise NoProbability(f"none of the {len(allowed)} allowed tokens has a probability above 0")
+        return int(allowed[sample(values, how)])
     if how.temperature == 0:  # Faster than `kept`, with the same result.
         return int(row.argmax())
     ids, weights = kept(row, how.temperature, how.top_p)
@@ -148,20 +152,6 @@ def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.f
     place = int(mass.searchsorted(wanted, side="right"))
     # Rounding can make `wanted` equal to the whole sum: then take the last token, but none without weight.
     return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
-
-
-def top_of(row: Row, k: int, ids: NDArray[np.int64]) -> TopK:
-    """As `top`, but only among the entries of the ascending ids of shape (n,), 1 <= k <= n."""
-    best = top(row[ids], k)
-    return TopK(best.values, ids[best.ids])
-
-
-def sample_of(row: Row, how: Sampling, ids: NDArray[np.int64]) -> int:
-    """As `sample`, but only among the tokens of ascending ids; raises `NoProbability` if all have probability 0."""
-    values = row[ids]
-    if values.max() == -np.inf:
-        raise NoProbability(f"none of the {len(ids)} allowed tokens has a probability above 0")
-    return int(ids[sample(values, how)])
 
 
 def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
@@ -318,11 +308,6 @@ class SampleQuery(Message, frozen=True, tag="sample"):
     seed: Annotated[int, Meta(ge=0)]
     allowed: bytes = b""
 
-    @property
-    def how(self) -> Sampling:
-        """The parameters of the draw."""
-        return Sampling(self.temperature, self.top_p, self.seed)
-
 
 class MassQuery(Message, frozen=True, tag="mass"):
     """The logarithm of the sum of the probabilities of the tokens in `allowed`, float32 of shape (1,)."""
@@ -391,9 +376,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         """Max positions that one job may request."""
         return max(1, MAX_ANSWER // self.width(vocab_size))
 
-    def of(
-        self, logits: NDArray[np.float32], log_z: NDArray[np.float32], following: NDArray[Any]
-    ) -> NDArray[np.float32]:
+    def of(self, logits: Row, log_z: Row, following: NDArray[Any]) -> Row:
         """The result for n positions, float32 (n, width).
 
         Computed from logits (n, V), the logarithms (n,) of the sums of their exponentials, and the next tokens (n,).
@@ -402,9 +385,8 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
             return log_z[:, None]
         rows = logits if self.values in ("logits", "score_logits") else logits - log_z[:, None]
         if self.top:
-            ids = self.target_ids
-            tops = [top_of(row, self.top, ids) if self.targets else top(row, self.top) for row in rows]
-            return pack_top(stack_tops(tops, self.top))
+            ids = self.target_ids if self.targets else None
+            return pack_top(stack_tops([top(row, self.top, ids) for row in rows], self.top))
         if self.is_of_next_token:
             return np.take_along_axis(rows, following.astype(np.int64)[:, None], axis=1)
         return rows[:, self.target_ids] if self.targets else rows
@@ -421,36 +403,28 @@ class GenerateQuery(Message, frozen=True, tag="generate"):
     stop: Annotated[bytes, Meta(max_length=4 * MAX_STOP_NUMBERS)] = b""
 
     def check(self) -> None:
-        if len(self.stop) % 4:
-            raise ProtocolError("a query to generate has stop sequences that are cut off")
         _ = self.stops
 
-    @property
-    def how(self) -> Sampling:
-        """The parameters of the first draw."""
-        return Sampling(self.temperature, self.top_p, self.seed)
+    def draw(self, number: int) -> Sampling:
+        """The parameters of the draw of token `number` of the continuation."""
+        return Sampling(self.temperature, self.top_p, (self.seed + number) & MAX_SEED)
 
     @property
     def stops(self) -> list[bytes]:
         """The stop sequences, as little-endian uint32; raises `ProtocolError` if one is empty or cut off."""
-        numbers, at, stops = np.frombuffer(self.stop, "<u4").tolist(), 0, list[bytes]()
-        while at < len(numbers):
-            end = at + 1 + numbers[at]
-            stops.append(self.stop[4 * (at + 1) : 4 * end])
-            if not numbers[at] or end > len(numbers):
+        at, stops = 0, list[bytes]()
+        while at < len(self.stop):
+            size = 4 * int.from_bytes(self.stop[at : at + 4], "little")
+            stops.append(self.stop[at + 4 : at + 4 + size])
+            if not size or len(stops[-1]) < size:
                 raise ProtocolError("a query to generate has stop sequences that are empty or cut off")
-            at = end
+            at += 4 + size
         return stops
 
 
 def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
     """Sequences of tokens in the form of `GenerateQuery.stop`."""
     return np.array([number for stop in stops for number in (len(stop), *stop)], "<u4").tobytes()
-
-
-def drawn_at(how: Sampling, place: int) -> Sampling:
-    """The parameters of the draw of token number `place` in a continuation, if `how` draws the first token."""
-    return how._replace(seed=(how.seed + place) & MAX_SEED)
 
 
 class HeadQuery(Message, frozen=True, tag="head"):
@@ -478,11 +452,10 @@ PickQuery = TopQuery | SampleQuery | MassQuery
 Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
 
 
-_DECODERS: dict[bytes, Decoder[Any]] = {
-    str(kind.__struct_config__.tag).encode(): Decoder(kind)
-    for kind in (TopQuery, SampleQuery, MassQuery, PositionsQuery, GenerateQuery, HeadQuery, FreshQuery)
-}
 _TRIE_QUERIES = Decoder(TrieQuery)
+_DECODERS: dict[bytes, Decoder[Any]] = {
+    str(kind.__struct_config__.tag).encode(): Decoder(kind) for kind in get_args(Query) if kind is not TrieQuery
+}
 
 
 def unpack_query(data: bytes) -> Query:

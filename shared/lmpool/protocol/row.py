@@ -159,47 +159,29 @@ class RowBlock:
         return _widened(self.numbers[index], self.encoding, 0.0)
 
     def select(self, indices: Sequence[int]) -> RowBlock:
-        """The rows at `indices` (a copy)."""
-        log_z = None if self.log_z is None else self.log_z[indices]
-        return RowBlock([self.digests[index] for index in indices], self.numbers[indices], log_z, self.encoding)
-
-    def part(self, rows: range) -> RowBlock:
-        """The adjacent rows of a range, without a copy."""
-        part = slice(rows.start, rows.stop)
-        log_z = None if self.log_z is None else self.log_z[part]
-        return RowBlock(self.digests[part], self.numbers[part], log_z, self.encoding)
+        """The rows at `indices`: a copy, except for adjacent rows that are given as a range."""
+        at: Any = slice(indices.start, indices.stop) if isinstance(indices, range) else indices
+        log_z = None if self.log_z is None else self.log_z[at]
+        return RowBlock([self.digests[index] for index in indices], self.numbers[at], log_z, self.encoding)
 
     @classmethod
     def joined(cls, blocks: Sequence[RowBlock]) -> RowBlock:
         """The rows of several blocks of the same V and encoding (a copy)."""
         log_z = [block.log_z for block in blocks if block.log_z is not None]
-        return cls(
-            [digest for block in blocks for digest in block.digests],
-            np.concatenate([block.numbers for block in blocks]),
-            np.concatenate(log_z) if log_z else None,
-            blocks[0].encoding,
-        )
+        digests = [digest for block in blocks for digest in block.digests]
+        numbers = np.concatenate([block.numbers for block in blocks])
+        return cls(digests, numbers, np.concatenate(log_z) if log_z else None, blocks[0].encoding)
 
     @classmethod
     def decoded(cls, digest: bytes, data: NDArray[np.uint8], vocab_size: int) -> RowBlock:
         """The block of one encoded row (a copy); raises `ProtocolError` as `decode_row`."""
         encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
-        return cls(
-            [digest], numbers[None].copy(), None if encoding is _F32 else np.array([log_z], np.float32), encoding
-        )
-
-    def small_values(self) -> list[bytes] | None:
-        """All rows as bytes if they are small enough for notifications, else None."""
-        return _small(self.encoded())
+        log_zs = None if encoding is _F32 else np.array([log_z], np.float32)
+        return cls([digest], numbers[None].copy(), log_zs, encoding)
 
     def encode(self, index: int) -> bytes:
         """One row as bytes, header and numbers (a copy)."""
         return b"".join(*self.encoded([index]))
-
-
-def _small(encoded: list[Encoded]) -> list[bytes] | None:
-    is_small = all(numbers.nbytes <= _MAX_SMALL - HEADER_SIZE for _, numbers in encoded)
-    return [header + bytes(numbers) for header, numbers in encoded] if is_small else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,22 +201,25 @@ class VectorBlock:
         """Bytes of all vectors, encoded."""
         return sum(vector.nbytes + HEADER_SIZE for vector in self.vectors)
 
-    def small_values(self) -> list[bytes] | None:
-        """As `RowBlock.small_values`."""
-        return _small(self.encoded())
-
     def select(self, indices: Sequence[int]) -> VectorBlock:
         """The vectors at `indices`."""
         return VectorBlock([self.digests[index] for index in indices], [self.vectors[index] for index in indices])
 
-    def encoded(self, indices: Sequence[int] | None = None) -> list[Encoded]:
-        """The header and the numbers of the vectors at `indices` (None: of all), without a copy of the numbers."""
-        chosen = self.vectors if indices is None else [self.vectors[index] for index in indices]
-        return [(f32_header(len(vector)), vector.data.cast("B")) for vector in chosen]
+    def encoded(self) -> list[Encoded]:
+        """The header and the numbers of all vectors, without a copy of the numbers."""
+        return [(f32_header(len(vector)), vector.data.cast("B")) for vector in self.vectors]
 
 
 Block = RowBlock | VectorBlock
 """Results of a step: rows, or results of queries."""
+
+
+def small_values(block: Block) -> list[bytes] | None:
+    """All results of a block as bytes if they are small enough for notifications, else None."""
+    encoded = block.encoded()
+    is_small = all(numbers.nbytes <= _MAX_SMALL - HEADER_SIZE for _, numbers in encoded)
+    return [header + bytes(numbers) for header, numbers in encoded] if is_small else None
+
 
 Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
 """A function that allocates bytes: returns a view for reading and a view for writing."""
@@ -296,18 +281,13 @@ def decode_entries(data: bytes, vocab_size: int, count: int) -> NDArray[np.float
 
 def split_rows(data: bytes, count: int) -> list[bytes] | None:
     """Split bytes into `count` consecutive encoded rows; None if the bytes are anything else."""
-    rows, at = [], 0
-    for _ in range(count):
-        if at + HEADER_SIZE > len(data):
-            return None
+    rows, at = list[bytes](), 0
+    while at + HEADER_SIZE <= len(data):
         _, _, code, _, size, _ = _HEADER.unpack_from(data, at)
-        encoding = _ENCODINGS.get(code)
-        end = at if encoding is None else at + encoded_size(size, encoding)
+        end = at + encoded_size(size, _ENCODINGS.get(code, _F32))
         rows.append(data[at:end])
-        if end == at or end > len(data):
-            return None
         at = end
-    return rows if at == len(data) else None
+    return rows if at == len(data) and len(rows) == count else None
 
 
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
@@ -380,9 +360,7 @@ def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encodin
     return encoding, log_z, data[HEADER_SIZE:].view(dtype)
 
 
-def _widened(
-    numbers: NDArray[Any], encoding: Encoding, log_z: float | NDArray[np.float32], out: Row | None = None
-) -> Row:
+def _widened(numbers: NDArray[Any], encoding: Encoding, log_z: float | Row, out: Row | None = None) -> Row:
     """The log-probabilities of 16-bit numbers, in new memory or in `out`."""
     row = np.empty(numbers.shape, np.float32) if out is None else out
     if encoding is _BF16:

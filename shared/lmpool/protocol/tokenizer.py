@@ -16,8 +16,7 @@ import math
 import re
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -68,24 +67,20 @@ _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
 # A character class. It may contain POSIX classes and one level of nested classes, and must not begin with a bracket.
 _IN_CLASS = r"\\.|[^\\\[\]]|\[:\^?[a-z]{4,6}:\]"
 _CLASS = re.compile(rf"\[(?!\^?\])(?:{_IN_CLASS}|\[(?!\^?\]|:)(?:{_IN_CLASS})*\])*\]", re.DOTALL)
-_LEVEL = 6  # Compression level: the default of zlib.
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTokenizer:
+class PackedTokenizer(NamedTuple):
     """A compressed `tokenizer.json`."""
 
-    data: bytes
-    """The file as a zlib stream."""
-    digest: str
-    """32 hex digits, the BLAKE2b-128 of `data`."""
+    data: bytes  # The file as a zlib stream.
+    digest: str  # 32 hex digits, the BLAKE2b-128 of `data`.
 
     @classmethod
     def pack(cls, text: str) -> PackedTokenizer:
         """Compress a `tokenizer.json`; raises `InvalidVocabulary` if it is too large."""
         plain = text.encode()
         _check_size("its tokenizer.json", len(plain), MAX_TOKENIZER_BYTES, "bytes")
-        data = zlib.compress(plain, _LEVEL)
+        data = zlib.compress(plain)
         _check_size("its compressed tokenizer.json", len(data), MAX_PACKED_BYTES, "bytes")
         return cls(data, digest_of(data))
 
@@ -116,14 +111,14 @@ def digest_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-class _Model(msgspec.Struct):
+class _Model(msgspec.Struct, frozen=True):
     max_input_chars_per_word: int = 0  # Max characters of a word that WordPiece splits; other models have no limit.
 
 
 class _File(msgspec.Struct):
     """The parts of a `tokenizer.json` that do more than look tokens up."""
 
-    model: _Model | None = None
+    model: _Model = _Model()
     normalizer: Any = None
     pre_tokenizer: Any = None
     post_processor: Any = None
@@ -139,16 +134,15 @@ def check_tokenizer(text: str) -> float:
         file = msgspec.json.decode(text, type=_File)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
-    if file.model is not None:
-        _check_size("a word that its model splits", file.model.max_input_chars_per_word, _MAX_WORD_CHARACTERS)
+    _check_size("a word that its model splits", file.model.max_input_chars_per_word, _MAX_WORD_CHARACTERS)
     growth = dict.fromkeys(_PARTS, 1.0)
     try:
         for part in _PARTS:
             for component in _components(part, getattr(file, part)):
                 growth[part] *= _check_component(part, component)
-                if growth[part] > MAX_GROWTH:
+                if (factor := growth[part]) > MAX_GROWTH:
                     raise InvalidVocabulary(
-                        f"its {part} can lengthen a text {growth[part]:.3g} times; the limit is {MAX_GROWTH}"
+                        f"its {part} can lengthen a text {factor:.3g} times; the limit is {MAX_GROWTH}"
                     )
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidVocabulary(f"its tokenizer.json has a component without the fields it needs: {error}") from error
@@ -157,16 +151,17 @@ def check_tokenizer(text: str) -> float:
 
 def _components(part: str, whole: Any) -> Iterator[dict[str, Any]]:
     """The components of one part, in order, with nested lists flattened."""
-    waiting, count = [whole] if whole is not None else [], 0
-    while waiting:
+    waiting = [] if whole is None else [whole]
+    for _ in range(_MAX_COMPONENTS):
+        if not waiting:
+            return
         component = waiting.pop()
         if component["type"] == "Sequence":
             waiting.extend(reversed(component[_PARTS[part][0]]))
         else:
             yield component
-        count += 1
-        if count + len(waiting) > _MAX_COMPONENTS:
-            raise InvalidVocabulary(f"its {part} has more than {_MAX_COMPONENTS} components")
+    if waiting:
+        raise InvalidVocabulary(f"its {part} has more than {_MAX_COMPONENTS} components")
 
 
 def _check_component(part: str, component: dict[str, Any]) -> float:
@@ -186,7 +181,14 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
         replacements = data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")
         return float(max([1, *(len(replacement.decode(errors="replace")) for replacement in replacements)]))
     if kind == "TemplateProcessing":
-        _check_template(component)
+        added = component["special_tokens"]
+        for name in ("single", "pair"):
+            pieces = [piece for whole in component[name] for piece in whole.items()]
+            texts = [value["id"] for kind, value in pieces if kind == "Sequence"]
+            tokens = sum(len(added[value["id"]]["ids"]) for kind, value in pieces if kind != "Sequence")
+            if len(set(texts)) != len(texts) or tokens > _MAX_SPECIAL_TOKENS:
+                limit = f"adds {tokens} tokens of at most {_MAX_SPECIAL_TOKENS}"
+                raise InvalidVocabulary(f"its template {name!r} repeats the text, or {limit}")
     if kind not in {"Split", "Replace"}:
         return 1.0
     if len(component["pattern"]) != 1:
@@ -203,19 +205,6 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
     return 1.0 if kind == "Split" else max(1.0, math.ceil(len(component["content"]) / shortest))
 
 
-def _check_template(component: dict[str, Any]) -> None:
-    """Refuse a template that repeats the text, or adds too many tokens."""
-    added = component["special_tokens"]
-    for name in ("single", "pair"):
-        pieces = [piece for whole in component[name] for piece in whole.items()]
-        texts = [value["id"] for kind, value in pieces if kind == "Sequence"]
-        tokens = sum(len(added[value["id"]]["ids"]) for kind, value in pieces if kind != "Sequence")
-        if len(set(texts)) != len(texts) or tokens > _MAX_SPECIAL_TOKENS:
-            raise InvalidVocabulary(
-                f"its template {name!r} repeats the text, or adds {tokens} tokens of at most {_MAX_SPECIAL_TOKENS}"
-            )
-
-
 def check_regex(pattern: str) -> None:
     """Refuse a regular expression whose time can grow exponentially with the text, or with the pattern.
 
@@ -224,6 +213,9 @@ def check_regex(pattern: str) -> None:
     known tokenizers pass. Raises `InvalidVocabulary`.
     """
     _check_size("a pattern", len(pattern), _MAX_PATTERN_CHARACTERS)
+    for escaped in re.findall(r"\\(.?)", pattern, re.DOTALL):
+        if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
+            raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an unknown escape")
     at, repeats, choices, previous = 0, 0, 0, ""
     # For each open group: whether it has always matched equally many characters so far. First: the whole pattern.
     fixed = [True]
@@ -245,12 +237,10 @@ def check_regex(pattern: str) -> None:
             fixed[-1] = fixed[-1] and is_exact and previous == "character"
             previous = "interval" if sign[0] == "{" else "quantifier"
         elif character == "\\":
-            at, previous = _end_of_escape(pattern, at), "character"
+            at, previous = at + 2, "character"
         elif character == "[":
             if not (found := _CLASS.match(pattern, at)):
                 raise _refused(pattern, "has a character class without an end, or of an unknown form")
-            for escape in re.finditer(r"\\.", found[0], re.DOTALL):
-                _end_of_escape(pattern, at + escape.start())
             at, previous = found.end(), "character"
         elif opening := _GROUP_OPENING.match(pattern, at):
             at, previous = opening.end(), ""
@@ -272,11 +262,3 @@ def check_regex(pattern: str) -> None:
 
 def _refused(pattern: str, why: str) -> InvalidVocabulary:
     return InvalidVocabulary(f"the pattern {shown(pattern)} {why}: it could take very long, so lmpool refuses it")
-
-
-def _end_of_escape(pattern: str, at: int) -> int:
-    """The position after the backslash at `at` and the character behind it."""
-    escaped = pattern[at + 1 : at + 2]
-    if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
-        raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an escape that lmpool does not accept")
-    return at + 2

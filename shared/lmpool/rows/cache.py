@@ -33,6 +33,7 @@ from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_refe
 
 T = TypeVar("T")
 
+Errors = tuple[type[LMPoolError], ...]
 Found = Row | CorruptRow | None
 """The result of a read: a row, None if no row is stored, or an error that says why the stored value is no row."""
 
@@ -41,9 +42,6 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
 """Callback with a function that calls scripts on the model's queue, and the digests of the rows refused so far."""
-
-Behind = Callable[[Call], Awaitable[None]] | None
-"""As `Then`, without the digests of refused rows; None for no callback."""
 
 CHUNK_BYTES = 4 * 1024 * 1024  # Max bytes of values per MGET; each request costs its client about 90 µs.
 CHUNK_ROWS = 512  # Max keys per MGET, so that tiny values do not make one request arbitrarily long.
@@ -65,9 +63,7 @@ class RowConnection(Connection[RawRowCommands]):
     the errors `apart`, each value of the chunk is requested alone.
     """
 
-    def __init__(
-        self, server: Server, reply_timeout_s: float, apart: tuple[type[LMPoolError], ...] = (ProtocolError,)
-    ) -> None:
+    def __init__(self, server: Server, reply_timeout_s: float, apart: Errors = (ProtocolError,)) -> None:
         async def open_commands() -> RawRowCommands:
             return RawRowCommands(await server.open(), _MAX_REPLY_BYTES)
 
@@ -82,30 +78,26 @@ class RowConnection(Connection[RawRowCommands]):
 
     async def call(self, *arguments: Argument) -> Any:
         """Run a command; raises `NoScriptError` and `ServerError` as `wait_for`."""
-        return await self._call_on(await self.open(), *arguments)
-
-    async def _call_on(self, raw: RawRowCommands, *arguments: Argument) -> Any:
+        raw = await self.open()
         return await self.wait_for(raw, raw.call(arguments))
 
-    async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> list[ResponseError | None]:
+    async def set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Then | None) -> list[ResponseError | None]:
         """Store rows; returns the error of each row that the server refused for good.
 
-        `then` receives a function that sends commands after the writes, on the same connection or not at all. Raises
-        `ServerError` if the server cannot be used, or temporarily refuses a row.
+        `then` sends commands after the writes, on the same connection or not at all. Raises `ServerError` if the server
+        cannot be used, or temporarily refuses a row.
         """
         raw = await self.open()
         stored = raw.set(writes, ttl_ms)
         if then is not None:
-            await then(partial(self._call_on, raw))
+            await then(lambda *arguments: self.wait_for(raw, raw.call(arguments)), ())
         replies: list[ResponseError | None] = await self.wait_for(raw, stored)
         for error in filter(None, replies):
             if self.check(raw, error):
                 raise self._server.explain(error)
         return replies
 
-    async def get(
-        self, keys: Sequence[bytes], max_bytes: Sequence[int], *, by_getrange: bool = False
-    ) -> Sequence[Value]:
+    async def get(self, keys: Sequence[bytes], max_bytes: Sequence[int], *, by_getrange: bool = False) -> list[Value]:
         """Fetch one chunk of values. A value that is longer than its limit is returned whole or cut to that length.
 
         `by_getrange`: fetch each value alone, because the user may not run MGET on these keys.
@@ -124,19 +116,17 @@ class RowConnection(Connection[RawRowCommands]):
                             raise self.distrust(values)
                     return values
             raw = await self._large.open()
-            pairs = zip(keys, max_bytes, strict=True)
-            replies = [
-                self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most)) for key, most in pairs
-            ]
-            outcomes: list[Any] = await asyncio.gather(*replies, return_exceptions=True)
-        for at, outcome in enumerate(outcomes):
-            if isinstance(outcome, BaseException):
-                outcomes[at] = refusal = outcome.__cause__
-                if not isinstance(refusal, ResponseError) or self._server.is_not_now(refusal):
-                    raise outcome
-            elif not len(outcome):  # GETRANGE returns an empty string for a missing key.
-                outcomes[at] = None
-        return outcomes
+
+            async def read(key: bytes, most: int) -> Value:
+                try:
+                    value: Any = await self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most))
+                except LMPoolError as error:
+                    if isinstance(error.__cause__, ResponseError) and not self._server.is_not_now(error.__cause__):
+                        return error.__cause__
+                    raise
+                return value if len(value) else None  # GETRANGE returns an empty string for a missing key.
+
+            return await asyncio.gather(*map(read, keys, max_bytes))
 
     def close(self) -> None:
         """Close the connections; pending requests fail."""
@@ -147,9 +137,7 @@ class RowConnection(Connection[RawRowCommands]):
 class RowConnections:
     """The connections for rows to one server, or to each master of a cluster; arguments as for `RowConnection`."""
 
-    def __init__(
-        self, server: Server, reply_timeout_s: float, apart: tuple[type[LMPoolError], ...] = (ProtocolError,)
-    ) -> None:
+    def __init__(self, server: Server, reply_timeout_s: float, apart: Errors = (ProtocolError,)) -> None:
         self._server = server
         self._connect = partial(RowConnection, reply_timeout_s=reply_timeout_s, apart=apart)
         self._connections: dict[Server, RowConnection] = {}
@@ -200,13 +188,14 @@ class RowCache:
 
     Attributes:
         is_seen: whether scripts on the model's queue can read the rows; on a cluster, rows are on other masters.
+        weights_prefix: the keys of weights without the weights' name.
         queue: calls scripts on the model's queue, after all pending writes of rows if scripts can read rows.
     """
 
     def __init__(self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> None:
         self.is_seen = not server.is_cluster
         self._prefix = keys.row(info.fingerprint)
-        self._weights_prefix = keys.weights()
+        self.weights_prefix = keys.weights()
         self._vocab_size = info.vocab_size
         self._row_bytes = wire.encoded_size(info.vocab_size, info.row_encoding)
         # Read one byte more than a row may have, to notice a value that is too long.
@@ -235,9 +224,16 @@ class RowCache:
 
         Returns digest -> reason, for the rows that the server refused.
         """
-        writes = _writes(self._prefix, block, overwrite, shared.references)
-        behind = None if then is None or not self.is_seen else lambda call: then(call, ())
-        refused = await self._set(writes, self.ttl_ms(block), behind)
+        references, replaced = shared.references, set(overwrite)
+        # Encode no row if all of them are in shared memory.
+        encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
+        writes = [
+            RowWrite(self._prefix + digest, references[digest], _NOTHING, digest in replaced)
+            if digest in references
+            else RowWrite(self._prefix + digest, header, numbers, digest in replaced)
+            for digest, (header, numbers) in zip(block.digests, encoded, strict=True)
+        ]
+        refused = await self._set(writes, self.ttl_ms(block), then if self.is_seen else None)
         if then is not None and not self.is_seen:
             await then(self.queue, refused)
         return refused
@@ -245,13 +241,13 @@ class RowCache:
     async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, str]:
         """Store the weights of trie jobs; returns name -> reason, for the weights that the server refused."""
         writes = [
-            RowWrite(self._weights_prefix + sent.name, sent.secret + header, numbers, True)
+            RowWrite(self.weights_prefix + sent.name, sent.secret + header, numbers, True)
             for sent in weights
             for header, numbers in VectorBlock([sent.name], [sent.values]).encoded()
         ]
-        return await self._set(writes, _WEIGHTS_TTL_MS)
+        return await self._set(writes, _WEIGHTS_TTL_MS, None)
 
-    async def _set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Behind = None) -> dict[bytes, str]:
+    async def _set(self, writes: Sequence[RowWrite], ttl_ms: int, then: Then | None) -> dict[bytes, str]:
         parts = await self._connections.split([write.key for write in writes])
         replies = await _all([to.set([writes[at] for at in indices], ttl_ms, then) for to, indices in parts])
         return {
@@ -269,19 +265,18 @@ class RowCache:
         return [digests[at] for (at, _), size in zip(calls, sizes, strict=True) if size]
 
     async def entries(
-        self, digests: Sequence[bytes], encoding: Encoding, ranges: Sequence[bytes]
+        self, digests: Sequence[bytes], encoding: Encoding, ids: Sequence[Sequence[int]]
     ) -> list[bytes | None]:
-        """Read some entries of rows: the header of each row and the stored numbers, or None for no row.
+        """Read some entries of each row: the header of the row and the stored numbers of `ids`, or None for no row.
 
-        `encoding` is the most likely encoding of the rows; `ranges` are the positions of the entries of each row
-        (`lmpool.protocol.row.entry_ranges`).
+        `encoding` is the most likely encoding of the rows.
         """
         found: list[bytes | None] = [None] * len(digests)
         parts = await self._connections.split(self.keys_of(digests), each=True)
 
         async def read(connection: RowConnection, indices: Sequence[int]) -> None:
             keys = [self._prefix + digests[at] for at in indices]
-            arguments: list[Argument] = [int(encoding), *(ranges[at] for at in indices)]
+            arguments: list[Argument] = [int(encoding), *(wire.entry_ranges(ids[at], encoding) for at in indices)]
             replies = await scripts.ENTRIES.on(connection.call, keys, arguments)
             if not isinstance(replies, list) or len(replies) != len(indices):
                 raise connection.distrust(replies)
@@ -293,10 +288,7 @@ class RowCache:
                 found[at] = entries = reply[:-DIGEST_SIZE]
                 if is_reference(entries):
                     row = self._segments.follow(entries, digests[at], self._vocab_size)
-                    places = [int(place) for place in ranges[at].split()]
-                    width = places[1] - places[0] + 1
-                    chosen = [(place - wire.HEADER_SIZE) // width for place in places[::2]]
-                    found[at] = None if row is None else wire.f32_header(self._vocab_size) + row[chosen].tobytes()
+                    found[at] = None if row is None else wire.f32_header(len(row)) + row[list(ids[at])].tobytes()
 
         await _all([read(connection, indices) for connection, indices in parts])
         return found
@@ -305,10 +297,6 @@ class RowCache:
         """The keys of rows and answers, which scripts and `drop` receive."""
         prefix = self._prefix
         return [prefix + digest for digest in digests]
-
-    def keys_of_weights(self, names: Iterable[bytes]) -> list[bytes]:
-        """The keys of weights, which `drop` receives."""
-        return [self._weights_prefix + name for name in names]
 
     async def drop(self, keys: Sequence[bytes]) -> None:
         """Remove answers, weights and references, of any model.
@@ -326,13 +314,11 @@ class RowCache:
         `lengths`: digest -> number of entries, for answers to queries. After a `ServerError` the remaining rows
         are not delivered.
         """
-        lengths = lengths or {}
-        parts = await self._connections.split(self.keys_of(digests))
         chunks = []
-        for connection, indices in parts:
+        for connection, indices in await self._connections.split(self.keys_of(digests)):
             held = [digests[at] for at in indices]
-            cuts = cut_chunks(_sizes(held, lengths, self._row_bytes))
-            chunks += [self._get_chunk(connection, held[part], deliver, lengths) for part in cuts]
+            cuts = cut_chunks(_sizes(held, lengths or {}, self._row_bytes))
+            chunks += [self._get_chunk(connection, held[part], deliver, lengths or {}) for part in cuts]
         return sum(await _all(chunks))
 
     async def _get_chunk(
@@ -341,25 +327,18 @@ class RowCache:
         limits = _sizes(digests, lengths, self._max_row_bytes)
         values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), limits)
         if any(map(is_reference, values)):
-            values = await self._follow_all(connection, digests, values)
+            values, stale = list(values), list[bytes]()
+            for at, value in enumerate(values):
+                if isinstance(value, bytes) and is_reference(value):
+                    values[at] = self._segments.follow(value, digests[at], self._vocab_size)
+                    reference = unpack_reference(value)
+                    # Remove references of this host whose rows no longer exist.
+                    if values[at] is None and (reference is None or reference.host == self._segments.host):
+                        stale.append(self._prefix + digests[at])
+            await _all([connection.call(b"UNLINK", key) for key in stale])
         # Decode after the whole chunk has arrived: pauses in receiving would make the server wait for socket buffers.
         deliver(digests, read_values(digests, values, lengths, self._vocab_size))
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
-
-    async def _follow_all(
-        self, connection: RowConnection, digests: Sequence[bytes], values: Sequence[Value | Row]
-    ) -> list[Value | Row]:
-        """Replace references by their rows. References of this host whose rows no longer exist are removed."""
-        followed: list[Value | Row] = list(values)
-        stale = []
-        for at, value in enumerate(values):
-            if isinstance(value, bytes) and is_reference(value):
-                followed[at] = self._segments.follow(value, digests[at], self._vocab_size)
-                reference = unpack_reference(value)
-                if followed[at] is None and (reference is None or reference.host == self._segments.host):
-                    stale.append(self._prefix + digests[at])
-        await _all([connection.call(b"UNLINK", key) for key in stale])
-        return followed
 
     def close(self) -> None:
         """Close all connections; pending requests fail."""
@@ -387,35 +366,22 @@ def read_values(
     """Decode stored rows and answers; `lengths` as for `RowCache.get_many`. A float32 array is a decoded row."""
     if not lengths and (rows := wire.decode_rows(values, vocab_size)) is not None:
         return rows
-    return [
-        _read(digest, value, lengths.get(digest, vocab_size), is_answer=digest in lengths)
-        for digest, value in zip(digests, values, strict=True)
-    ]
+    pairs = zip(digests, values, strict=True)
+    return [_read(digest, value, vocab_size, lengths.get(digest)) for digest, value in pairs]
 
 
-def _read(digest: bytes, value: Any, length: int, *, is_answer: bool) -> Found:
+def _read(digest: bytes, value: Any, vocab_size: int, length: int | None) -> Found:
+    """Decode a stored row, or an answer if its `length` is given."""
     if value is None or (isinstance(value, np.ndarray) and value.dtype == np.float32):
         return value
-    if isinstance(value, ResponseError):
-        return CorruptRow(f"the cached value of prompt {digest.hex()} is no row: {value}")
     try:
-        row = wire.decode_row(np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value, length)
-        return row if is_answer else wire.check_row(row)
-    except ProtocolError as error:
+        if isinstance(value, ResponseError):
+            raise value
+        data = np.frombuffer(value, np.uint8) if isinstance(value, bytes) else value
+        row = wire.decode_row(data, length or vocab_size)
+        return wire.check_row(row) if length is None else row
+    except (ProtocolError, ResponseError) as error:
         return CorruptRow(f"the cached row of prompt {digest.hex()} is damaged: {error}")
-
-
-def _writes(
-    prefix: bytes, block: Block, overwrite: Collection[bytes], references: Mapping[bytes, bytes] = NOT_SHARED.references
-) -> list[RowWrite]:
-    encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
-    replaced = set(overwrite)
-    return [
-        RowWrite(prefix + digest, references[digest], _NOTHING, digest in replaced)
-        if digest in references
-        else RowWrite(prefix + digest, header, numbers, digest in replaced)
-        for digest, (header, numbers) in zip(block.digests, encoded, strict=True)
-    ]
 
 
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -190,10 +190,20 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
         while self._bulk is None and (stop := scratch.find(CRLF, start, end)) >= 0:
             kind, line = scratch[start], scratch[start + 1 : stop]
             start = stop + 2
-            if kind != 0x24 or line == b"-1":  # Not the size of a value: another type, or "$-1" (no value).
-                self._read_line(kind, line)
+            command = self._awaited[0]
+            if kind != 0x24 or line == b"-1":  # Not the size of a value.
+                if kind in (0x24, 0x5F):  # "$-1" or "_": no value.
+                    self._take(None)
+                elif kind == 0x2A and int(line) == command.count and not command.is_begun:  # "*": an array.
+                    command.is_begun = True
+                elif kind == 0x2D and not command.is_begun:  # "-": an error.
+                    self._awaited.popleft()
+                    if not command.future.done():
+                        command.future.set_exception(ResponseError(line.decode("utf-8", "replace")))
+                else:
+                    raise ProtocolError(f"a reply of another kind was expected: {chr(kind)}{line!r:.80}")
                 continue
-            size, limit = int(line), self._awaited[0].max_bytes
+            size, limit = int(line), command.max_bytes
             if not 0 <= size <= limit:
                 raise ProtocolError(f"a value of {size} bytes; the limit is {limit}")
             self._window = _NARROW_BYTES if size >= _LARGE_BYTES else _WINDOW_BYTES
@@ -213,20 +223,6 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
             raise ProtocolError(f"a reply line of more than {_WINDOW_BYTES} bytes")
         if self._end >= self._window:
             self._window = _WINDOW_BYTES
-
-    def _read_line(self, kind: int, line: bytearray) -> None:
-        """Process a reply line that is no size of a value: an error, the start of an array, or "no value"."""
-        command = self._awaited[0]
-        if kind in (0x24, 0x5F):  # "$-1" or "_": no value.
-            self._take(None)
-        elif kind == 0x2A and int(line) == command.count and not command.is_begun:  # "*": an array.
-            command.is_begun = True
-        elif kind == 0x2D and not command.is_begun:  # "-": an error.
-            self._awaited.popleft()
-            if not command.future.done():
-                command.future.set_exception(ResponseError(line.decode("utf-8", "replace")))
-        else:
-            raise ProtocolError(f"a reply of another kind was expected: {chr(kind)}{line!r:.80}")
 
     def _take(self, value: bytes | Bulk | None) -> None:
         command = self._awaited[0]

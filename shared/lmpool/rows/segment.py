@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import logging
 import mmap
 import os
 import platform
 import secrets
+import socket
 import struct
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.embedded import physical_memory
 from lmpool.errors import ProtocolError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import HEADER_SIZE, Encoded, Encoding, RowBlock, encoded_size
-from lmpool.rows import segment_memory, shared_memory
-from lmpool.rows.segment_memory import PAGE, SegmentListener, folder, host_token, name_of
-from lmpool.rows.shared_memory import BUCKET, NOT_SHARED, SLOT, WORD, Layout, Shared, checksum_of, rounded_up
+from lmpool.rows import shared_memory
+from lmpool.rows.shared_memory import BUCKET, PAGE, SLOT, WORD, Layout, Shared, folder, name_of, rounded_up
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -31,7 +37,65 @@ _NONCE_SIZE = 8  # Bytes of the random part of a segment's name, so that all nam
 _MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows per segment; if fewer, rows are overwritten before clients read them.
 _NAME_CHECK_S = 1.0  # Seconds between two checks that the worker's socket still exists.
 _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values from Linux's headers.
+_STEP_BYTES = 64 * 2**20  # Bytes to allocate between two checks that the segment is still wanted and fits.
+_RESERVE_SHARE = 16  # 1/16 of the free memory stays free, even if many workers create segments at once.
+_DEFAULT_SHARE = 8  # A segment takes 1/8 of the free memory by default: other programs need memory too.
+_MAX_DEFAULT_BYTES = 4 * 2**30  # Max default size of a segment; --shm-bytes can set more.
+_CONNECT_S = 0.1  # Timeout of a connection to a worker; a live worker accepts within 1 ms.
+_BACKLOG = 64  # Max readers that wait for a connection at once.
+_OLD_S = 0.1  # Min age of a socket to remove; a worker listens microseconds after creating it.
+# Files with a container's used memory, and with the part that is file cache (reclaimable): cgroups version 2 and 1.
+_CONTAINER_MEMORY = (
+    ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file "),
+    ("/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory/memory.stat", "total_inactive_file "),
+)
 _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
+
+
+class SegmentListener:
+    """The socket that hands out a segment, in its own thread, because the event loop may be busy while a reader waits.
+
+    The caller closes `fd`, the descriptor of the memory. The constructor raises `OSError` if the folder cannot be used.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd = fd
+        self._path = path
+        self._is_closed = False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with shared_memory.own_folder(path.parent, make=True) as opened:
+                self._socket.bind(f"{opened}/{path.name}")
+            path.chmod(0o600)
+            self._socket.listen(_BACKLOG)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._serve, name="lmpool-segment", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_closed:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:  # The socket is closed, or memory or descriptors are short at the moment.
+                time.sleep(0 if self._is_closed else _CONNECT_S)
+                continue
+            with suppress(OSError), connection:
+                connection.settimeout(_CONNECT_S)
+                socket.send_fds(connection, [b"\0"], [self._fd])
+
+    def close(self) -> None:
+        """Remove the socket."""
+        self._is_closed = True
+        with suppress(OSError):
+            self._path.unlink()
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        # Wait for the end of the thread: after this call, the descriptor number `fd` may belong to another file.
+        self._thread.join()
+        self._socket.close()
 
 
 class Segment:
@@ -157,7 +221,7 @@ class Segment:
             self._view[end : end + rest] = bytes(rest)
         _SLOT_AND_HEADER.pack_into(self._memory, at, 0, digest, length, 0, self.is_summed, header)
         if self.is_summed:
-            checksum = checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
+            checksum = shared_memory.checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
             SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True)
         # Write the number last, and in one store, which `struct` does not guarantee.
         self._words[at // WORD] = number
@@ -197,6 +261,43 @@ class Segment:
         os.close(self._fd)
 
 
+def remove_abandoned(place: Path) -> None:
+    """Remove the sockets of workers that ended without removing their sockets."""
+    old = time.time() - _OLD_S
+    for path in shared_memory.segments_in(place):
+        with suppress(OSError):
+            try:
+                if path.stat().st_mtime < old:
+                    with shared_memory.connect(path, _CONNECT_S):
+                        pass
+            except ConnectionRefusedError:
+                path.unlink()
+                _log.info("removed %s: the worker that created this socket has ended", path)
+
+
+def default_size() -> int:
+    """The default size of a segment in bytes, derived from the free memory; 0 if the free memory is unknown."""
+    with suppress(OSError):
+        return max(0, min(free_bytes() // _DEFAULT_SHARE, _MAX_DEFAULT_BYTES))
+    return 0
+
+
+def free_bytes() -> int:
+    """Bytes of memory that are free on the machine and within the container's limit."""
+    lines = map(str.split, Path("/proc/meminfo").read_text("ascii").splitlines())
+    known = {words[0]: int(words[1]) * 1024 for words in lines}
+    limit = physical_memory()
+    free = min(limit, known.get("MemAvailable:", limit))
+    if limit < known.get("MemTotal:", limit):
+        for usage, details, reclaimable in _CONTAINER_MEMORY:
+            with suppress(OSError, ValueError):
+                used = int(Path(usage).read_text("ascii"))
+                parts = Path(details).read_text("ascii").splitlines()
+                used -= sum(int(part.split()[1]) for part in parts if part.startswith(reclaimable))
+                return min(free, limit - used)
+    return free
+
+
 def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
     """Create a segment of at most `size` bytes for a model's rows; takes about a second for each 3 GiB.
 
@@ -210,16 +311,36 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     # With half as many buckets as slots, a bucket uses two of its eight entries on average.
     nonce, buckets = secrets.token_bytes(_NONCE_SIZE), -(-slots // 2)
     layout = Layout(nonce, shared_memory.fingerprint_bytes(fingerprint), vocab_size, buckets, stride, slots)
-    created = segment_memory.create_memory(name_of(nonce), layout.size, is_wanted)
-    if created is None:
-        return None
-    fd, memory = created
-    memory[: shared_memory.HEADER.size] = layout.pack()
+    place = folder()
     try:
-        return Segment(fd, memory, layout)
-    except BaseException:
-        os.close(fd)
-        raise
+        with shared_memory.own_folder(place, make=True):
+            remove_abandoned(place)
+    except OSError as error:
+        raise OSError(error.errno, f"{place}: {error.strerror}") from error
+    reserve = free_bytes() // _RESERVE_SHARE
+    if not hasattr(os, "memfd_create"):  # Missing on macOS and in builds of Python for old systems.
+        raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
+    with ExitStack() as cleanup:
+        fd = os.memfd_create(name_of(nonce), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
+        cleanup.callback(os.close, fd)
+        for at in range(0, layout.size, _STEP_BYTES):
+            if not is_wanted():
+                return None
+            missing, free = layout.size - at, free_bytes()
+            # Check before every step: other workers may allocate too, and without memory the kernel kills a process.
+            if missing > free - reserve:
+                raise OSError(errno.ENOSPC, f"{missing} bytes more are needed, and {free} are free")
+            os.posix_fallocate(fd, at, min(_STEP_BYTES, missing))
+        memory = mmap.mmap(fd, layout.size)
+        fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)
+        # Map all pages now: mapping a page at its first write would take ten times as long as the write.
+        pages = np.frombuffer(memory, np.uint8)[::PAGE]
+        for at in range(0, len(pages), _STEP_BYTES // PAGE):
+            pages[at : at + _STEP_BYTES // PAGE] = 0
+        memory[: shared_memory.HEADER.size] = layout.pack()
+        segment = Segment(fd, memory, layout)
+        cleanup.pop_all()
+    return segment
 
 
 class SegmentWriter:
@@ -236,19 +357,14 @@ class SegmentWriter:
         self._worker = worker.encode()
         self._on_size = on_size
         self._is_wanted = size != 0 and shared_memory.is_shared(info.vocab_size)
-        self._size = segment_memory.default_size() if size is None else size
-        self._host = host_token()
+        self._size = default_size() if size is None else size
         self.segment: Segment | None = None
+        self.host = b""  # The host of clients that can read the segment; b"" if there is no segment.
         self._lock = threading.Lock()
-
-    @property
-    def host(self) -> bytes:
-        """The host of clients that can read the segment; b"" if there is no segment."""
-        return self._host if self.segment is not None else b""
 
     async def run(self) -> None:
         """Create the segment, and keep its socket in place."""
-        await self.make()
+        await asyncio.to_thread(self.make)
         while self._is_wanted:
             await asyncio.sleep(_NAME_CHECK_S)
             try:
@@ -258,34 +374,28 @@ class SegmentWriter:
                 # Clients that have mapped the segment can still read it; other clients get rows through Redis.
                 _log.debug("%s: %s", folder(), error)
 
-    async def make(self) -> None:
-        """Create a segment, if enough memory is free."""
-        await asyncio.to_thread(self._make)
-
-    def _make(self) -> None:
-        info, why = self._info, ""
+    def make(self) -> None:
+        """Create a segment, if enough memory is free; blocks for up to seconds."""
+        info = self._info
+        row_bytes = encoded_size(info.vocab_size, Encoding.F32)
+        why = f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes"
         try:
             segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
-            if segment is None:
-                row_bytes = encoded_size(info.vocab_size, Encoding.F32)
-                why = f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes"
         except OSError as error:
             segment, why = None, error.strerror or str(error)
         with self._lock:
             if segment is not None and not self._is_wanted:  # The worker has stopped without waiting for this thread.
                 segment.close()
             elif segment is not None:
-                self.segment = segment
+                self.segment, self.host = segment, shared_memory.host_token()
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)
             elif self._is_wanted:
                 self._is_wanted = False
-                _log.warning(
-                    "rows go through Redis, not through shared memory: %s. Choose --shm-bytes, give the machine or "
-                    "container more memory, or name another folder by %s; --shm-bytes 0 turns this message off",
-                    why,
-                    segment_memory.FOLDER_VARIABLE,
-                )
+                folders = f"name another folder by {shared_memory.FOLDER_VARIABLE}"
+                why += f". Choose --shm-bytes, give the machine or container more memory, or {folders}"
+                off = "--shm-bytes 0 turns this message off"
+                _log.warning("rows go through Redis, not through shared memory: %s; %s", why, off)
 
     def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
         """Write the rows of a block, except rows that go through Redis (`leave_out`).
@@ -294,7 +404,7 @@ class SegmentWriter:
         """
         segment = self.segment
         if segment is None:
-            return NOT_SHARED
+            return shared_memory.NOT_SHARED
         segment.note_stored(leave_out)
         digests = [digest for digest in block.digests if digest not in leave_out]
         numbers = {digest: None if digest in overwrite else segment.find(digest) for digest in digests}
@@ -304,13 +414,13 @@ class SegmentWriter:
         written = segment.write([block.digests[row] for row in rows], block.encoded(rows), in_place)
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
         # All references begin with the same bytes; only the row's number and the worker's name follow.
-        head = shared_memory.Reference(self._host, segment.nonce, 0).pack()[:-WORD]
+        head = shared_memory.Reference(self.host, segment.nonce, 0).pack()[:-WORD]
         references = {
             digest: head + number.to_bytes(WORD, "little") + self._worker
             for digest, number in numbers.items()
             if number is not None
         }
-        return Shared(references, segment.replaced(), self._host)
+        return Shared(references, segment.replaced(), self.host)
 
     def note_stored(self, digests: Iterable[bytes]) -> None:
         """See `Segment.note_stored`."""
@@ -325,15 +435,13 @@ class SegmentWriter:
     def find(self, digest: bytes) -> RowBlock | None:
         """A copy of the row of a prompt, or None if the segment does not have the row."""
         segment = self.segment
-        number = None if segment is None else segment.find(digest)
-        if segment is None or number is None:
+        if segment is None or (number := segment.find(digest)) is None:
             return None
-        try:
+        with suppress(ProtocolError):
             block = RowBlock.decoded(digest, segment.row(number), self._info.vocab_size)
-        except ProtocolError:
-            return None
-        # The slot of the row may have been reused during the copy.
-        return block if segment.find(digest) == number else None
+            if segment.find(digest) == number:  # The slot of the row was not reused during the copy.
+                return block
+        return None
 
     def close(self) -> None:
         """Remove the segment."""
@@ -341,5 +449,5 @@ class SegmentWriter:
             self._is_wanted = False
             if self.segment is not None:
                 self.segment.close()
-                self.segment = None
+                self.segment, self.host = None, b""
                 self._on_size(0)

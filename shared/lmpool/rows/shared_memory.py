@@ -12,16 +12,21 @@ the slots, each a `SLOT` and an encoded row, in whole pages.
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import mmap
+import os
+import socket
+import stat
 import struct
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
+from pathlib import Path
 from time import monotonic
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +34,18 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
 from lmpool.protocol.row import HEADER_SIZE, Encoding, Row, decode_row, encoded_size, f32_header
-from lmpool.rows.segment_memory import PAGE, folder, host_token, name_of, receive_segment, segments_in
+
+FOLDER_VARIABLE = "LMPOOL_SHM_DIR"
+"""Environment variable that replaces the folder /dev/shm. The folder must not be shared with other machines."""
+
+PAGE = 4096
+"""Bytes of a page of memory."""
+
+NAME = "lmpool-"
+"""The beginning of the names of segments, of their sockets and of the folders of sockets."""
+
+SEALS = 0x1 | 0x2 | 0x4 | 0x10
+"""F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW and F_SEAL_FUTURE_WRITE: few builds of Python define all four."""
 
 PLACE_SIZE = 16
 """Bytes of a row's place within a known host: the segment's nonce and the row's number."""
@@ -46,6 +62,8 @@ BUCKET = struct.Struct("<8Q")
 WORD = 8
 """Bytes of a word; a checksum is a sum of words."""
 
+_O_PATH = getattr(os, "O_PATH", 0)  # macOS lacks this flag, and no segment can be created there.
+_F_GET_SEALS = 1034  # Value from Linux's headers.
 _NUMBER = struct.Struct("@Q")  # Native byte order: `struct` reads the number at once, not byte by byte.
 _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
@@ -58,8 +76,80 @@ _MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row cost
 _ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
 _ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
 _MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
-_MIN_MAPPED_BYTES = 65_536  # Smaller rows get no mapping of their own: a process can have about 65,000 mappings.
-_HUGE_PAGE_BYTES = 4 * 2**20  # Min bytes of a row for which huge pages save page faults.
+
+
+def folder() -> Path:
+    """The folder of the sockets of this user's segments; workers create it."""
+    return Path(os.environ.get(FOLDER_VARIABLE) or "/dev/shm", f"{NAME}{os.geteuid()}")
+
+
+def host_token() -> bytes:
+    """16 characters that are equal for processes that use the same folder; b"" if this machine has no such folder.
+
+    The characters depend on the kernel's boot, the file system and the user; host names do not show who shares memory.
+    """
+    own = folder()
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        place = own.parent.stat()
+    except OSError:
+        return b""
+    return blake2b(f"{boot} {place.st_dev} {place.st_ino} {own.name}".encode(), digest_size=8).hexdigest().encode()
+
+
+def name_of(nonce: bytes) -> str:
+    """The name of a segment and of its socket."""
+    return f"{NAME}{nonce.hex()}"
+
+
+@contextmanager
+def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
+    """Open a folder of sockets; yields a short path to it, because the path of a socket has at most 107 bytes.
+
+    Raises `OSError` if the folder does not exist, another user owns it, or other users may write to it.
+    """
+    if make:
+        place.mkdir(mode=0o700, exist_ok=True)
+    fd = os.open(place, _O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        found, user = os.fstat(fd), os.geteuid()
+        if found.st_uid != user or found.st_mode & 0o022:
+            has = f"user {found.st_uid} owns the folder, and its mode is {stat.S_IMODE(found.st_mode):o}"
+            raise OSError(errno.EPERM, f"{has}; user {user} must own it, mode 700: name another by {FOLDER_VARIABLE}")
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def segments_in(place: Path) -> Iterator[Path]:
+    """The sockets of segments in a user's folder; none in a folder that other users can write to."""
+    with suppress(OSError), own_folder(place):
+        yield from filter(Path.is_socket, place.glob(f"{NAME}*"))
+
+
+@contextmanager
+def connect(path: Path, timeout_s: float) -> Iterator[socket.socket]:
+    """Connect to the socket that hands out a segment; raises `OSError` as `receive_segment`."""
+    with own_folder(path.parent) as opened, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(timeout_s)
+        connection.connect(f"{opened}/{path.name}")
+        yield connection
+
+
+def receive_segment(path: Path, timeout_s: float) -> mmap.mmap:
+    """Map the segment that a socket hands out.
+
+    Raises `OSError` if no worker serves the socket, the worker is frozen, or other processes can change the memory;
+    `ValueError` if the worker sends no memory, or empty memory.
+    """
+    with connect(path, timeout_s) as connection:
+        _, (fd,), _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    try:
+        if fcntl.fcntl(fd, _F_GET_SEALS) & SEALS != SEALS:
+            raise OSError(errno.EPERM, f"the memory of {path} is not sealed")
+        return mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+    finally:
+        os.close(fd)
 
 
 class Reference(NamedTuple):
@@ -87,23 +177,22 @@ def place_of(reference: bytes | None) -> bytes:
 
 def unpack_reference(value: bytes) -> Reference | None:
     """Decode a reference; None if it is incomplete or of another version."""
-    if not _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
-        return None
-    magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
-    if magic != _REFERENCE_MAGIC or version != _REFERENCE_VERSION:
-        return None
-    return Reference(host, nonce, number, value[_REFERENCE.size :])
+    if _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
+        magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
+        if magic == _REFERENCE_MAGIC and version == _REFERENCE_VERSION:
+            return Reference(host, nonce, number, value[_REFERENCE.size :])
+    return None
 
 
 class Shared(NamedTuple):
     """Rows of a block that were written to a segment."""
 
-    references: Mapping[bytes, bytes] = MappingProxyType({})  # Digest -> the value that Redis stores for the row.
-    replaced: Sequence[bytes] = ()  # Digests of older rows whose slots were reused.
-    host: bytes = b""  # Host of the segment (`host_token`).
+    references: Mapping[bytes, bytes]  # Digest -> the value that Redis stores for the row.
+    replaced: Sequence[bytes]  # Digests of older rows whose slots were reused.
+    host: bytes  # Host of the segment (`host_token`).
 
 
-NOT_SHARED = Shared()
+NOT_SHARED = Shared({}, (), b"")
 
 
 class Layout(NamedTuple):
@@ -168,7 +257,7 @@ class RowMemory:
     """Memory that is reused for rows: getting new pages from the system is far slower than copying rows."""
 
     def __init__(self) -> None:
-        self._free: list[mmap.mmap | bytearray] = []
+        self._free: list[NDArray[np.uint8]] = []
         self._lent: dict[int, weakref.ref[NDArray[np.uint8]]] = {}
         self._numbers = count()
         self._size = 0
@@ -179,7 +268,7 @@ class RowMemory:
         Returns a uint8 array (size,) that can never be made writeable, and a buffer to write to it.
         """
         memory = self._next(size)
-        writeable = memoryview(memory)
+        writeable = memory.data
         return self._lend(memory, writeable.toreadonly()), writeable
 
     def take_writeable(self, size: int) -> NDArray[np.uint8]:
@@ -187,25 +276,14 @@ class RowMemory:
         # Round the size up to an eighth of a power of two, so that memory of a similar size can be reused.
         step = max(PAGE, 1 << max(0, (size - 1).bit_length() - 3))
         memory = self._next(-(-size // step) * step)
-        return self._lend(memory, memoryview(memory)[:size])
+        return self._lend(memory, memory.data[:size])
 
-    def _next(self, size: int) -> mmap.mmap | bytearray:
+    def _next(self, size: int) -> NDArray[np.uint8]:
         if size != self._size:
             self._free, self._size = [], size
-        if self._free:
-            return self._free.pop()
-        if size < _MIN_MAPPED_BYTES:
-            return bytearray(size)
-        try:  # Private memory: a forked child does not see later changes.
-            memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError:
-            return bytearray(size)
-        if size >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return self._free.pop() if self._free else np.empty(size, np.uint8)
 
-    def _lend(self, memory: mmap.mmap | bytearray, view: memoryview) -> NDArray[np.uint8]:
+    def _lend(self, memory: NDArray[np.uint8], view: memoryview) -> NDArray[np.uint8]:
         free, lent, number = self._free, self._lent, next(self._numbers)
         # Every view has this array as its base, so the array lives as long as the last view.
         array = np.frombuffer(view, np.uint8)
@@ -220,14 +298,10 @@ class RowMemory:
 
 
 class _OpenSegment(NamedTuple):
-    """A mapped segment, with the fields of its layout that every read needs."""
-
     layout: Layout
     memory: mmap.mmap
     view: memoryview
-    first: int
-    stride: int
-    slots: int
+    first: int  # Offset of the first slot: the layout would compute it at every read.
 
 
 @dataclass(slots=True)
@@ -254,7 +328,7 @@ class SegmentReader:
 
     @property
     def has_any(self) -> bool:
-        """Whether `find` has any segment to search."""
+        """Whether `find` has a segment to search."""
         return bool(self._searched)
 
     async def refresh(self, fingerprint: str) -> None:
@@ -266,8 +340,7 @@ class SegmentReader:
             # Receive in a thread: a frozen worker would block the event loop.
             received = await asyncio.to_thread(self._receive, unknown)
             if not self._is_closed:
-                for segment in received:
-                    self._segments.setdefault(segment.layout.nonce, segment)
+                self._segments = {segment.layout.nonce: segment for segment in received} | self._segments
                 self._select()
 
     def _select(self) -> None:
@@ -290,28 +363,25 @@ class SegmentReader:
         for name in names:
             if monotonic() > until:
                 break
-            with suppress(OSError):
+            with suppress(OSError, ValueError):
                 memory = receive_segment(self._folder / name, _ANSWER_S)
-                layout = None if memory is None else Layout.read(memory)
-                if memory is not None and layout is not None and name_of(layout.nonce) == name:
-                    place = layout.first, layout.stride, layout.slots
-                    found.append(_OpenSegment(layout, memory, memoryview(memory), *place))
+                layout = Layout.read(memory)
+                if layout is not None and name_of(layout.nonce) == name:
+                    found.append(_OpenSegment(layout, memory, memoryview(memory), layout.first))
         return found
-
-    def _open(self, nonce: bytes) -> _OpenSegment | None:
-        if nonce not in self._segments and nonce not in self._unreadable:
-            self._segments |= {found.layout.nonce: found for found in self._receive([name_of(nonce)])}
-            if nonce not in self._segments:
-                self._unreadable.add(nonce)
-        return self._segments.get(nonce)
 
     def read(self, reference: Reference, digest: bytes, vocab_size: int) -> Row | None:
         """Copy the row of a reference, float32 (V,), into new read-only memory.
 
         Returns None if the row was overwritten or is on another host.
         """
-        segment = self._open(reference.nonce)
-        row = None if segment is None else self._read(segment, reference.number, digest, vocab_size)
+        nonce = reference.nonce
+        if nonce not in self._segments and nonce not in self._unreadable:
+            self._segments |= {found.layout.nonce: found for found in self._receive([name_of(nonce)])}
+            if nonce not in self._segments:
+                self._unreadable.add(nonce)
+        segment = self._segments.get(nonce)
+        row = None if segment is None else self._read(segment, reference.number, digest, vocab_size, None)
         self.counts.lost += row is None
         return row
 
@@ -343,51 +413,43 @@ class SegmentReader:
                     return row
         return None
 
-    def _read(
-        self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None = None
-    ) -> Row | None:
-        at = segment.first + number % segment.slots * segment.stride
+    def _read(self, segment: _OpenSegment, number: int, digest: bytes, vocab_size: int, out: Row | None) -> Row | None:
+        layout = segment.layout
+        at = segment.first + number % layout.slots * layout.stride
         begin = at + SLOT.size + HEADER_SIZE
         slot = segment.memory[at:begin]
         seen, whose, length, checksum, is_summed = SLOT.unpack_from(slot)
-        if seen != number or whose != digest or not HEADER_SIZE <= length <= segment.stride - SLOT.size:
+        if seen != number or whose != digest or not HEADER_SIZE <= length <= layout.stride - SLOT.size:
             return None
         size = 4 * vocab_size
         if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == f32_header(vocab_size):
             if out is None:
                 array, writeable = self._rows.take(size)
-                row: Row | None = array.view(np.float32)
+                row = array.view(np.float32)
             else:
                 row, writeable = out, out.view(np.uint8).data
             writeable[:] = segment.view[begin : begin + size]
         else:
-            row = self._decode(segment, at + SLOT.size, length, vocab_size, checksum if is_summed else None)
-            if row is not None and out is not None:
+            encoded = segment.view[at + SLOT.size : at + SLOT.size + rounded_up(length, WORD)]
+            data = np.frombuffer(encoded, np.uint8)
+            if is_summed:
+                # Copy the row first: the bytes that are checked must be the bytes that are decoded.
+                data, writeable = self._encoded.take(len(encoded))
+                writeable[:] = encoded
+                if checksum_of(data) != checksum:
+                    return None
+            elif length == HEADER_SIZE + size:
+                return None  # The header is damaged. Decoding would return a view of the segment, not a copy.
+            try:
+                row = decode_row(data[:length], vocab_size, self._rows.take)
+            except ProtocolError:  # The row is of another model or version, or is being overwritten.
+                return None
+            if out is not None:
                 out[:] = row
-        if row is None or _number_at(segment, at) != number:
+        if _number_at(segment, at) != number:
             return None
         self.counts.rows += 1
         return row
-
-    def _decode(
-        self, segment: _OpenSegment, begin: int, length: int, vocab_size: int, checksum: int | None
-    ) -> Row | None:
-        """Decode a row in any encoding; None if it is of another model or version, or is being overwritten."""
-        size = rounded_up(length, WORD)
-        encoded = segment.view[begin : begin + size]
-        data = np.frombuffer(encoded, np.uint8)
-        if checksum is not None:
-            # Copy the row first: the bytes that are checked must be the bytes that are decoded.
-            data, writeable = self._encoded.take(size)
-            writeable[:] = encoded
-            if checksum_of(data) != checksum:
-                return None
-        elif length == encoded_size(vocab_size, Encoding.F32):
-            return None  # The header is damaged. Decoding would return a view of the segment, not a copy.
-        try:
-            return decode_row(data[:length], vocab_size, self._rows.take)
-        except ProtocolError:
-            return None
 
     def close(self) -> None:
         """Release all segments."""

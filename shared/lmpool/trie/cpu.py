@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numba
 import numpy as np
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.query import OPS, Op
 from lmpool.settings import check_choice, count_threads
-from lmpool.trie.trie import WIDEST, Compressed, Plan, check_layout, make_plan, nan_found
+from lmpool.trie.trie import WIDEST, Compressed, Plan, check_weights, make_plan, nan_found
 
 WIDTHS = (1, 4, WIDEST)  # Possible numbers of rows in a block; loops are compiled for each of these widths.
 # In float64, the sum of 4 million exponentials of numbers up to MAX_LOG is finite, and exp(MIN_LOG) is a normal number.
@@ -41,7 +41,6 @@ def _read_only(kind: Any, ndim: int) -> Any:
 
 
 _INTS, _WEIGHTS = _read_only(types.uint32, 1), _read_only(types.float32, 2)
-_PAIR = types.UniTuple(types.float64, 2)  # type: ignore[no-untyped-call]
 _SINGLES, _DOUBLES, _STACK = types.float32[:, ::1], types.float64[:, ::1], types.float64[::1]
 
 
@@ -98,7 +97,7 @@ def logs(sums, out):  # type: ignore[no-untyped-def]
         out[i] = np.log(sums[i])
 
 
-@_compiled(*[types.float64] * 4, returns=_PAIR)
+@_compiled(*[types.float64] * 4, returns=types.UniTuple(types.float64, 2))  # type: ignore[no-untyped-call]
 def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
     """mass * exp(peak) + other_mass * exp(other_peak) as (peak, mass), with the larger peak."""
     if other_peak > peak:
@@ -123,26 +122,16 @@ def far_sweep(start, depth, tokens, lane, peaks, masses, inner):  # type: ignore
         peaks[at], masses[at] = _join(peaks[at], masses[at], peak, mass)
 
 
-class BlockLoops(NamedTuple):
-    """The loops for blocks of one width. Blocks are always full: the last row stands in for missing rows."""
-
-    interleave: Callable[..., bool]
-    """Put the rows side by side; returns whether a weight is NaN."""
-    permute: Callable[..., None]
-    """Sort weights into the order of the sweep."""
-    add: Callable[..., None]
-    add_doubles: Callable[..., None]
-    largest: Callable[..., None]
-    gather: Callable[..., None]
-    """Write the values of nodes to the rows of the result."""
-
-
 @cache
-def block_loops(width: int) -> BlockLoops:
-    """The loops of blocks of a width, compiled."""
+def block_loops(width: int) -> dict[str, Callable[..., Any]]:
+    """The compiled loops for blocks of a width, by name; the last row of a batch stands in for missing rows of a block.
+
+    "sum" and "max" are the sweeps over float32 weights, and "logsumexp" adds the exponentials, which are float64.
+    """
 
     @_compiled(_WEIGHTS, types.int64, _SINGLES, returns=types.boolean)
     def interleave(weights, first, out):  # type: ignore[no-untyped-def]
+        """Put rows side by side; returns whether a weight is NaN."""
         last = weights.shape[0] - 1
         nan = False
         for token in range(weights.shape[1]):
@@ -154,6 +143,7 @@ def block_loops(width: int) -> BlockLoops:
 
     @_compiled(_INTS, _WEIGHTS, _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
+        """Sort weights into the order of the sweep."""
         # A loop of its own, not part of `interleave`: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
             token = order[rank]
@@ -162,15 +152,16 @@ def block_loops(width: int) -> BlockLoops:
 
     @_compiled(_INTS, _WEIGHTS, types.int64, _SINGLES)
     def gather(source, numbers, first, out):  # type: ignore[no-untyped-def]
+        """Write the values of nodes to the rows of the result."""
         last = out.shape[0] - 1
         for node in range(source.shape[0]):
             at = source[node]
             for lane in range(width):
                 out[min(first + lane, last), node] = numbers[at, lane]
 
-    add, largest = (_sweep(width, is_largest, _WEIGHTS, _SINGLES) for is_largest in (False, True))
-    add_doubles = _sweep(width, False, _read_only(types.float64, 2), _DOUBLES)
-    return BlockLoops(interleave, permute, add, add_doubles, largest, gather)
+    sweeps = {op: _sweep(width, op == "max", _WEIGHTS, _SINGLES) for op in ("sum", "max")}
+    sweeps["logsumexp"] = _sweep(width, False, _read_only(types.float64, 2), _DOUBLES)
+    return {"interleave": interleave, "permute": permute, "gather": gather, **sweeps}
 
 
 def _sweep(width: int, largest: bool, tokens: Any, inner: Any) -> Callable[..., None]:
@@ -209,48 +200,32 @@ class _Scratch:
         self.weights = np.empty(plan.n_tokens * WIDTHS[-1], np.float32)
         self.numbers = np.empty((plan.n_inner + plan.n_tokens) * WIDTHS[-1], np.float32)
         self.stack = np.empty((int(plan.depth.max()) + 2) * WIDTHS[-1], np.float64)
-        self.doubles = np.empty(0, np.float64)  # Gets the size of `numbers` at the first log-sum-exp.
+        self.doubles = np.empty(self.numbers.size, np.float64)
 
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes + self.numbers.nbytes + self.stack.nbytes + self.doubles.nbytes
-
-    def compute(self, op: Op, weights: NDArray[np.float32], first: int, width: int) -> NDArray[np.float32] | None:
-        """[M inner values | V weights by rank] of a block, float32 (M + V, width); None when a weight is NaN."""
+    def compute(self, op: Op, weights: NDArray[np.float32], first: int, width: int) -> NDArray[Any]:
+        """[M inner values | V weights by rank] of a block, float32 (M + V, width); raises `InvalidWeights` for NaN."""
         plan, loops = self.plan, block_loops(width)
-        numbers, stack, weights_by_id = (_columns(flat, width) for flat in (self.numbers, self.stack, self.weights))
+        # The buffers are large enough for the widest block.
+        flats = (self.weights, self.numbers, self.stack, self.doubles)
+        columns = [flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width) for flat in flats]
+        weights_by_id, numbers, stack, doubles = columns
         inner, tokens = numbers[: plan.n_inner], numbers[plan.n_inner :]
-        if loops.interleave(weights, first, weights_by_id):
-            return None
-        loops.permute(plan.order, weights_by_id, tokens)
-        if op == "logsumexp":
-            self._log_sums(weights, first, width)
-        else:
-            (loops.add if op == "sum" else loops.largest)(plan.start, plan.depth, tokens, stack, inner)
-        return numbers
-
-    def _log_sums(self, weights: NDArray[np.float32], first: int, width: int) -> None:
-        plan = self.plan
-        if not self.doubles.size:
-            self.doubles = np.empty(self.numbers.size, np.float64)
-        numbers, doubles, stack = (_columns(flat, width) for flat in (self.numbers, self.doubles, self.stack))
-        split = plan.n_inner
-        far = exps(numbers[split:].reshape(-1), doubles[split:].reshape(-1))
-        block_loops(width).add_doubles(plan.start, plan.depth, doubles[split:], stack, doubles[:split])
-        logs(doubles[:split].reshape(-1), numbers[:split].reshape(-1))
-        if not far:
-            return
+        if loops["interleave"](weights, first, weights_by_id):
+            raise nan_found(weights)
+        loops["permute"](plan.order, weights_by_id, tokens)
+        if op != "logsumexp":
+            loops[op](plan.start, plan.depth, tokens, stack, inner)
+            return numbers
+        sums, masses = doubles[: plan.n_inner], doubles[plan.n_inner :]
+        is_far = exps(tokens.reshape(-1), masses.reshape(-1))
+        loops[op](plan.start, plan.depth, masses, stack, sums)
+        logs(sums.reshape(-1), inner.reshape(-1))
         # Check row by row: a result must not depend on the other rows of the block.
-        for lane in range(width):
+        for lane in range(width if is_far else 0):
             row = weights[min(first + lane, len(weights) - 1)]
             if np.any((row > MAX_LOG) | ((row < MIN_LOG) & (row > -np.inf))):
-                peaks, masses = np.empty(len(stack)), np.empty(len(stack))
-                far_sweep(plan.start, plan.depth, numbers[split:], lane, peaks, masses, numbers[:split])
-
-
-def _columns(flat: NDArray[Any], width: int) -> NDArray[Any]:
-    """The start of a buffer, which is large enough for the widest block, as rows of `width` numbers."""
-    return flat[: flat.size // WIDTHS[-1] * width].reshape(-1, width)
+                far_sweep(plan.start, plan.depth, tokens, lane, np.empty(len(stack)), np.empty(len(stack)), inner)
+        return numbers
 
 
 class CpuKernels:
@@ -265,11 +240,6 @@ class CpuKernels:
         for width in WIDTHS:
             block_loops(width)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan and of the buffers kept."""
-        return self._plan.nbytes + sum(scratch.nbytes for scratch in tuple(self._scratch))
-
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
         return self._compute(op, weights, self._plan.identity)
@@ -280,26 +250,20 @@ class CpuKernels:
 
     def _compute(self, op: Op, weights: NDArray[np.float32], source: NDArray[np.uint32]) -> NDArray[np.float32]:
         check_choice("op", op, OPS)
-        weights = check_layout(weights, self._plan.n_tokens, batch=True)
+        weights = check_weights(weights, self._plan.n_tokens, batch=True, may_have_nan=True)
         out = np.empty((len(weights), len(source)), np.float32)
         # Choose blocks as wide as possible while every thread has work: they take less time per row, but more in total.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
         todo = iter(firsts := range(0, len(weights), widest))
-        nan = False
 
         def compute_blocks() -> None:
-            nonlocal nan
             for first in todo:  # No lock: taking the next number is a single step of the interpreter.
                 width = next(width for width in WIDTHS if width >= min(widest, len(weights) - first))
                 try:
                     scratch = self._scratch.pop()
                 except IndexError:
                     scratch = _Scratch(self._plan)
-                numbers = scratch.compute(op, weights, first, width)
-                if numbers is None:
-                    nan = True
-                else:
-                    block_loops(width).gather(source, numbers, first, out)
+                block_loops(width)["gather"](source, scratch.compute(op, weights, first, width), first, out)
                 self._scratch.append(scratch)
 
         # Compute in this thread, and in the free threads of the pool.
@@ -310,8 +274,6 @@ class CpuKernels:
             # Cancel helpers that have not begun: the pool may be busy with another call.
             for helper in [helper for helper in helpers if not helper.cancel()]:
                 helper.result()
-        if nan:
-            raise nan_found(weights)
         return out
 
 

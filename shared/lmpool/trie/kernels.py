@@ -35,18 +35,12 @@ class Kernels(Protocol):
         """Values of all nodes, float32 (B, N): like `trie.expand` of `inner`, but faster."""
         ...
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan and of the buffers that are kept between calls."""
-        ...
-
 
 def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
     """Create the kernels of a trie: by numba for "cpu", by torch for a device of torch, such as "cuda" or "cuda:1".
 
     Raises `SettingsError` if numba or torch is not installed, or torch has no such device.
     """
-    library = "numba" if device == "cpu" else "torch"
     try:
         if device == "cpu":
             from lmpool.trie.cpu import CpuKernels
@@ -56,7 +50,7 @@ def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
 
         return TorchKernels(trie, device)
     except ModuleNotFoundError as error:
-        if error.name != library:
+        if error.name not in ("numba", "torch"):
             raise
-        extra = f"lmpool[{'trie' if library == 'numba' else 'hf'}]"
-        raise SettingsError(f"a trie's kernels need {library}: install it with pip install '{extra}'") from error
+        extra = f"lmpool[{'trie' if error.name == 'numba' else 'hf'}]"
+        raise SettingsError(f"a trie's kernels need {error.name}: install it with pip install '{extra}'") from error

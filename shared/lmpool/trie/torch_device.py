@@ -14,8 +14,8 @@ Tests run these kernels on torch's CPU device only; their speed on a GPU is unkn
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,22 +25,15 @@ from torch import Tensor
 from lmpool.errors import SettingsError
 from lmpool.protocol.query import OPS, Op
 from lmpool.settings import check_choice
-from lmpool.trie.trie import Compressed, check_weights, make_plan
+from lmpool.trie.trie import Compressed, Ints, check_weights, make_plan
 
-FUNCTIONS = (
-    "acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2", "sin", "sqrt", "tan", "tanh",
-    "trunc",
-)  # fmt: skip
+FUNCTIONS = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
 """The functions that torch delegates to MKL, as listed in torch's `ATen/cpu/vml.h`."""
 
 _MAX_BYTES = 1 << 29
 """Max bytes of pairs and blocks that are computed at once, which bounds the device memory."""
 
-_PAIRS: dict[Op, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "logsumexp": torch.logaddexp,
-}
+_PAIRS: dict[Op, Any] = {"sum": torch.add, "max": torch.maximum, "logsumexp": torch.logaddexp}
 
 
 @cache
@@ -54,7 +47,7 @@ def settle() -> None:
     """
     for dtype in (torch.float32, torch.float64):
         element = torch.full((1,), 0.5, dtype=dtype, device="cpu")
-        for name in FUNCTIONS:
+        for name in FUNCTIONS.split():
             getattr(torch, name)(element)
 
 
@@ -76,15 +69,9 @@ class TorchKernels:
             last[parent] = max(last[parent], last[node])
         self._sizes, index, offsets = _choose_blocks(start[:-1], start[np.array(last) + 1], trie.n_tokens)
         owner = np.repeat(np.arange(trie.n_inner), np.diff(offsets))
-        self._order, self._index, self._offsets, self._owner, self._value_of = (
-            torch.from_numpy(array.astype(np.int64)).to(self._device)
-            for array in (plan.order, index, offsets, owner, trie.value_of)
-        )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the trie's arrays on the device."""
-        return sum(x.nbytes for x in (self._order, self._index, self._offsets, self._owner, self._value_of))
+        arrays = (plan.order, index, offsets, owner, trie.value_of)
+        tensors = [torch.from_numpy(array.astype(np.int64)).to(self._device) for array in arrays]
+        self._order, self._index, self._offsets, self._owner, self._value_of = tensors
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes, float32 (B, M): see `Kernels.inner`."""
@@ -119,21 +106,17 @@ class TorchKernels:
             tree[above : above + size // 2] = pair(tree[here:above:2], tree[here + 1 : above : 2])
             here = above
         blocks = tree.index_select(0, self._index)
+        reduce = partial(torch.segment_reduce, offsets=self._offsets, axis=0)
         if op != "logsumexp":
-            return self._segments(blocks, op)
-        largest = self._segments(blocks, "max")
+            return reduce(blocks, op)
+        largest = reduce(blocks, "max")
         # Shift by finite maxima only: a difference of infinities would be NaN.
         shift = torch.where(torch.isfinite(largest), largest, 0.0)
         masses = torch.exp(blocks - shift.index_select(0, self._owner))
-        return shift + torch.log(self._segments(masses, "sum"))
-
-    def _segments(self, blocks: Tensor, reduce: str) -> Tensor:
-        return torch.segment_reduce(blocks, reduce, offsets=self._offsets, axis=0)
+        return shift + torch.log(reduce(masses, "sum"))
 
 
-def _choose_blocks(
-    first: NDArray[np.int64], end: NDArray[np.int64], width: int
-) -> tuple[list[int], NDArray[np.int64], NDArray[np.int64]]:
+def _choose_blocks(first: Ints, end: Ints, width: int) -> tuple[list[int], Ints, Ints]:
     """Cover each range by the largest blocks of the tree of pairs that fit, from both ends inwards.
 
     Returns the number of blocks of each level (even below the last level; level 0 has the sorted weights); the chosen

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import InvalidWeights, UnknownNode
+from lmpool.protocol.row import Values
 from lmpool.settings import count_threads, shown
 from lmpool.vocabulary import Vocabulary
 
@@ -28,6 +28,7 @@ _WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ
 _BLOCK = 1 << 22  # Max bytes of all windows together, which bounds the memory.
 
 Ints = NDArray[np.int64]
+Nodes = NDArray[np.int32]
 
 
 def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> Ints:
@@ -49,35 +50,19 @@ def _common_prefixes(data: NDArray[np.uint8], starts: Ints, lengths: Ints) -> In
         decided = rows[ended]
         common[decided] = np.minimum(limit[decided], at + differs[ended].argmax(axis=1))
         at += width
-        rows = rows[~ended]
-        rows = rows[limit[rows] > at]
+        rows = rows[~ended & (limit[rows] > at)]
         width = min(2 * width, max(_WINDOW, _BLOCK // max(1, rows.size)))
     return common
-
-
-def _parents(depth: NDArray[np.int32]) -> NDArray[np.int32]:
-    """The parent of every node: the last node before it whose depth is one less, most often the previous node."""
-    count = depth.size
-    parent = np.arange(-1, count - 1, dtype=np.int32)
-    others = np.flatnonzero(depth[1:] <= depth[:-1]) + 1
-    by_depth = _stable_order(depth)
-    keys = depth[by_depth] * np.int64(count) + by_depth
-    parent[others] = by_depth[np.searchsorted(keys, (depth[others] - 1) * np.int64(count) + others) - 1]
-    return parent
 
 
 def _stable_order(values: NDArray[Any]) -> Ints:
     """`argsort(kind="stable")` of numbers from 0 to 2**32 - 1. numpy sorts 16-bit numbers by radix, which is faster."""
     order = np.argsort((values & 0xFFFF).astype(np.uint16), kind="stable")
     high = (values >> 16).astype(np.uint16)
-    if not high.any():
-        return order
-    return order[np.argsort(high[order], kind="stable")]
+    return order[np.argsort(high[order], kind="stable")] if high.any() else order
 
 
-def _compress(
-    parent: NDArray[np.int32], n_children: NDArray[np.int32], leaf: NDArray[np.int32]
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:
+def _compress(parent: Nodes, n_children: Nodes, leaf: Nodes) -> tuple[Nodes, Nodes, Nodes]:
     """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
 
     A link is a node with one child and no token. A link has its child's value, and its child is the next node. So every
@@ -126,6 +111,7 @@ class Trie(Compressed):
 
     Attributes:
         vocabulary: the byte strings, by token id. Equal byte strings share a node; an empty byte string is at the root.
+        digest: digest of the vocabulary, 32 hex digits.
         parent: int32 (N,), the parent of each node, -1 for the root; always smaller than the node's number.
         label: uint8 (N,), the byte of the edge into the node, 0 at the root.
         depth: int32 (N,), the length of the node's prefix.
@@ -141,7 +127,7 @@ class Trie(Compressed):
     def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:
         """Build the trie of byte strings by token id; raises `InvalidVocabulary` as `Vocabulary`."""
         self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-        tokens = self.vocabulary.tokens
+        self.digest, tokens = self.vocabulary.digest, self.vocabulary.tokens
         order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), np.int64)
         lengths = self.vocabulary.lengths.astype(np.int64)
         starts = (np.cumsum(lengths) - lengths)[order]
@@ -160,7 +146,13 @@ class Trie(Compressed):
         self.label[1:] = data[np.repeat(starts - 1, added) + depths[1:]]
         self.depth = depths.astype(np.int32)
 
-        self.parent = parent = _parents(self.depth)
+        # The parent of a node is the last node before it whose depth is one less, most often the previous node.
+        depth, count = self.depth, depths.size
+        self.parent = parent = np.arange(-1, count - 1, dtype=np.int32)
+        others = np.flatnonzero(depth[1:] <= depth[:-1]) + 1
+        by_depth = _stable_order(depth)
+        keys = depths[by_depth] * count + by_depth
+        parent[others] = by_depth[np.searchsorted(keys, (depths[others] - 1) * count + others) - 1]
         self.child_start = np.zeros(parent.size + 1, np.int32)
         np.cumsum(np.bincount(parent[1:], minlength=parent.size), out=self.child_start[1:])
         self.child = (_stable_order(parent[1:]) + 1).astype(np.int32)
@@ -176,11 +168,6 @@ class Trie(Compressed):
         return [*tree, self.home, self.inner_parent, self.value_of]
 
     @property
-    def digest(self) -> str:
-        """Digest of the vocabulary: 32 hex digits."""
-        return self.vocabulary.digest
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the arrays and the vocabulary."""
         return sum(array.nbytes for array in self._arrays()) + self.vocabulary.nbytes
@@ -194,10 +181,9 @@ class Trie(Compressed):
             low, high = self._starts[node], self._starts[node + 1]
             place = bisect_left(self._children, byte, low, high, key=self._labels.__getitem__)
             if place == high or self._labels[self._children[place]] != byte:
-                raise UnknownNode(
-                    f"no token begins with {shown(bytes(prefix), _MAX_SHOWN)}; tokens begin with at most "
-                    f"{shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
-                )
+                longest = f"{shown(bytes(prefix[:at]), _MAX_SHOWN)}, node {node}"
+                wanted = shown(bytes(prefix), _MAX_SHOWN)
+                raise UnknownNode(f"no token begins with {wanted}; tokens begin with at most {longest}")
             node = self._children[place]
         return node
 
@@ -213,15 +199,15 @@ class Trie(Compressed):
         while node:
             labels.append(self._labels[node])
             node = self._parents[node]
-        labels.reverse()
-        return bytes(labels)
+        return bytes(reversed(labels))
 
     def check_node(self, node: Any) -> int:
         """A node as an int; raises `UnknownNode` for anything but an integer from 0 to N - 1."""
         if not isinstance(node, (int, np.integer)) or isinstance(node, bool):
             raise UnknownNode(f"node {shown(node, _MAX_SHOWN)} is of type {type(node).__name__}: nodes are integers")
         if not 0 <= node < self.n_nodes:
-            raise self._out_of_range(node)
+            wrong = shown(int(node), _MAX_SHOWN)
+            raise UnknownNode(f"node {wrong} is out of range: nodes go from 0 to {self.n_nodes - 1}")
         return int(node)
 
     def check_nodes(self, nodes: Any) -> NDArray[np.int32]:
@@ -238,17 +224,10 @@ class Trie(Compressed):
             raise UnknownNode(f"the nodes are {array.dtype} of shape {array.shape}: they must be 1-D and integers")
         wrong = np.flatnonzero((array < 0) | (array >= self.n_nodes))
         if wrong.size:
-            raise self._out_of_range(array[wrong[0]])
+            self.check_node(array[wrong[0]])
         return array.astype(np.int32)
 
-    def _out_of_range(self, node: Any) -> UnknownNode:
-        return UnknownNode(
-            f"node {shown(int(node), _MAX_SHOWN)} is out of range: nodes go from 0 to {self.n_nodes - 1}"
-        )
-
-    def expand(
-        self, inner: NDArray[np.float32], ws: NDArray[np.float32], out: NDArray[np.float32] | None = None
-    ) -> NDArray[np.float32]:
+    def expand(self, inner: Values, ws: Values, out: Values | None = None) -> Values:
         """The values of all nodes, float32 (N,) or (B, N), in new memory or in `out`.
 
         `inner` are the values of the inner nodes, (M,) or (B, M), and `ws` the weights of all tokens, (V,) or (B, V).
@@ -266,27 +245,22 @@ class Trie(Compressed):
             row.take(self._index, out=target, mode="clip")
         return values
 
-    def pick(self, inner: NDArray[np.float32], ws: NDArray[np.float32], nodes: Any) -> NDArray[np.float32]:
+    def pick(self, inner: Values, ws: Values, nodes: Any) -> Values:
         """The values of k nodes in their order, float32 (k,) or (B, k); see `expand` and `check_nodes`."""
         self._check_shapes(inner, ws)
         index = self.value_of[self.check_nodes(nodes)]
-        of_inner = index < self.n_inner
-        picked = np.empty((*inner.shape[:-1], index.size), np.float32)
-        picked[..., of_inner] = inner[..., index[of_inner]]
-        picked[..., ~of_inner] = ws[..., index[~of_inner] - self.n_inner]
-        return picked
+        of_inner, of_tokens = np.minimum(index, self.n_inner - 1), np.maximum(index - self.n_inner, 0)
+        return np.where(index < self.n_inner, inner[..., of_inner], ws[..., of_tokens])
 
     @cached_property
     def _index(self) -> NDArray[np.intp]:
         """`value_of` in numpy's index type, so that numpy does not convert it at every call."""
         return self.value_of.astype(np.intp)
 
-    def _check_shapes(self, inner: NDArray[np.float32], ws: NDArray[np.float32]) -> None:
+    def _check_shapes(self, inner: Values, ws: Values) -> None:
         if inner.shape[-1:] != (self.n_inner,) or ws.shape != (*inner.shape[:-1], self.n_tokens) or inner.ndim > 2:
-            raise ValueError(
-                f"inner values of shape {inner.shape} and weights of shape {ws.shape} do not fit a trie of "
-                f"{self.n_inner} inner nodes and {self.n_tokens} tokens"
-            )
+            trie = f"a trie of {self.n_inner} inner nodes and {self.n_tokens} tokens"
+            raise ValueError(f"inner values of shape {inner.shape} and weights of shape {ws.shape} do not fit {trie}")
 
     def __eq__(self, other: object) -> bool:
         return self.vocabulary == other.vocabulary if isinstance(other, Trie) else NotImplemented
@@ -301,26 +275,15 @@ class Trie(Compressed):
         return Trie, (self.vocabulary,)
 
 
-def check_weights(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
+def check_weights(weights: Any, n_tokens: int, *, batch: bool, may_have_nan: bool = False) -> Values:
     """Check the weights of all tokens: float32 of shape (V,), or (B, V) when `batch`, from numpy or torch on the CPU.
 
     Returns the same numbers, C-contiguous and aligned, copied only if necessary. Raises `InvalidWeights` for any
-    other value, and for NaN.
+    other value, and for NaN unless `may_have_nan`: kernels check the numbers themselves.
     """
-    values = check_layout(weights, n_tokens, batch=batch)
-    # The minimum is NaN when any number is, and takes a fifth of the time of `isnan`.
-    if values.size and np.isnan(values.min()):
-        raise nan_found(values)
-    return values
-
-
-def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.float32]:
-    """As `check_weights`, without the check for NaN: for kernels, which check the numbers themselves."""
     if not hasattr(weights, "__array__"):
-        raise InvalidWeights(
-            f"the weights are {shown(weights, _MAX_SHOWN)} ({type(weights).__name__}): "
-            "pass a float32 array, for a list numpy.asarray(weights, numpy.float32)"
-        )
+        advice = "pass a float32 array, for a list numpy.asarray(weights, numpy.float32)"
+        raise InvalidWeights(f"the weights are {shown(weights, _MAX_SHOWN)} ({type(weights).__name__}): {advice}")
     try:
         values = np.asarray(weights)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -332,18 +295,20 @@ def check_layout(weights: Any, n_tokens: int, *, batch: bool) -> NDArray[np.floa
         raise InvalidWeights(f"the weights have shape {values.shape}: {wanted}")
     if values.shape[-1] != n_tokens:
         raise InvalidWeights(f"{values.shape[-1]} weights for {n_tokens} tokens")
+    # The minimum is NaN when any number is, and takes a fifth of the time of `isnan`.
+    if not may_have_nan and values.size and np.isnan(values.min()):
+        raise nan_found(values)
     return np.require(values, requirements=("C", "A"))
 
 
-def nan_found(values: NDArray[np.float32]) -> InvalidWeights:
+def nan_found(values: Values) -> InvalidWeights:
     """The error for weights of shape (V,) or (B, V) with NaN; its text names the first NaN."""
     place = np.unravel_index(int(np.argmax(np.isnan(values))), values.shape)
     where = f"weight {place[-1]}" if values.ndim == 1 else f"weight {place[1]} of row {place[0]}"
     return InvalidWeights(f"{where} is NaN: every weight must be a number, or an infinity")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The order in which kernels sweep a trie: tokens sorted by the inner node that their weight is added to."""
 
     n_tokens: int
@@ -354,15 +319,10 @@ class Plan:
     source: NDArray[np.uint32]  # Each node's place in [M inner values | V weights in `order`]; uint32 (N,).
     identity: NDArray[np.uint32]  # `source` for the inner nodes only, which is 0..M-1; uint32 (M,).
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(array.nbytes for array in (self.order, self.start, self.depth, self.source, self.identity))
-
 
 def make_plan(trie: Compressed) -> Plan:
     """Lay out the sweep of a trie."""
-    order = np.argsort(trie.home, kind="stable")
+    order = np.argsort(trie.home, kind="stable").astype(np.uint32)
     rank = np.empty(trie.n_tokens, np.uint32)
     rank[order] = np.arange(trie.n_tokens, dtype=np.uint32)
     start = np.zeros(trie.n_inner + 1, np.uint32)
@@ -377,11 +337,11 @@ def make_plan(trie: Compressed) -> Plan:
         depth[climbing] += depth[step]
         above[climbing] = above[step]
     identity = np.arange(trie.n_inner, dtype=np.uint32)
-    return Plan(trie.n_tokens, trie.n_inner, order.astype(np.uint32), start, depth, source, identity)
+    return Plan(trie.n_tokens, trie.n_inner, order, start, depth, source, identity)
 
 
 def max_kernel_bytes(vocabulary: Vocabulary, device: str) -> int:
-    """The upper limit of `Kernels.nbytes` for the trie over a vocabulary on a device."""
+    """The upper limit of the memory of kernels on a device, in bytes, for the trie over a vocabulary."""
     tokens, nodes = len(vocabulary), len(vocabulary.data) + 1
     inner = tokens  # Each inner node separates tokens from one another, so at most V inner nodes exist.
     if device != "cpu":

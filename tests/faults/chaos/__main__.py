@@ -16,7 +16,7 @@ import redis
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
-from lmpool.rows import segment_memory
+from lmpool.rows import shared_memory
 from tests.faults.chaos.fleet import Fleet
 from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
 from tests.faults.chaos.observer import Observer
@@ -105,7 +105,7 @@ def main() -> int:
     print(*plan, sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     try:
-        with tempfile.TemporaryDirectory(prefix="lmp", dir=segment_memory.folder().parent) as memory:
+        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder().parent) as memory:
             hosts = Path(memory, "0"), Path(memory, "1")
             for host in hosts:
                 host.mkdir()

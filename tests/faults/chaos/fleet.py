@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from lmpool.rows.segment_memory import FOLDER_VARIABLE, NAME
+from lmpool.rows.shared_memory import FOLDER_VARIABLE, NAME
 from tests.faults.chaos.settings import MODEL, ChaosSettings
 from tests.faults.chaos.worker import TRACE_VARIABLE
 

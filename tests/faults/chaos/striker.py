@@ -14,7 +14,7 @@ from pathlib import Path
 import redis
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.rows.segment_memory import NAME
+from lmpool.rows.shared_memory import NAME
 from tests.faults.chaos.fleet import SERVING, START_S, Fleet, Process
 from tests.faults.chaos.observer import Observer
 from tests.faults.chaos.plan import Kind, Strike

@@ -12,12 +12,8 @@ import pytest
 
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock
-from lmpool.rows.segment import (
-    Segment,
-    make_segment,
-)
-from lmpool.rows.segment_memory import folder, host_token
-from lmpool.rows.shared_memory import Reference, SegmentReader
+from lmpool.rows.segment import Segment, make_segment
+from lmpool.rows.shared_memory import Reference, SegmentReader, folder, host_token
 from lmpool.synthetic import synthetic_row
 
 V = 1500

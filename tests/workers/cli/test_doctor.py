@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.rows import segment_memory
+from lmpool.rows import segment
 from lmpool.workers.cli import doctor
 from tests.contract.model import write_model
 from tests.support.pool import Pool, lmpool_command, run_lmpool, until
@@ -116,7 +116,7 @@ def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyP
         listener.bind(str(place / "lmpool-00"))
         listener.listen()
         for free, state, size in ((1 << 34, "ok", "2.0 GiB"), (1 << 28, "look", "32 MiB")):
-            monkeypatch.setattr(segment_memory, "free_bytes", lambda free=free: free)
+            monkeypatch.setattr(segment, "free_bytes", lambda free=free: free)
             found = {check.check: check for check in doctor._machine()}
             assert found["shared memory"].state == state
             assert f"{size} for the next worker" in found["shared memory"].found
@@ -140,7 +140,7 @@ def test_a_system_that_does_not_report_free_memory_is_checked_too(
     def refuse() -> int:
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")
 
-    monkeypatch.setattr(segment_memory, "free_bytes", refuse)
+    monkeypatch.setattr(segment, "free_bytes", refuse)
     monkeypatch.delattr(os, "memfd_create")
     found = {check.check: check for check in [*doctor._machine(), doctor._model(str(write_model(tmp_path)), [])]}
     assert found["memory"].state == found["model"].state == "ok"

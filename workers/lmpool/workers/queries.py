@@ -190,11 +190,9 @@ def _pick_all(queries: Mapping[bytes, tuple[PickQuery, Row]], sets: TokenSets) -
                     assert ids is not None
                     answers[digest] = np.array([picking.mass_of(row, ids)])
                 case SampleQuery():
-                    drawn = picking.sample(row, query.how) if ids is None else picking.sample_of(row, query.how, ids)
-                    answers[digest] = picking.pack_token(drawn)
+                    answers[digest] = picking.pack_token(picking.sample(row, query, ids))
                 case _:
-                    best = picking.top(row, query.k) if ids is None else picking.top_of(row, query.k, ids)
-                    answers[digest] = picking.pack_top(best)
+                    answers[digest] = picking.pack_top(picking.top(row, query.k, ids))
         except (LMPoolError, *QUERY_ERRORS) as error:
             answers[digest] = _failure(error)
     return answers

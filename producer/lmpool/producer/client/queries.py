@@ -193,10 +193,8 @@ class Queries:
         if values == "logits":
             return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
         row = self.session.cached(prompt)
-        if row is not None and not allowed.packed:
-            return wire.top(row, k)
-        if row is not None and allowed.tokens is not None:
-            return wire.top_of(row, k, allowed.tokens.ids)
+        if row is not None and (allowed.tokens is not None or not allowed.packed):
+            return wire.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
@@ -204,10 +202,8 @@ class Queries:
     async def sample(self, prompt: Prompt, sampling: wire.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
-        if row is not None and not allowed.packed:
-            return wire.sample(row, sampling)
-        if row is not None and allowed.tokens is not None:
-            return wire.sample_of(row, sampling, allowed.tokens.ids)
+        if row is not None and (allowed.tokens is not None or not allowed.packed):
+            return wire.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)

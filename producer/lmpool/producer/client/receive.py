@@ -33,7 +33,7 @@ from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
-from lmpool.protocol.row import Encoding, Row, decode_alike, decode_entries, encoded_size, entry_ranges, split_rows
+from lmpool.protocol.row import Encoding, Row, decode_alike, decode_entries, encoded_size, split_rows
 from lmpool.rows.cache import read_values
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
@@ -437,8 +437,7 @@ class EntryReader:
         model = self._connections.model
         # Read the info only now: the model, and the encoding of its rows, may have changed since the call.
         encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
-        ranges = [entry_ranges(read.ids, encoding) for read in reads]
-        replies = await model.rows.entries([read.digest for read in reads], encoding, ranges)
+        replies = await model.rows.entries([read.digest for read in reads], encoding, [read.ids for read in reads])
         sizes = {len(read.ids) for read in reads}
         if len(sizes) == 1 and (decoded := decode_alike(replies, vocab_size, sizes.pop())) is not None:
             return list(decoded)

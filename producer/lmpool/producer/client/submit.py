@@ -422,7 +422,7 @@ class Submitter:
                 keys += rows.keys_of([request.prompt.digest])
                 request.is_private = False
             if request.weights_name:
-                keys += rows.keys_of_weights([request.weights_name])
+                keys.append(rows.weights_prefix + request.weights_name)
                 request.weights_name = b""
         if keys and not self._disposable:
             # Delete all keys of this event-loop tick with one command.

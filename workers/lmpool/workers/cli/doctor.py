@@ -24,7 +24,7 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
-from lmpool.rows import segment_memory
+from lmpool.rows import segment, shared_memory
 from lmpool.settings import check_name, count_cores
 from lmpool.workers.cli.supervisor import query_gpus
 
@@ -171,17 +171,15 @@ def _machine() -> Iterator[Finding]:
 
 def _shared_memory() -> Finding:
     """Whether a worker can share rows with programs on this machine: makes a small segment as a test."""
-    from lmpool.rows.segment import make_segment
-
-    place = segment_memory.folder()
+    place = shared_memory.folder()
     try:
-        if segment := make_segment("", _TRIED_VOCABULARY, _TRIED_BYTES, lambda: True):
-            segment.close()
+        if made := segment.make_segment("", _TRIED_VOCABULARY, _TRIED_BYTES, lambda: True):
+            made.close()
     except OSError as error:
         found = f"{error.strerror or error}; it takes Linux 5.1 or newer, free memory, and the folder {place}"
-        advice = f"rows travel through the server instead; {segment_memory.FOLDER_VARIABLE} names another folder"
+        advice = f"rows travel through the server instead; {shared_memory.FOLDER_VARIABLE} names another folder"
         return Finding("shared memory", "look", found, advice)
-    size, count = segment_memory.default_size(), len(list(segment_memory.segments_in(place)))
+    size, count = segment.default_size(), len(list(shared_memory.segments_in(place)))
     found = f"{_size(size)} for the next worker, an eighth of the free memory; sockets in {place}, now {count}"
     advice = "rows are soon replaced there: free memory, or set --shm-bytes" if size < _MIN_SHARED_BYTES else ""
     return Finding("shared memory", "look" if advice else "ok", found, advice)
@@ -190,7 +188,7 @@ def _shared_memory() -> Finding:
 def _free_bytes() -> int | None:
     """Bytes of free memory; None if the system does not report it."""
     try:
-        return segment_memory.free_bytes()
+        return segment.free_bytes()
     except OSError:
         return None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import Continuation, GenerateQuery, drawn_at, pack_continuation, sample
+from lmpool.protocol.query import Continuation, GenerateQuery, pack_continuation, sample
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row, width_of
 from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
 from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
@@ -275,7 +275,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     query, drawn = prompt.generate, prompt.drawn
     assert query is not None
     assert drawn is not None
-    token = sample(row, drawn_at(query.how, len(drawn.tokens)))
+    token = sample(row, query.draw(len(drawn.tokens)))
     encoded = token.to_bytes(4, "little")
     drawn.tokens.append(token)
     drawn.logprobs.append(row[token])
@@ -293,4 +293,4 @@ def _select(block: RowBlock, rows: list[int]) -> list[RowBlock]:
     parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows else []
     if len(parts) > _MAX_PARTS:
         return [block.select(rows)]
-    return [block.part(range(part[0], part[-1] + 1)) for part in parts]
+    return [block.select(range(part[0], part[-1] + 1)) for part in parts]

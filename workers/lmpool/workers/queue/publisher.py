@@ -20,7 +20,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
-from lmpool.protocol.row import Block, RowBlock
+from lmpool.protocol.row import Block, RowBlock, small_values
 from lmpool.rows.cache import RowCache
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
@@ -184,7 +184,7 @@ class Publisher:
         parts: Mapping[bytes, bytes] | None = None
         if not overwrite and self.rows.is_seen and {entry.digest for entry in entries} == set(block.digests):
             parts = shared.references
-            if not parts and (values := block.small_values()) is not None:
+            if not parts and (values := small_values(block)) is not None:
                 parts = dict(zip(block.digests, values, strict=True))
         if parts is not None and len(parts) == len(block.digests):
             host = shared.host if shared.references else b""
