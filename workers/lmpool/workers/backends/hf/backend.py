@@ -341,10 +341,10 @@ class HfBackend(TellsTexts):
         else:
             logits = self._forward.last_logits(prompts, kept, paths, pool, root)
         if pool is not None:
-            for job, chunk in zip(jobs, chunks, strict=True):
-                chunk.mark = pool.slots.mark(chunk.path)  # The forward has extended the path.
+            for job, chunk, path in zip(jobs, chunks, paths, strict=True):
+                chunk.path, chunk.mark = path, pool.slots.mark(path)  # The forward has extended the paths.
                 if first.kind not in (PREFILL, "fresh"):
-                    pool.slots.remember(job.ids[: 4 * chunk.end], chunk.path, root)
+                    pool.slots.remember(job.ids[: 4 * chunk.end], path, root)
         if first.kind == PREFILL:
             jobs[0].state.reached = first.end
         elif first.kind in ("vector", "hidden"):
