@@ -122,16 +122,15 @@ def content_digest(place: Path) -> str:
     return state.hexdigest()
 
 
-def check_adapter(folder: Path, model: Path) -> None:
-    """Refuse an adapter with a dangerous config, or with weights that do not fit the model in the folder `model`.
+def check_adapter(source: str | Path, model: Path) -> Path:
+    """The folder of an adapter; refuses a dangerous config, and weights that do not fit the model in the folder `model`.
 
     If the model's folder has no safetensors files, all names of weights are accepted.
-
-    Raises:
-        SettingsError: the folder holds no adapter, its weights do not fit, or its config exceeds the limits.
     """
+    folder = adapter_folder(str(source))
     tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in _tensors(path).items()}
     check_fit(folder, weights_of(tensors), str(model))
+    return folder
 
 
 def check_fit(folder: Path, weights: Mapping[str, Any], model: str) -> None:

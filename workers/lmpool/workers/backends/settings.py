@@ -52,7 +52,6 @@ _VLLM_ENVIRONMENT = {
 # Max prompts per step that a setting accepts: more than any model on one device can batch.
 _MAX_BATCH = 65_536
 
-_DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
 # Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
 # Matches the start of an option whose value is a list or a table.
@@ -96,7 +95,10 @@ class ModelSettings:
     max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
-        _check_text("model", self.model)
+        for name in ("model", "revision", "device", "gguf_file"):
+            value = getattr(self, name, None)
+            if (value is not None or name == "model") and not (isinstance(value, str) and value.strip()):
+                raise SettingsError(f"{name}: {shown(value)} is not a name")
         check_name("name", self.served_as)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -145,9 +147,7 @@ class HfSettings(ModelSettings):
     )
 
     def __post_init__(self) -> None:
-        for name in ("model", "device", "gguf_file", "revision"):
-            if (value := getattr(self, name)) is not None:
-                _check_text(name, value)
+        ModelSettings.__post_init__(self)
         # Split the path of a GGUF file into its folder and its file name.
         path = local_path("model", self.model)
         with suppress(OSError):  # Loading the model later reports why a path is unreadable.
@@ -155,7 +155,6 @@ class HfSettings(ModelSettings):
                 object.__setattr__(self, "name", self.name or path.stem)
                 object.__setattr__(self, "model", str(path.parent))
                 object.__setattr__(self, "gguf_file", path.name)
-        ModelSettings.__post_init__(self)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
@@ -181,6 +180,11 @@ class EngineSettings(ModelSettings):
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         check_texts("engine_args", self.engine_args)
+
+    @property
+    def adapter_slots(self) -> int:
+        """The number of adapters that the engine reserves memory for."""
+        return max(self.max_adapters, len(self.adapters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +231,6 @@ class SglangSettings(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
-            raise SettingsError(f"device: {shown(self.device)} is neither 'auto' nor like 'cpu' or 'cuda:1'")
         require("backend", "lmpool[sglang]", "sglang")
         require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
 
@@ -256,11 +258,6 @@ def require_version(distributions: Sequence[str], versions: str) -> str:
     raise SettingsError(f"backend: needs {' or '.join(distributions)}, and none of them is installed")
 
 
-def _check_text(field: str, value: object) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise SettingsError(f"{field}: {shown(value)} is not a name")
-
-
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     """Read engine options from texts of `key=value` pairs and paths of TOML files (`….toml`), separated by spaces.
 
@@ -272,7 +269,13 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
         for part in [text] if text.endswith(".toml") and "=" not in text else _split(text):
             name, equals, value = part.partition("=")
             if not equals and part.endswith(".toml"):
-                found = _read_file(part)
+                try:
+                    found = tomllib.loads(Path(part).expanduser().read_text("utf-8"))
+                except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user that does not exist.
+                    reason = getattr(error, "strerror", None) or error
+                    raise SettingsError(f"engine_args: {part} cannot be read: {reason}") from error
+                except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                    raise SettingsError(f"engine_args: {part} is not TOML: {error}") from error
             elif equals and _option_name(name).isidentifier():
                 found = {name: _parse_value(value)}
             else:
@@ -349,13 +352,3 @@ def _parse_value(text: str) -> Any:
 
 def _option_name(text: str) -> str:
     return text.lstrip("-").replace("-", "_")
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user that does not exist.
-        reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"engine_args: {path} is not TOML: {error}") from error

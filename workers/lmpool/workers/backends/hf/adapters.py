@@ -17,8 +17,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.adapter import qualify
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.protocol.adapter import revision_of
+from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS, adapter_folder, check_fit, weights_of
 from lmpool.workers.backends.settings import require
@@ -36,7 +36,6 @@ class HfAdapters:
     """The adapters of one model; at first none is active.
 
     Attributes:
-        sources: the loaded adapters: "name@revision" -> folder or hub name.
         active: the adapter that forwards use, "name@revision"; "" for the model without an adapter.
     """
 
@@ -47,24 +46,19 @@ class HfAdapters:
         self._weights = weights_of(self._model.state_dict())  # Read now: peft renames weights for the first adapter.
         self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
-        self.sources: dict[str, str] = {}
         self.active = ""
         self._handles: dict[str, str] = {}  # "name@revision" -> name of the adapter in peft, which allows no dots.
         self._handle_numbers = count()
 
-    def load(self, name: str, source: str) -> str:
-        """Load an adapter; returns its revision.
-
-        Raises:
-            SettingsError: peft is not installed, or the adapter is missing, does not fit or is no plain LoRA.
-        """
+    def check(self, source: str) -> Path:
+        """The folder of an adapter; refuses an adapter that does not fit the model, or all adapters without peft."""
         require("adapters", "lmpool[lora]", "peft")
         folder = adapter_folder(source)
         check_fit(folder, self._weights, self._name)
-        revision = checkpoint_revision(folder)
-        adapter = qualify(name, revision)
-        if adapter in self.sources:
-            return revision
+        return folder
+
+    def load(self, adapter: str, folder: Path) -> None:
+        """Load an adapter ("name@revision"); refuses an adapter that does not fit or is no plain LoRA."""
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
@@ -72,9 +66,8 @@ class HfAdapters:
                 self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
-            if checkpoint_revision(folder) != revision:
+            if checkpoint_revision(folder) != revision_of(adapter):
                 raise SettingsError(f"adapters: {folder} was changed while it was loaded")
-            self.sources[adapter] = checkpoint_source(source)
         except _LOAD_ERRORS as error:
             self._delete(adapter)
             if isinstance(error, SettingsError):
@@ -83,13 +76,11 @@ class HfAdapters:
         finally:
             if self._peft is not None:
                 self.activate("", force=True)
-        return revision
 
     def drop(self, adapter: str) -> None:
         """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
-        if self.sources.pop(adapter, None) is not None:
-            self._delete(adapter)
-            self.activate("", force=True)
+        self._delete(adapter)
+        self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
         """Activate an adapter for the next forwards, or none (""); with `force` even if it is active already."""

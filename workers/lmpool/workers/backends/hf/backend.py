@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,12 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, pack_numbers
-from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.protocol.row import RowBlock, VectorBlock, pack_numbers
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
@@ -27,7 +26,6 @@ from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, 
 from lmpool.workers.backends.hf.model import check_model, find_head, load_model, numbers_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
-from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
 _log = logging.getLogger(__name__)
@@ -73,7 +71,7 @@ class _Results:
     vectors: dict[bytes, NDArray[np.float32]] = field(default_factory=dict)
 
 
-class HfBackend(TellsTexts):
+class HfBackend(EngineBackend):
     """Serves one model of transformers; see `lmpool.workers.execution.contract.Backend`.
 
     Raises:
@@ -84,8 +82,8 @@ class HfBackend(TellsTexts):
 
     @torch.inference_mode()
     def __init__(self, settings: HfSettings) -> None:
+        super().__init__(settings)
         model, max_prompt_tokens, revision = load_model(settings)
-        self._settings = settings
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         _log.info("weights are loaded: checking how prompts can run together")
@@ -126,74 +124,55 @@ class HfBackend(TellsTexts):
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, vocab_size)
-        self._waiting: dict[bytes, BackendJob] = {}
-        self._stats = BackendStats()
         if abilities.attention:  # Eager attention gives other rows, so the model needs another revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
-        encoding = self._encoder.encoding_of(abilities.logits)
-        self._info = ModelInfo(
-            name=settings.served_as,
-            backend="hf",
+        self._set_info(
+            model.dtype,
+            self._encoder.encoding_of(abilities.logits),
             vocab_size=vocab_size,
             max_prompt_tokens=max_prompt_tokens,
             revision=revision,
-            dtype=str(model.dtype).removeprefix("torch."),
-            encoding=encoding.name.lower(),
             positions=True,
             hidden=0 if self._head is None else self._head.size,
-            lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
-            source=checkpoint_source(settings.model),
             gguf_file=settings.gguf_file or "",
         )
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
-        self.adapters = self._adapters.sources
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
-
-    def capacity(self) -> int:
-        """Number of jobs to accept: the backend holds at most one batch besides the batch that runs."""
-        return max(0, 2 * self.batch - len(self._waiting))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Accept jobs. Two jobs of one digest are computed once, with interactive priority unless both are bulk."""
         for job in jobs:
-            held = self._waiting.setdefault(job.digest, job)
+            held = self._held.setdefault(job.digest, job)
             if held.state is None:
                 held.state = PromptState(decode_ids(job.ids).data)
             if held is not job and held.bulk and not job.bulk:
                 job.state = held.state
-                self._waiting[job.digest] = job
+                self._held[job.digest] = job
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop waiting jobs."""
         for digest in digests:
-            if (job := self._waiting.pop(digest, None)) is not None:
+            if (job := self._held.pop(digest, None)) is not None:
                 job.state = None
 
-    def load_adapter(self, name: str, source: str) -> str:
-        """Load a LoRA adapter with peft; return its revision.
+    def _checked_adapter(self, source: str) -> Path:
+        return self._adapters.check(source)
 
-        Raises:
-            SettingsError: peft is not installed, or the adapter cannot be read or does not fit the model.
-        """
-        revision = self._adapters.load(name, source)
+    def _load(self, adapter: str, folder: Path) -> None:
+        self._adapters.load(adapter, folder)
         if self._pool is not None:
-            self._roots.setdefault(qualify(name, revision), self._pool.new_root())
-        return revision
+            self._roots[adapter] = self._pool.new_root()
 
-    def drop_adapter(self, adapter: str) -> None:
+    def _unload(self, adapter: str) -> None:
         """Drop an adapter. Its keys and values in the pool are no longer used, so the pool evicts them later."""
         self._adapters.drop(adapter)
         self._roots.pop(adapter, None)
 
-    def stats(self) -> BackendStats:
-        """See `Backend.stats`."""
-        return self._stats
-
     def close(self) -> None:
         """Free the model, the KV pool and the waiting prompts. The backend cannot be used afterwards."""
-        self.abort(list(self._waiting))
+        self.abort(list(self._held))
         self._pool = None
         del self._forward, self._adapters
         self._free_memory()
@@ -203,18 +182,14 @@ class HfBackend(TellsTexts):
         assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
         return self._head.answer(query)
 
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._encoder.new_rows = new_rows
-
     @torch.inference_mode()
     def step(self) -> Finished:
         """Run one batch: the oldest prompt and similar ones, or in at most every second step a much shorter batch.
 
         Bulk prompts run in separate steps, whose number of tokens `BulkLimit` limits.
         """
-        bulk = [job for job in self._waiting.values() if job.bulk]
-        others = [job for job in self._waiting.values() if not job.bulk] if bulk else [*self._waiting.values()]
+        bulk = [job for job in self._held.values() if job.bulk]
+        others = [job for job in self._held.values() if not job.bulk] if bulk else [*self._held.values()]
         is_bulk = bool(bulk) and self._bulk_limit.is_turn(others_wait=bool(others))
         jobs, others = (bulk, others) if is_bulk else (others, bulk)
         most = self._bulk_limit.tokens
@@ -317,14 +292,14 @@ class HfBackend(TellsTexts):
             return None
         for part in parts:
             # Make the chunks again, because the failed forward may have changed the pool.
-            chunks = {digest: self._next_chunk(self._waiting[digest]) for digest in part}
+            chunks = {digest: self._next_chunk(self._held[digest]) for digest in part}
             self._run(chunks, results, is_last_try=is_alone)
         return None
 
     def _compute(self, batch: Mapping[bytes, PromptChunk], results: _Results) -> None:
         """Run the forward of a batch, add its results to `results`, and update the statistics."""
         digests, chunks = list(batch), list(batch.values())
-        jobs = [self._waiting[digest] for digest in digests]
+        jobs = [self._held[digest] for digest in digests]
         prompts = [job.state.ids[: chunk.end] for job, chunk in zip(jobs, chunks, strict=True)]
         first, new = chunks[0], max(chunk.new for chunk in chunks)
         kept, paths = [chunk.kept for chunk in chunks], [chunk.path for chunk in chunks]

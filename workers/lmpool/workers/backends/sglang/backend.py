@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.row import VectorBlock
 from lmpool.settings import shown
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import checkpoint_revision
-from lmpool.workers.backends.engines import EngineBackend, checked_adapter
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import SglangSettings, parse_engine_args
 from lmpool.workers.backends.sglang import options as sglang_options
@@ -46,14 +46,14 @@ class SglangBackend(EngineBackend):
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__(settings)
+        self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = self._launch()
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
-        self.batch: int = self._engine.scheduler.max_running_requests
+        self.batch = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
         self._digests: dict[str, bytes] = {}  # Request name of each job in flight -> digest of the job.
-        self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         if limit < (least := settings.max_prompt_tokens or 1):
             self.close()
             raise SettingsError(
@@ -72,7 +72,7 @@ class SglangBackend(EngineBackend):
         """Import SGLang and start its engine; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         sources = settings.adapter_folders.values()
-        adapters = [plain_adapter(checked_adapter(source, folder))[1] for source in sources]
+        adapters = [plain_adapter(lora.check_adapter(source, folder))[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
@@ -106,10 +106,6 @@ class SglangBackend(EngineBackend):
         self._revision = checkpoint_revision(folder, also=sglang_options.row_deciding(given))
         return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}")
 
-    def capacity(self) -> int:
-        """Number of jobs to accept: the backend holds at most one batch next to the running batch."""
-        return max(0, 2 * self.batch - len(self._held))
-
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
         requests = {}
@@ -128,10 +124,6 @@ class SglangBackend(EngineBackend):
             del self._digests[name]
         if names:
             self._engine.drop(names)
-
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._encoder.new_rows = new_rows
 
     @torch.inference_mode()
     def step(self) -> Finished:

@@ -9,7 +9,6 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.checkpoint import checkpoint_dtype
-from lmpool.workers.backends.engines import adapter_slots
 from lmpool.workers.backends.lora import LATER_RANK
 from lmpool.workers.backends.settings import ONE_PROCESS, SglangSettings, check_engine_args, parse_engine_args
 
@@ -109,7 +108,7 @@ def engine_options(
     }
     if settings.max_batch_tokens is not None:
         options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
-    if slots := adapter_slots(settings):
+    if slots := settings.adapter_slots:
         later = [{"r": LATER_RANK, "target_modules": _LATER_MODULES}] if settings.max_adapters else []
         reserved = [*later, *adapters]
         options |= {

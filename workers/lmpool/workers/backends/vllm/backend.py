@@ -17,7 +17,8 @@ from vllm.v1.request import RequestStatus
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.row import VectorBlock
+from lmpool.workers.backends.checkpoint import checkpoint_folder
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
@@ -45,7 +46,9 @@ class VllmBackend(EngineBackend):
 
     def __init__(self, settings: VllmSettings) -> None:
         super().__init__(settings)
+        self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = engine = VllmEngine(settings, self._folder)
+        self._encoder = engine.captured.encoder
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
@@ -54,10 +57,9 @@ class VllmBackend(EngineBackend):
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
         self._sessions = KvSessions(sessions, tokens, cache.block_size)
-        self.batch: int = places - sessions
+        self.batch = places - sessions
         self._numbers = count(1)  # Numbers for the names of requests and the ids of adapters.
         self._requests: dict[str, _Request] = {}  # Name -> request in flight.
-        self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         self._left_waiting = 0
         self._idle_steps = 0
         # Report errors of the first forward, in which too little memory or missing kernels appear.
@@ -77,7 +79,7 @@ class VllmBackend(EngineBackend):
         # Limit the count of the last step, because waiting jobs may have been aborted since then.
         if waiting := min(self._left_waiting, len(self._held)):
             return max(0, self.batch - waiting)
-        return max(0, 2 * self.batch - len(self._held))
+        return super().capacity()
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Pass jobs that are not in flight to the engine."""
@@ -125,10 +127,6 @@ class VllmBackend(EngineBackend):
         )
         self._requests[name] = _Request(job, is_session, held)
         self._held[job.digest] = name
-
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._engine.captured.encoder.new_rows = new_rows
 
     def step(self) -> Finished:
         """Run one step of the engine."""

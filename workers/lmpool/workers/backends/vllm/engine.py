@@ -29,7 +29,6 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revision
-from lmpool.workers.backends.engines import adapter_slots, checked_adapter
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import (
     ONE_PROCESS,
@@ -223,10 +222,10 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
     if current_platform.is_cpu():
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": memory}
-    if slots := adapter_slots(settings):
+    if slots := settings.adapter_slots:
         ranks = {lora.LATER_RANK} if settings.max_adapters else set[int]()
         for source in settings.adapter_folders.values():
-            ranks |= lora.ranks_of(lora.read_adapter_config(checked_adapter(source, folder)))
+            ranks |= lora.ranks_of(lora.read_adapter_config(lora.check_adapter(source, folder)))
         if (rank := max(ranks)) > _LORA_RANKS[-1]:
             raise SettingsError(f"adapters: one has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
         # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter got an adapter's rows.
