@@ -20,8 +20,7 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import revision_of
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS, adapter_folder, check_fit, weights_of
-from lmpool.workers.backends.settings import require
+from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS, weights_of
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +35,7 @@ class HfAdapters:
     """The adapters of one model; at first none is active.
 
     Attributes:
+        weights: the model's own weights (`weights_of`).
         active: the adapter that forwards use, "name@revision"; "" for the model without an adapter.
     """
 
@@ -43,19 +43,12 @@ class HfAdapters:
         self._forward = forward
         self._model: PreTrainedModel = forward.model
         self._name = name
-        self._weights = weights_of(self._model.state_dict())  # Read now: peft renames weights for the first adapter.
+        self.weights = weights_of(self._model.state_dict())  # Read now: peft renames weights for the first adapter.
         self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
         self.active = ""
         self._handles: dict[str, str] = {}  # "name@revision" -> name of the adapter in peft, which allows no dots.
         self._handle_numbers = count()
-
-    def check(self, source: str) -> Path:
-        """The folder of an adapter; refuses an adapter that does not fit the model, or all adapters without peft."""
-        require("adapters", "lmpool[lora]", "peft")
-        folder = adapter_folder(source)
-        check_fit(folder, self._weights, self._name)
-        return folder
 
     def load(self, adapter: str, folder: Path) -> None:
         """Load an adapter ("name@revision"); refuses an adapter that does not fit or is no plain LoRA."""
@@ -105,7 +98,14 @@ class HfAdapters:
         from peft.utils import load_peft_weights
 
         config: Any = PeftConfig.from_pretrained(str(folder))
-        _check_config(folder, config)
+        # Refuse adapters that are no plain LoRA: they would change rows of other prompts, or need a changed model.
+        if config.bias != "none" or getattr(config, "lora_bias", None):
+            raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
+        if config.init_lora_weights not in HARMLESS_INITS:
+            text = f"has changed weights of its model (init_lora_weights={config.init_lora_weights!r})"
+            raise SettingsError(f"adapters: {folder} {text}: save it with path_initial_model_for_weight_conversion")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise SettingsError(f"adapters: {folder} is applied after certain tokens only (aLoRA)")
         config.inference_mode, config.init_lora_weights = True, True
         if self._skeleton is None:
             self._skeleton = _on_meta_device(self._model)
@@ -126,10 +126,8 @@ class HfAdapters:
         # `missing_keys` also lists the weights of the model and of other adapters.
         missing = [key for key in result.missing_keys if "lora_" in key and handle in key.split(".")]
         if unfitting := [*result.unexpected_keys, *missing]:
-            raise SettingsError(
-                f"adapters: {folder} does not fit {self._name}: {len(unfitting)} of its weights have no place or are "
-                f"missing, such as {unfitting[0]}"
-            )
+            text = f"{len(unfitting)} of its weights have no place or are missing, such as {unfitting[0]}"
+            raise SettingsError(f"adapters: {folder} does not fit {self._name}: {text}")
         # Switch to evaluation mode: modules that peft has added are in training mode, with dropout.
         self._model.train(mode=False)
 
@@ -149,19 +147,6 @@ class HfAdapters:
                 _log.warning(text, adapter, exc_info=error)
 
 
-def _check_config(folder: Path, config: Any) -> None:
-    """Refuse adapters that are no plain LoRA: they would change rows of other prompts, or need a changed model."""
-    if config.bias != "none" or getattr(config, "lora_bias", False) not in (False, None):
-        raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
-    if config.init_lora_weights not in HARMLESS_INITS:
-        raise SettingsError(
-            f"adapters: {folder} belongs to a model whose weights it has changed (init_lora_weights="
-            f"{config.init_lora_weights!r}): save it with peft's path_initial_model_for_weight_conversion"
-        )
-    if getattr(config, "alora_invocation_tokens", None):
-        raise SettingsError(f"adapters: {folder} is applied after certain tokens only (aLoRA)")
-
-
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     """Refuse an adapter whose config makes peft reserve memory for more numbers than the adapter's file holds.
 
@@ -177,10 +162,8 @@ def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     for kind in ("parameters", "buffers"):
         before, after = (sum(each.numel() for each in getattr(model, kind)()) for model in (skeleton, trial))
         if after - before > held:
-            raise SettingsError(
-                f"adapters: {folder} does not fit itself: its config asks for {after - before} numbers ({kind}), and "
-                f"{WEIGHTS} holds {held}: some weights are missing; write both anew with peft's save_pretrained"
-            )
+            text = f"its config asks for {after - before} numbers ({kind}), and {WEIGHTS} holds {held}"
+            raise SettingsError(f"adapters: {folder} does not fit itself: {text}: save it anew with peft")
 
 
 def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:

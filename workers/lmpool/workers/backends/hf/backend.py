@@ -23,9 +23,10 @@ from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
-from lmpool.workers.backends.hf.model import check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.hf.model import FORWARD_ERRORS, check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
-from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.backends.settings import HfSettings, require
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
 _log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class HfBackend(EngineBackend):
     """
 
     _settings: HfSettings
+    _held: dict[bytes, BackendJob]
 
     @torch.inference_mode()
     def __init__(self, settings: HfSettings) -> None:
@@ -89,8 +91,7 @@ class HfBackend(EngineBackend):
         _log.info("weights are loaded: checking how prompts can run together")
         try:
             abilities = check_model(self._forward, max_prompt_tokens)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-            # Model code that cannot run a plain prompt raises one of these exceptions; they have no common type.
+        except FORWARD_ERRORS as error:
             raise SettingsError(f"model: {settings.model} cannot run a prompt: {first_line(error)}") from error
         self.batch, self.device = settings.max_batch, str(model.device)
         is_cpu, vocab_size = model.device.type == "cpu", abilities.logits.shape[-1]
@@ -158,7 +159,8 @@ class HfBackend(EngineBackend):
                 job.state = None
 
     def _checked_adapter(self, source: str) -> Path:
-        return self._adapters.check(source)
+        require("adapters", "lmpool[lora]", "peft")
+        return check_adapter(source, self._settings.model, self._adapters.weights)
 
     def _load(self, adapter: str, folder: Path) -> None:
         self._adapters.load(adapter, folder)
@@ -225,10 +227,12 @@ class HfBackend(EngineBackend):
         state: PromptState = job.state
         pool, chunk, rules = self._pool, state.chunk, self._bulk_rules if job.bulk else self._rules
         if chunk is not None and chunk.max_new == rules.chunk:
-            if pool is None or chunk.root is None:
-                return chunk
-            is_whole = len(chunk.path) >= chunk.end or pool.slots.is_longest(state.ids, chunk.path, chunk.root)
-            if is_whole and pool.slots.holds(chunk.path, chunk.mark):
+            ids, path, root = state.ids[: chunk.end], chunk.path, chunk.root
+            if (
+                pool is None
+                or root is None
+                or (pool.slots.holds(path, chunk.mark) and pool.slots.is_longest(ids, path, root))
+            ):
                 return chunk
         length = end = len(state.ids)
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
@@ -251,10 +255,9 @@ class HfBackend(EngineBackend):
                 root = self._roots.get(job.adapter, ROOT)
             else:
                 root = state.root = pool.new_root() if state.root is None else state.root
-            if chunk is not None and chunk.root == root and slots.holds(chunk.path, chunk.mark):
-                path = slots.match(state.ids[:end], root, chunk.path)
-            else:
-                path = slots.match(state.ids[:end], root, slots.recall(job.ids[: 4 * end], root))
+            is_held = chunk is not None and chunk.root == root and slots.holds(chunk.path, chunk.mark)
+            known = chunk.path if chunk is not None and is_held else slots.recall(job.ids[: 4 * end], root)
+            path = slots.match(state.ids[:end], root, known)
             mark = slots.mark(path)
             chunk_end = min(len(path) + rules.chunk, pool.capacity)
             # Prefill only beyond `reached`: otherwise a prompt whose chunks the pool keeps evicting would never end.
@@ -350,15 +353,14 @@ class HfBackend(EngineBackend):
         for job, chunk, rows in zip(jobs, chunks, logits, strict=True):
             kept = rows[-chunk.kept :]
             assert job.positions is not None
-            # The logits of a position predict the token after this position.
-            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()
-            if chunk.kind != "hidden":
-                part = values_at_positions(kept, job.positions, following)
-                taken.append((part, not np.isnan(part).any()))
-            elif is_sound := bool(kept.isfinite().all()):  # Check before packing: two packed numbers can look like NaN.
-                taken.append((pack_numbers(numbers_of(kept.cpu())), is_sound))
+            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The predicted tokens.
+            if chunk.kind == "hidden":
+                is_sound = bool(kept.isfinite().all())  # Check before packing: two packed numbers can look like NaN.
+                part = pack_numbers(numbers_of(kept.cpu()))
             else:
-                taken.append((np.empty(0, np.float32), is_sound))
+                part = values_at_positions(kept, job.positions, following)
+                is_sound = not np.isnan(part).any()
+            taken.append((part, is_sound))
         for job, chunk, (part, is_sound) in zip(jobs, chunks, taken, strict=True):
             if not is_sound:
                 results.failures[job.digest] = NO_DISTRIBUTION

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
-from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_folder, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
@@ -35,14 +34,13 @@ _UNLIMITED = 1 << 20
 
 # Config fields that may state the max tokens of a prompt, in the order in which they are read.
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Tokens of the longest prompt that the checks run, unless a sliding window needs a longer one.
 _CHECK_TOKENS = 24
 # Max tokens of a sliding window whose effect the checks test: longer prompts would take too long at every start.
 _LONGEST_WINDOW = 1024
 
-_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 """Exceptions that model code raises for arguments that it does not support; they have no common type."""
 
 EAGER = "eager"
@@ -65,19 +63,10 @@ _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-
 _log = logging.getLogger(__name__)
 
 
-class LoadedModel(NamedTuple):
-    """A model in evaluation mode on its device, the longest prompt to accept, and the digest of its weights."""
-
-    model: PreTrainedModel
-    max_prompt_tokens: int
-    revision: str
-
-
 @torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
 @torch.no_grad()
-def load_model(settings: HfSettings) -> LoadedModel:
-    """Load the model that the settings name."""
-    torch_device.settle()
+def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
+    """A model in evaluation mode on its device, the max tokens of a prompt, and the digest of its weights."""
     device = pick_device(settings.device)
     file = settings.gguf_file
     folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=file)
@@ -86,13 +75,10 @@ def load_model(settings: HfSettings) -> LoadedModel:
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
-    arguments: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
-    if file is not None:
-        arguments["gguf_file"] = file
+    load: Any = AutoModelForCausalLM.from_pretrained
+    more = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=_DTYPES.get(settings.dtype, "auto"), output_loading_info=True, **arguments
-        )
+        model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         # transformers has no exception type of its own. It raises these exceptions for missing files, unknown
         # architectures, missing packages, broken checkpoints and broken GGUF files.
@@ -102,12 +88,9 @@ def load_model(settings: HfSettings) -> LoadedModel:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         install = f"; install it with: pip install {missing}" if missing else ""
         raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
-    model, report = loaded
     if absent := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-        raise SettingsError(
-            f"model: {settings.model} has no weights for {', '.join(absent[:3])}{more}: is it a causal language model?"
-        )
+        few = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise SettingsError(f"model: {settings.model} has no weights for {few}: is it a causal language model?")
     config, limit = model.config.get_text_config(decoder=True), settings.max_prompt_tokens
     stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
     if limit is None:
@@ -129,7 +112,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
         revision = weights_revision(model)
     except RuntimeError as error:  # Includes NotImplementedError: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
-    return LoadedModel(model, limit, revision)
+    return model, limit, revision
 
 
 def weights_revision(model: PreTrainedModel) -> str:
@@ -316,7 +299,7 @@ def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[
             return "", check
         exact = _Check(forward, prompts)
         is_same = not exact.alone.isfinite().all() or check.agrees(exact.alone.to(model.dtype))
-    except _FORWARD_ERRORS as error:
+    except FORWARD_ERRORS as error:
         _log.warning("the model's rows are not compared with eager attention, which fails: %s", error)
         is_same, left_out = True, []
     if is_same and not left_out:
@@ -334,7 +317,7 @@ def _cache_layout(forward: Forward) -> KVLayout | None:
     cache = DynamicCache()
     try:
         forward.model(input_ids=torch.tensor([[0, 0, 0]], device=forward.device), past_key_values=cache, use_cache=True)
-    except _FORWARD_ERRORS:
+    except FORWARD_ERRORS:
         return None
     layers: list[Any] = list(cache.layers)
     if not all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers):
@@ -368,7 +351,7 @@ class _Check:
         """Whether padding does not change rows."""
         try:
             return self.agrees(self._forward.logits(self._prompts))
-        except _FORWARD_ERRORS:
+        except FORWARD_ERRORS:
             return False
 
     def reuses(self, layout: KVLayout, pads: bool) -> bool:
@@ -381,7 +364,7 @@ class _Check:
                 prompts = [self._prompts[index] for index in batch]
                 try:
                     logits = self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
-                except _FORWARD_ERRORS:
+                except FORWARD_ERRORS:
                     return False
                 if not self.agrees(logits, batch):
                     return False

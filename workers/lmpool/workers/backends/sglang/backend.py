@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
@@ -172,7 +173,7 @@ class SglangBackend(EngineBackend):
         tensors, config = plain_adapter(folder)
         with TemporaryDirectory(prefix="lmpool-adapters-") as copy:
             save_file(tensors, Path(copy) / lora.WEIGHTS)
-            lora.write_adapter_config(Path(copy), config)
+            (Path(copy) / lora.CONFIG).write_text(json.dumps(config), "utf-8")
             self._engine.load_adapter(adapter, Path(copy))
 
     def _unload(self, adapter: str) -> None:
