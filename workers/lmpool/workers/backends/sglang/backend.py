@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -52,13 +51,10 @@ class SglangBackend(EngineBackend):
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
-        # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
-        self._names = (f"{number:016x}" for number in count())
-        self._digests: dict[str, bytes] = {}  # Request name of each job in flight -> digest of the job.
         if limit < (least := settings.max_prompt_tokens or 1):
             self.close()
             raise SettingsError(
-                f"max_prompt_tokens: {least} is more than the {limit} tokens of a prompt that SGLang has memory for"
+                f"max_prompt_tokens: {least} is more than the {limit} tokens that SGLang has memory for"
             )
         self._prepare(
             model.dtype,
@@ -109,22 +105,14 @@ class SglangBackend(EngineBackend):
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
-        requests = {}
-        for job in jobs:
-            if job.digest not in self._held:
-                name = self._held[job.digest] = next(self._names)
-                self._digests[name] = job.digest
-                requests[name] = job
-        if requests:
-            self._engine.submit(requests)
+        if new := {job.digest: job for job in jobs if job.digest not in self._held}:
+            self._held |= new
+            self._engine.submit(list(new.values()))
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs in flight."""
-        names = [self._held.pop(digest) for digest in digests if digest in self._held]
-        for name in names:
-            del self._digests[name]
-        if names:
-            self._engine.drop(names)
+        if dropped := {digest for digest in digests if self._held.pop(digest, None)}:
+            self._engine.drop(dropped)
 
     @torch.inference_mode()
     def step(self) -> Finished:
@@ -140,18 +128,17 @@ class SglangBackend(EngineBackend):
 
     def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
         """Add the results of a forward to `finished` and `vectors`, except results of aborted jobs."""
-        for name, message in batch.failures.items():
-            if name in self._digests:
-                finished.failures[self._release(name)] = message
-        answered = [name for name in batch.positions if name in self._digests]
-        vectors.update({self._release(name): batch.positions[name] for name in answered})
-        rows = [row for row, name in enumerate(batch.names) if name in self._digests]
+        held = self._held
+        finished.failures.update((each, text) for each, text in batch.failures.items() if held.pop(each, None))
+        answered = {digest: values for digest, values in batch.positions.items() if held.pop(digest, None)}
+        vectors.update(answered)
+        rows = [row for row, digest in enumerate(batch.digests) if held.pop(digest, None)]
         failed = 0
         if rows and batch.logits is not None:
             if batch.computed is not None:
                 torch.cuda.current_stream(batch.logits.device).wait_event(batch.computed)
-            logits = batch.logits if len(rows) == len(batch.names) else batch.logits[rows]
-            encoded = self._encoder.encode([self._release(batch.names[row]) for row in rows], logits)
+            logits = batch.logits if len(rows) == len(batch.digests) else batch.logits[rows]
+            encoded = self._encoder.encode([batch.digests[row] for row in rows], logits)
             finished.failures.update(encoded.failures)
             failed = len(encoded.failures)
             if encoded.block is not None:
@@ -162,12 +149,6 @@ class SglangBackend(EngineBackend):
             tokens=self._stats.tokens + batch.tokens,
             reused=self._stats.reused + batch.reused,
         )
-
-    def _release(self, name: str) -> bytes:
-        """Remove a finished request; returns the digest of its job."""
-        digest = self._digests.pop(name)
-        del self._held[digest]
-        return digest
 
     def _load(self, adapter: str, folder: Path) -> None:
         tensors, config = plain_adapter(folder)
@@ -181,7 +162,6 @@ class SglangBackend(EngineBackend):
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
-        self._digests.clear()
         self._held.clear()
         self._engine.close()
 
