@@ -110,10 +110,8 @@ class EngineBackend(TellsTexts, ABC):
         adapter, settings = qualify(name, revision), self._settings
         if adapter not in self.adapters:
             if isinstance(settings, EngineSettings) and len(self.adapters) >= (slots := settings.adapter_slots):
-                raise SettingsError(
-                    f"adapters: this worker has {slots} slots, and none is free for {name!r}: start it with more "
-                    "(--max-adapters)"
-                )
+                remedy = "start it with more (--max-adapters)"
+                raise SettingsError(f"adapters: this worker has {slots} slots, and none is free for {name!r}: {remedy}")
             self._load(adapter, folder)
             self.adapters[adapter] = checkpoint_source(source)
         return revision

@@ -207,16 +207,14 @@ def pick_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        # Refuse the device "meta", whose tensors have shapes and no numbers.
-        is_usable, reason = torch.empty(1, device=device).device.type != "meta", "it computes nothing"
+        if torch.empty(1, device=device).device.type != "meta":
+            return device
+        reason = "it computes nothing"  # Tensors on "meta" have shapes and no numbers.
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        # torch raises AssertionError for "cuda" if it was built without CUDA.
-        is_usable, reason = False, first_line(error)
-    if not is_usable:
-        found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
-        found += ["'mps'"] if torch.backends.mps.is_available() else []
-        raise SettingsError(f"device: {name!r} cannot be used: this machine has {', '.join(found)} ({reason})")
-    return device
+        reason = first_line(error)  # torch raises AssertionError for "cuda" if it was built without CUDA.
+    found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
+    found += ["'mps'"] if torch.backends.mps.is_available() else []
+    raise SettingsError(f"device: {name!r} cannot be used: this machine has {', '.join(found)} ({reason})")
 
 
 def log_threads(device: str) -> None:

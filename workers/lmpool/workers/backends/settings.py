@@ -250,10 +250,8 @@ def require_version(distributions: Sequence[str], versions: str) -> str:
         with suppress(PackageNotFoundError):
             installed = version(name)
             if installed not in SpecifierSet(versions, prereleases=True):
-                raise SettingsError(
-                    f"backend: {name} {installed} is installed; this backend supports {name} {versions}. "
-                    f"Install one with: pip install '{name}{versions}'"
-                )
+                remedy = f"Install one with: pip install '{name}{versions}'"
+                raise SettingsError(f"backend: {name} {installed} is installed; lmpool needs {name} {versions}. {remedy}")
             return installed
     raise SettingsError(f"backend: needs {' or '.join(distributions)}, and none of them is installed")
 
@@ -288,12 +286,13 @@ def check_engine_args(
     given: Mapping[str, Any],
     known: Collection[str],
     refused: Mapping[str, str],
-    parallel: Collection[str],
+    parallel: Mapping[str, Any],
     engine: str,
 ) -> None:
     """Refuse unknown options, options that this backend must set itself, and options for several processes.
 
-    `refused`: option -> the reason of its refusal. `parallel`: options that spread a model over processes.
+    `refused`: option -> the reason of its refusal. `parallel`: option that may spread a model over processes -> the
+    only value that does not.
     """
     for name, value in given.items():
         if name in refused:
@@ -302,8 +301,8 @@ def check_engine_args(
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise SettingsError(f"engine_args: {engine} has no option {name!r}{hint}")
-        if name in parallel and value != 1:
-            raise SettingsError(f"engine_args: {name} must be 1, not {shown(value)}: {ONE_PROCESS}")
+        if name in parallel and value != parallel[name]:
+            raise SettingsError(f"engine_args: {name} must be {parallel[name]!r}, not {shown(value)}: {ONE_PROCESS}")
 
 
 def _split(text: str) -> Iterator[str]:
@@ -343,10 +342,8 @@ def _parse_value(text: str) -> Any:
     if (value := _parse_structure(text)) is not None:
         return value
     if text.startswith("{"):
-        raise SettingsError(
-            f"engine_args: {shown(text)} is neither TOML nor JSON. If a shell removed its quotes, quote the "
-            """whole option: --engine-args 'name={"a": 1}'"""
-        )
+        remedy = """If a shell removed its quotes, quote the whole option: --engine-args 'name={"a": 1}'"""
+        raise SettingsError(f"engine_args: {shown(text)} is neither TOML nor JSON. {remedy}")
     return _PYTHON_WORDS.get(text, text)
 
 

@@ -28,14 +28,7 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import content_digest, read_adapter_folders
 from lmpool.workers.backends.settings import max_adapters_option
-from lmpool.workers.execution.contract import (
-    QUERY_ERRORS,
-    Backend,
-    BackendJob,
-    BackendStats,
-    Finished,
-    failure_of,
-)
+from lmpool.workers.execution.contract import QUERY_ERRORS, Backend, BackendJob, BackendStats, Finished, failure_of
 
 _TOGETHER = 4  # Min rows of a small vocabulary to draw together: for fewer rows, drawing one by one is faster.
 _CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.

@@ -19,10 +19,10 @@ _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where SGL
 _FOREVER_S = 1e9  # Timeout in seconds of SGLang's watchdog: so long that the watchdog never acts.
 _ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number of keys and values; 2 in other dtypes.
 
-_PARALLEL = (
+_PARALLEL = dict.fromkeys((
     "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
     "dwdp_size",
-)  # fmt: skip
+), 1)  # fmt: skip
 
 _ONE_ROW = "each request computes one row, so nothing is sampled"
 
@@ -126,13 +126,11 @@ def engine_options(
 def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
     """Max tokens whose keys and values (`numbers` numbers per token) fit into memory; None for SGLang's default."""
     memory = settings.kv_cache_bytes
+    if memory is not None and not numbers:
+        raise SettingsError("kv_cache_bytes: this model keeps no keys and values; see mem_fraction_static of SGLang")
     if memory is None and options["device"] == "cpu":
         memory = _CPU_KV_BYTES
     if memory is None or not numbers:
-        if settings.kv_cache_bytes is not None:
-            raise SettingsError(
-                "kv_cache_bytes: this model keeps no keys and values; see mem_fraction_static of SGLang"
-            )
         return None
     stored = options.get("kv_cache_dtype", "auto")
     token = numbers * _ITEM_SIZES.get(options["dtype"] if stored == "auto" else stored, 2)

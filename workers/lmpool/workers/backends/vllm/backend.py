@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -222,7 +223,12 @@ class VllmBackend(EngineBackend):
         self._close(names)
 
     def _load(self, adapter: str, folder: Path) -> None:
-        self._engine.add_lora(adapter, next(self._numbers), folder)
+        # Use the qualified name, by which vLLM's prefix cache tells adapters apart, and a number never used before.
+        request = LoRARequest(adapter, next(self._numbers), str(folder))
+        with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}"):
+            if not self._core.add_lora(request):
+                raise RuntimeError("it does not fit the model")
+        self._engine.loras[adapter] = request
 
     def _unload(self, adapter: str) -> None:
         self._close(self._sessions.close_adapter(adapter))

@@ -35,9 +35,7 @@ _MAX_LOGITS = 1 << 25
 
 def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None:
     if logits.shape != (count, vocab_size):
-        raise WorkerError(
-            f"vLLM has given logits of shape {tuple(logits.shape)} for {count} {unit} and V = {vocab_size}"
-        )
+        raise WorkerError(f"vLLM gave logits of shape {tuple(logits.shape)} for {count} {unit} and V = {vocab_size}")
 
 
 class Captured:
@@ -129,17 +127,14 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
             rows = sorted(index for index in self._digests if index < len(logits))
             digests = [self._digests[row] for row in rows]
         else:
-            rows, digests = self._rows_of_v2(ctx)
+            slots = ctx.idx_mapping_np
+            complete = ctx.seq_lens_upper_bound_np >= self._requests.prefill_len.np[slots]
+            rows = [row for row, slot in enumerate(slots.tolist()) if complete[row] and slot in self._digests]
+            digests = [self._digests[int(slots[row])] for row in rows]
         if rows:
             chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
             self.captured.add(digests, chosen)
         return logits
-
-    def _rows_of_v2(self, ctx: Any) -> tuple[list[int], list[bytes]]:
-        slots = ctx.idx_mapping_np
-        complete = ctx.seq_lens_upper_bound_np >= self._requests.prefill_len.np[slots]
-        rows = [row for row, slot in enumerate(slots.tolist()) if complete[row] and slot in self._digests]
-        return rows, [self._digests[int(slots[row])] for row in rows]
 
 
 class PositionCapture(PositionAnswers):

@@ -30,13 +30,7 @@ from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revision
 from lmpool.workers.backends.row_encoder import RowEncoder
-from lmpool.workers.backends.settings import (
-    ONE_PROCESS,
-    VLLM_DISTRIBUTIONS,
-    VllmSettings,
-    check_engine_args,
-    parse_engine_args,
-)
+from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture
 
 # Exceptions that vLLM raises for bad options, broken weights, and missing kernels, devices or memory; no common type.
@@ -50,7 +44,10 @@ _log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where vLLM would take most of the memory.
 _CPU_BLOCK = 32  # Tokens per block of keys and values on a CPU; vLLM's CPU kernels need a multiple of 32.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that vLLM accepts for `max_lora_rank`.
-_PARALLEL = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes")
+_PARALLEL = {
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "nnodes"), 1),
+    "distributed_executor_backend": "uni",
+}
 
 # Dtypes of keys and values with fewer than 16 bits. With fp8, rows of vLLM 0.32.0 on a CPU were off by 1.1 to 1.6.
 _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
@@ -108,10 +105,8 @@ class VllmEngine:
         if kv_dtype == "auto" and getattr(self.config.quant_config, "kv_cache_scheme", None):
             kv_dtype = "fp8"  # vLLM treats every `kv_cache_scheme` of a checkpoint as fp8.
         if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
-            raise SettingsError(
-                f"engine_args: kv_cache_dtype={kv_dtype} cannot be served on a CPU: vLLM's rows would be off by more "
-                "than 1. Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
-            )
+            remedy = "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
+            raise SettingsError(f"engine_args: kv_cache_dtype={kv_dtype} gives wrong rows on a CPU. {remedy}")
         self.captured = processor.captured = Captured(
             model.get_vocab_size(), RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         )
@@ -143,25 +138,14 @@ class VllmEngine:
             return False
         return True
 
-    def add_lora(self, adapter: str, number: int, folder: Path) -> None:
-        """Load an adapter ("name@revision") from a folder; vLLM identifies it by a number that was not used before."""
-        # Use the qualified name, by which vLLM's prefix cache tells adapters apart.
-        request = LoRARequest(adapter, number, str(folder))
-        with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}"):
-            if not self.core.add_lora(request):
-                raise RuntimeError("it does not fit the model")
-        self.loras[adapter] = request
-
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:
     """Descriptions of the installed logits processors, in load order. Refuses processors that the user did not name."""
     entries = list(entry_points(group=LOGITSPROCS_GROUP))
     for entry in entries:
         if entry.name not in named:
-            raise SettingsError(
-                f"logits_processors: {_described(entry)} is installed, and vLLM would let it change rows. Uninstall it,"
-                f" or name it with --logits-processors {entry.name}, which makes it part of the model's fingerprint"
-            )
+            remedy = f"Uninstall it, or name it with --logits-processors {entry.name}, for the model's fingerprint"
+            raise SettingsError(f"logits_processors: {_described(entry)} is installed and may change rows. {remedy}")
     if missing := sorted({*named} - {entry.name for entry in entries}):
         raise SettingsError(f"logits_processors: no entry point {missing[0]!r} of {LOGITSPROCS_GROUP} is installed")
     return [_described(entry) for entry in entries]
@@ -190,8 +174,6 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     given = parse_engine_args(settings.engine_args)
     known = {field.name for field in fields(EngineArgs)}
     check_engine_args(given, known, _REFUSED, _PARALLEL, f"vLLM {vllm_version}")
-    if (executor := given.get("distributed_executor_backend", "uni")) != "uni":
-        raise SettingsError(f"engine_args: distributed_executor_backend must be 'uni', not {executor!r}: {ONE_PROCESS}")
     return given
 
 
