@@ -361,9 +361,6 @@ class PositionAnswers:
     def __init__(self) -> None:
         self._open: dict[str, _OpenAnswer] = {}
 
-    def __contains__(self, request: str) -> bool:
-        return request in self._open
-
     def open(self, request: str, job: BackendJob) -> None:
         """Start to collect the answer of a job that has a positions query."""
         assert job.positions is not None

@@ -251,7 +251,9 @@ def require_version(distributions: Sequence[str], versions: str) -> str:
             installed = version(name)
             if installed not in SpecifierSet(versions, prereleases=True):
                 remedy = f"Install one with: pip install '{name}{versions}'"
-                raise SettingsError(f"backend: {name} {installed} is installed; lmpool needs {name} {versions}. {remedy}")
+                raise SettingsError(
+                    f"backend: {name} {installed} is installed; lmpool needs {name} {versions}. {remedy}"
+                )
             return installed
     raise SettingsError(f"backend: needs {' or '.join(distributions)}, and none of them is installed")
 

@@ -134,7 +134,7 @@ class HfBackend(EngineBackend):
             max_prompt_tokens=max_prompt_tokens,
             revision=revision,
             positions=True,
-            hidden=0 if self._head is None else self._head.size,
+            hidden=0 if self._head is None else self._head.layer.in_features,
             gguf_file=settings.gguf_file or "",
         )
         self._roots: dict[str, int] = {}

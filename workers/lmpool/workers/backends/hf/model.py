@@ -148,17 +148,13 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     yield from chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
 
 
+@dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The output head of a model: its last linear layer, a factor of the output, and the cap c of c * tanh(logits / c).
+    """The output head of a model: its last linear layer, a factor of the output, and the cap c of c * tanh(logits / c)."""
 
-    `size` is the number of elements of a hidden state.
-    """
-
-    def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
-        self.size = layer.in_features
-        self._layer = layer
-        self._scale = scale
-        self._soft_cap = soft_cap
+    layer: torch.nn.Linear
+    scale: float
+    soft_cap: float | None
 
     @contextmanager
     def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
@@ -172,7 +168,7 @@ class OutputHead:
             taken.append(given[0][:, -kept:].clone())
             return (given[0][:, -1:], *given[1:])
 
-        handle = self._layer.register_forward_pre_hook(take)
+        handle = self.layer.register_forward_pre_hook(take)
         try:
             yield taken
         finally:
@@ -180,19 +176,19 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, computed as clients compute them, from the layer, the factor and the cap."""
-        logits = self._layer(hidden) * self._scale
-        return logits if self._soft_cap is None else self._soft_cap * torch.tanh(logits / self._soft_cap)
+        logits = self.layer(hidden) * self.scale
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def answer(self, query: HeadQuery) -> NDArray[np.float32]:
         """The part of the head that a query requests, as float32 numbers."""
-        bias = self._layer.bias
+        bias = self.layer.bias
         if query.part == "facts":
-            return pack_facts(self._scale, self._soft_cap, bias is not None)
+            return pack_facts(self.scale, self.soft_cap, bias is not None)
         if query.part == "bias":
             # A client may request the bias of a head without a bias; return zeros.
-            numbers = torch.zeros(self._layer.out_features) if bias is None else bias.detach().float().cpu()
+            numbers = torch.zeros(self.layer.out_features) if bias is None else bias.detach().float().cpu()
             return np.asarray(numbers.numpy())
-        weights = self._layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
+        weights = self.layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
         return pack_numbers(numbers_of(weights)).ravel()
 
 

@@ -25,12 +25,7 @@ from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.managers.io_struct import (
-    AbortReq,
-    LoadLoRAAdapterReqInput,
-    TokenizedGenerateReqInput,
-    UnloadLoRAAdapterReqInput,
-)
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -120,7 +115,7 @@ class SglangEngine:
 
         def order() -> list[Any]:
             names = [name for name, job in self._owed.items() if job.digest in digests]
-            return [AbortReq(rid=name) for name in names if self._forget(name)]
+            return [io_struct.AbortReq(rid=name) for name in names if self._forget(name)]
 
         self._orders.put(order)
 
@@ -130,7 +125,7 @@ class SglangEngine:
         def load() -> None:
             self._unload_dropped()
             lora_id = uuid4().hex  # Use a new id for each load, because the prefix cache tells adapters apart by id.
-            wanted = LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
+            wanted = io_struct.LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
             result = self.scheduler.load_lora_adapter(wanted)
             if not result.success:
                 raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
@@ -150,7 +145,7 @@ class SglangEngine:
         in_use = {request.lora_id for requests in lists for request in requests}
         for lora_id in self._dropped.keys() - in_use - {getattr(scheduler.chunked_req, "lora_id", None)}:
             name = self._dropped.pop(lora_id)
-            scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
+            scheduler.unload_lora_adapter(io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
 
     def _call(self, work: Callable[[], None]) -> None:
         """Call a function in the scheduler's thread between two forwards, and wait until it returns."""
@@ -228,7 +223,7 @@ class SglangEngine:
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
         """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs`: SGLang's own abort requests."""
         received, is_idle = list(local_reqs or ()), self.scheduler.is_fully_idle()
-        taken_back = {request.rid for request in received if isinstance(request, AbortReq)}
+        taken_back = {request.rid for request in received if isinstance(request, io_struct.AbortReq)}
         # An idle scheduler has dropped all requests without a result, and has reported this only to its socket.
         if lost := [name for name in self._owed if is_idle or name in taken_back]:
             text = "SGLang has dropped the prompt without an answer"
@@ -370,20 +365,17 @@ def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
     tokens.frombytes(decode_ids(job.ids).astype(np.int64).tobytes())
     sampling = SamplingParams(max_new_tokens=0)
     sampling.normalize(None)
-    return TokenizedGenerateReqInput(
+    return io_struct.TokenizedGenerateReqInput(
         rid=name,
         input_text="",
         input_ids=tokens,
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
         sampling_params=sampling,
         return_logprob=job.positions is not None,
         logprob_start_len=-1 if job.positions is None else job.positions.start,
         top_logprobs_num=0,
-        token_ids_logprob=None,
         stream=False,
         lora_id=adapter,
+        **dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")),  # Not used.
     )
 
 

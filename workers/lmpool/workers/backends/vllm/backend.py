@@ -116,14 +116,11 @@ class VllmBackend(EngineBackend):
             EngineCoreRequest(
                 request_id=name,
                 prompt_token_ids=decode_ids(job.ids)[held:].tolist(),
-                mm_features=None,
                 sampling_params=params,
-                pooling_params=None,
                 arrival_time=time.time(),
                 lora_request=self._engine.loras[job.adapter] if job.adapter else None,
-                cache_salt=None,
-                data_parallel_rank=None,
                 resumable=is_session,
+                **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Not used.
             )
         )
         self._requests[name] = _Request(job, is_session, held)
@@ -162,7 +159,8 @@ class VllmBackend(EngineBackend):
                 rows.append(job.digest)
             elif isinstance(answer, str):
                 failures[job.digest] = answer
-                self._drop(name, job.digest)
+                self._engine.captured.drop(job.digest)
+                self._engine.positions.drop(name)
             else:
                 vectors[job.digest] = answer
         blocks, unsound = self._engine.captured.take(rows)
@@ -171,11 +169,6 @@ class VllmBackend(EngineBackend):
         self._stats = BackendStats(stats.steps + 1, stats.rows + answered, stats.tokens + tokens, stats.reused + reused)
         answers = VectorBlock(list(vectors), list(vectors.values())) if vectors else None
         return Finished(blocks, failures | unsound, answers)
-
-    def _drop(self, name: str, digest: bytes) -> None:
-        """Discard the captured data of a request that ends without a result."""
-        self._engine.captured.drop(digest)
-        self._engine.positions.drop(name)
 
     def _keep(self, job: BackendJob, name: str) -> None:
         """Keep a session open for its next tokens, if the engine holds the keys and values of all its tokens."""
@@ -219,7 +212,8 @@ class VllmBackend(EngineBackend):
         """Abort jobs that are in flight."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
-            self._drop(name, self._requests.pop(name).job.digest)
+            self._engine.captured.drop(self._requests.pop(name).job.digest)
+            self._engine.positions.drop(name)
         self._close(names)
 
     def _load(self, adapter: str, folder: Path) -> None:
