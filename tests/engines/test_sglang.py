@@ -26,7 +26,7 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang import options
+from lmpool.workers.backends.sglang import backend as options
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import MAX_TOKENS, V, write_adapter, write_model

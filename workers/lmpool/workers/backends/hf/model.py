@@ -6,7 +6,7 @@ import json
 import logging
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -150,7 +150,7 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The output head of a model: its last linear layer, a factor of the output, and the cap c of c * tanh(logits / c)."""
+    """A model's output head: its last linear layer, a factor of the output, and the cap c in c * tanh(logits / c)."""
 
     layer: torch.nn.Linear
     scale: float
@@ -264,7 +264,10 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     prompts = _prompts(length, forward.logits([[0]]).shape[-1])
     attention, check = _choose_attention(forward, config, prompts)
     logits = forward.logits([[0]])
-    pads = check.pads()
+    try:
+        pads = _agree(forward.logits(prompts), check.alone)
+    except FORWARD_ERRORS:
+        pads = False
     if not pads:
         _log.info("padding changes the model's rows: only prompts of one length run together")
     layout = _cache_layout(forward)
@@ -294,7 +297,7 @@ def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[
             _log.warning("the model's code selects its own attention: its rows are not compared with eager attention")
             return "", check
         exact = _Check(forward, prompts)
-        is_same = not exact.alone.isfinite().all() or check.agrees(exact.alone.to(model.dtype))
+        is_same = not exact.alone.isfinite().all() or _agree(exact.alone.to(model.dtype), check.alone)
     except FORWARD_ERRORS as error:
         _log.warning("the model's rows are not compared with eager attention, which fails: %s", error)
         is_same, left_out = True, []
@@ -343,13 +346,6 @@ class _Check:
         self._prompts = prompts
         self.alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
 
-    def pads(self) -> bool:
-        """Whether padding does not change rows."""
-        try:
-            return self.agrees(self._forward.logits(self._prompts))
-        except FORWARD_ERRORS:
-            return False
-
     def reuses(self, layout: KVLayout, pads: bool) -> bool:
         """Whether prompts that reuse the keys and values of shorter prompts have the same rows."""
         everything = range(len(self._prompts))
@@ -362,16 +358,16 @@ class _Check:
                     logits = self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
                 except FORWARD_ERRORS:
                     return False
-                if not self.agrees(logits, batch):
+                if not _agree(logits, self.alone[list(batch)]):
                     return False
         return True
 
-    def agrees(self, logits: Tensor, batch: Sequence[int] | None = None) -> bool:
-        """Whether logits of all prompts, or of a batch of prompts, equal the logits computed alone except for rounding.
 
-        Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
-        """
-        expected = self.alone if batch is None else self.alone[list(batch)]
-        error = (logits.float() - expected).square().mean(-1).sqrt()
-        tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
-        return bool((error <= tolerance * expected.std(-1) + 1e-30).all())
+def _agree(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits equal those of prompts that were computed alone, except for rounding.
+
+    Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
+    """
+    error = (logits.float() - expected).square().mean(-1).sqrt()
+    tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
+    return bool((error <= tolerance * expected.std(-1) + 1e-30).all())
