@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,7 +47,8 @@ class EngineBackend(TellsTexts, ABC):
     """
 
     batch: int
-    _folder: Path  # The model's folder.
+    _folder: Path  # The model's folder, or its hub name if `_weights` is set.
+    _weights: Mapping[str, Any] | None = None  # See `check_adapter`.
     _encoder: RowEncoder
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -64,10 +65,6 @@ class EngineBackend(TellsTexts, ABC):
     @abstractmethod
     def _unload(self, adapter: str) -> None:
         """Have the engine drop an adapter that no request names any more."""
-
-    def _checked_adapter(self, source: str) -> Path:
-        """The folder of an adapter; refuses an adapter that does not fit the model."""
-        return check_adapter(source, self._folder)
 
     def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
         name, settings = str(dtype).removeprefix("torch."), self._settings
@@ -105,7 +102,7 @@ class EngineBackend(TellsTexts, ABC):
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
-        folder = self._checked_adapter(source)
+        folder = check_adapter(source, self._folder, self._weights)
         revision = checkpoint_revision(folder)
         adapter, settings = qualify(name, revision), self._settings
         if adapter not in self.adapters:

@@ -123,7 +123,7 @@ def content_digest(place: Path) -> str:
     return state.hexdigest()
 
 
-def check_adapter(source: str | Path, model: Path | str, weights: Mapping[str, Any] | None = None) -> Path:
+def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | None = None) -> Path:
     """The folder of an adapter. Refuses a dangerous config, and weights that do not fit the model.
 
     Engines ignore changed weights of the model itself in an adapter's file, so such an adapter is refused. An equal
@@ -131,13 +131,13 @@ def check_adapter(source: str | Path, model: Path | str, weights: Mapping[str, A
 
     Args:
         source: folder or hub name of the adapter.
-        model: folder of the model; its name for error messages is enough if `weights` is given.
+        model: folder of the model, or its hub name if `weights` is given.
         weights: the model's weights (`weights_of`), by default those of its safetensors files. If there are none, all
             names of weights are accepted.
     """
     folder = adapter_folder(str(source))
     if weights is None:
-        files = map(_tensors, Path(model).glob("*.safetensors"))
+        files = map(_tensors, model.glob("*.safetensors"))
         weights = weights_of({name: tensor for tensors in files for name, tensor in tensors.items()})
     if not (folder / CONFIG).is_file():
         raise SettingsError(f"adapters: {folder} holds no {CONFIG}: is it a LoRA adapter of peft?")

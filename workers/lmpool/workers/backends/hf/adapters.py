@@ -20,7 +20,8 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import revision_of
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS, weights_of
+from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS
+from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +36,6 @@ class HfAdapters:
     """The adapters of one model; at first none is active.
 
     Attributes:
-        weights: the model's own weights (`weights_of`).
         active: the adapter that forwards use, "name@revision"; "" for the model without an adapter.
     """
 
@@ -43,7 +43,6 @@ class HfAdapters:
         self._forward = forward
         self._model: PreTrainedModel = forward.model
         self._name = name
-        self.weights = weights_of(self._model.state_dict())  # Read now: peft renames weights for the first adapter.
         self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
         self.active = ""
@@ -52,6 +51,7 @@ class HfAdapters:
 
     def load(self, adapter: str, folder: Path) -> None:
         """Load an adapter ("name@revision"); refuses an adapter that does not fit or is no plain LoRA."""
+        require("adapters", "lmpool[lora]", "peft")
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
@@ -62,18 +62,13 @@ class HfAdapters:
             if checkpoint_revision(folder) != revision_of(adapter):
                 raise SettingsError(f"adapters: {folder} was changed while it was loaded")
         except _LOAD_ERRORS as error:
-            self._delete(adapter)
+            self.drop(adapter)
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"adapters: {folder} does not fit {self._name}: {first_line(error)}") from error
         finally:
             if self._peft is not None:
                 self.activate("", force=True)
-
-    def drop(self, adapter: str) -> None:
-        """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
-        self._delete(adapter)
-        self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
         """Activate an adapter for the next forwards, or none (""); with `force` even if it is active already."""
@@ -131,7 +126,8 @@ class HfAdapters:
         # Switch to evaluation mode: modules that peft has added are in training mode, with dropout.
         self._model.train(mode=False)
 
-    def _delete(self, adapter: str) -> None:
+    def drop(self, adapter: str) -> None:
+        """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
         handle = self._handles.pop(adapter)
         if self._peft is None or handle not in self._peft.peft_config:
             return
@@ -145,6 +141,7 @@ class HfAdapters:
             except _LOAD_ERRORS as error:
                 text = "the adapter %r cannot be removed: it stays in memory until the worker ends"
                 _log.warning(text, adapter, exc_info=error)
+        self.activate("", force=True)
 
 
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:

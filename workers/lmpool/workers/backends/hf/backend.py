@@ -24,9 +24,9 @@ from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
 from lmpool.workers.backends.hf.model import FORWARD_ERRORS, check_model, find_head, load_model, numbers_of
-from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.lora import weights_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
-from lmpool.workers.backends.settings import HfSettings, require
+from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
 _log = logging.getLogger(__name__)
@@ -139,6 +139,10 @@ class HfBackend(EngineBackend):
         )
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
+        self._folder, self._weights = (
+            Path(settings.model),
+            weights_of(model.state_dict()),
+        )  # Later, peft renames weights.
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
 
@@ -157,10 +161,6 @@ class HfBackend(EngineBackend):
         for digest in digests:
             if (job := self._held.pop(digest, None)) is not None:
                 job.state = None
-
-    def _checked_adapter(self, source: str) -> Path:
-        require("adapters", "lmpool[lora]", "peft")
-        return check_adapter(source, self._settings.model, self._adapters.weights)
 
     def _load(self, adapter: str, folder: Path) -> None:
         self._adapters.load(adapter, folder)
