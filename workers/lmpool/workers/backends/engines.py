@@ -68,15 +68,9 @@ class EngineBackend(TellsTexts, ABC):
 
     def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
         name, settings = str(dtype).removeprefix("torch."), self._settings
-        self._info = ModelInfo(
-            name=settings.served_as,
-            backend=settings.kind,
-            dtype=name,
-            encoding=encoding.name.lower(),
-            lossy=encoding is Encoding.F16 and name != "float16",
-            source=checkpoint_source(settings.model),
-            **facts,
-        )
+        facts |= {"dtype": name, "encoding": encoding.name.lower(), "source": checkpoint_source(settings.model)}
+        lossy = encoding is Encoding.F16 and name != "float16"
+        self._info = ModelInfo(settings.served_as, settings.kind, lossy=lossy, **facts)
 
     def _prepare(self, dtype: object, **facts: Any) -> None:
         """Set the info, load the adapters of the settings, and check the first rows. Close the backend at an error."""

@@ -81,12 +81,8 @@ class ModelSettings:
     revision: str | None = option("Branch, tag or commit on the hub.", None)
     trust_remote_code: bool = option("Run Python code that comes with the model.", False)
     dtype: str = option('"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".', "auto")
-    encoding: str = option(
-        '"exact", or "f16" to send float32 rows as float16, which is smaller and loses bits.', "exact"
-    )
-    max_prompt_tokens: int | None = option(
-        "Longest prompt to accept; None means the model's limit, which is the maximum.", None, least=1
-    )
+    encoding: str = option('"exact", or "f16" to send float32 rows as float16: smaller, and loses bits.', "exact")
+    max_prompt_tokens: int | None = option("Longest prompt to accept, up to the model's limit (None).", None, least=1)
     adapters: list[str] = option(
         "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, "
         "unless other adapters have these names.",
@@ -135,15 +131,10 @@ class HfSettings(ModelSettings):
     max_batch: int = option("Prompts that run together.", 64, least=1, most=_MAX_BATCH)
     max_batch_tokens: int = option("Tokens per forward, padding included.", 8192, least=1)
     chunked_prefill_size: int | None = option(
-        "Tokens of a longer prompt per forward, so that other prompts run in between; None means 512 on a CPU, 2,048 "
-        "elsewhere.",
-        None,
-        least=1,
+        "Tokens of a long prompt per forward; others run in between. None: 512 on a CPU, else 2,048.", None, least=1
     )
     kv_cache_bytes: int = option(
-        "Memory for the keys and values of recent prompts, 0 for none. A step copies at most as much again.",
-        1 << 30,
-        least=0,
+        "Memory for keys and values of recent prompts, 0 for none. A step may copy as much again.", 1 << 30, least=0
     )
 
     def __post_init__(self) -> None:
@@ -173,8 +164,7 @@ class EngineSettings(ModelSettings):
     )
     max_adapters: int = max_adapters_option(" The engine reserves memory for them when it starts.", 0, MAX_ADAPTERS)
     engine_args: list[str] = option(
-        "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given several times.",
-        [],
+        "Other engine options, as key=value (separated by spaces) or a TOML file; may be given several times.", []
     )
 
     def __post_init__(self) -> None:
@@ -194,10 +184,7 @@ class VllmSettings(EngineSettings):
     kind: ClassVar[str] = "vllm"
 
     sessions: int = option(
-        "Growing prompts whose keys and values stay in memory for their next tokens, 0 for none.",
-        128,
-        least=0,
-        most=_MAX_BATCH,
+        "Growing prompts whose keys and values stay in memory, 0 for none.", 128, least=0, most=_MAX_BATCH
     )
     logits_processors: list[str] = option(
         "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "

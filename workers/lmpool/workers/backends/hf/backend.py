@@ -139,10 +139,8 @@ class HfBackend(EngineBackend):
         )
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
-        self._folder, self._weights = (
-            Path(settings.model),
-            weights_of(model.state_dict()),
-        )  # Later, peft renames weights.
+        self._folder = Path(settings.model)
+        self._weights = weights_of(model.state_dict())  # Read now: peft renames weights for the first adapter.
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
 
@@ -194,11 +192,9 @@ class HfBackend(EngineBackend):
         others = [job for job in self._held.values() if not job.bulk] if bulk else [*self._held.values()]
         is_bulk = bool(bulk) and self._bulk_limit.is_turn(others_wait=bool(others))
         jobs, others = (bulk, others) if is_bulk else (others, bulk)
-        most = self._bulk_limit.tokens
-        self._bulk_rules = self._rules._replace(
-            tokens=min(self._rules.tokens, most), chunk=min(self._rules.chunk, most)
-        )
-        rules, max_rows = self._bulk_rules if is_bulk else self._rules, self._limit.rows
+        rules, most, max_rows = self._rules, self._bulk_limit.tokens, self._limit.rows
+        self._bulk_rules = rules._replace(tokens=min(rules.tokens, most), chunk=min(rules.chunk, most))
+        rules = self._bulk_rules if is_bulk else rules
         waiting = {job.digest: self._next_chunk(job) for job in jobs}
         batch = batching.choose(waiting, max_rows, rules)
         if not is_bulk:

@@ -107,9 +107,7 @@ class SglangBackend(EngineBackend):
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         if limit < (least := settings.max_prompt_tokens or 1):
             self.close()
-            raise SettingsError(
-                f"max_prompt_tokens: {least} is more than the {limit} tokens that SGLang has memory for"
-            )
+            raise SettingsError(f"max_prompt_tokens: {least} is more than the {limit} that SGLang has memory for")
         self._prepare(
             model.dtype,
             vocab_size=model.vocab_size,
@@ -197,12 +195,9 @@ class SglangBackend(EngineBackend):
             failed = len(encoded.failures)
             if encoded.block is not None:
                 finished.blocks.append(encoded.block)
-        self._stats = BackendStats(
-            steps=self._stats.steps + 1,
-            rows=self._stats.rows + len(rows) - failed + len(answered),
-            tokens=self._stats.tokens + batch.tokens,
-            reused=self._stats.reused + batch.reused,
-        )
+        steps, before, tokens, reused = self._stats
+        results = before + len(rows) - failed + len(answered)
+        self._stats = BackendStats(steps + 1, results, tokens + batch.tokens, reused + batch.reused)
 
     def _load(self, adapter: str, folder: Path) -> None:
         tensors, config = plain_adapter(folder)
@@ -237,10 +232,8 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
     factors = _factors(folder, tensors)
     rank = max(len(down) for down, _ in factors.values())
-    scales = {
-        name: lora.scale_of(config, name.removeprefix(lora.PEFT_PREFIX), len(down))
-        for name, (down, _) in factors.items()
-    }
+    modules = {name: name.removeprefix(lora.PEFT_PREFIX) for name in factors}
+    scales = {name: lora.scale_of(config, module, len(factors[name][0])) for name, module in modules.items()}
     # Leave one factor in the config. Most adapters have only this factor, so their weights stay unchanged.
     common = next((scale for scale in scales.values() if scale), 1.0)
     plain: dict[str, Tensor] = {}
@@ -250,8 +243,8 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         missing = rank - len(down)
         plain[f"{name}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
         plain[f"{name}.lora_B.weight"] = torch.nn.functional.pad(up, (0, missing)).contiguous()
-    modules = sorted({name.rpartition(".")[2] for name in factors})
-    return plain, {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
+    targets = sorted({name.rpartition(".")[2] for name in factors})
+    return plain, {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": targets}
 
 
 def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -276,10 +269,7 @@ def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Ten
 
 def _unserved(folder: Path, found: str) -> SettingsError:
     """The error for an adapter whose rows SGLang would compute wrongly."""
-    return SettingsError(
-        f"adapters: {folder} has {found}, which SGLang cannot serve: serve it with --backend hf, or merge it into the "
-        "model"
-    )
+    return SettingsError(f"adapters: {folder} has {found}, which SGLang cannot serve: use --backend hf, or merge it")
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
@@ -288,9 +278,8 @@ def user_options(settings: SglangSettings, known: Mapping[str, bool], version: s
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
     check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
     # Write tables as JSON for options that take a text.
-    return {
-        name: json.dumps(value) if known[name] and isinstance(value, dict) else value for name, value in given.items()
-    }
+    tables = {name: value for name, value in given.items() if known[name] and isinstance(value, dict)}
+    return given | {name: json.dumps(table) for name, table in tables.items()}
 
 
 def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:

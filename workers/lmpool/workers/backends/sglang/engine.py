@@ -48,9 +48,7 @@ _log = logging.getLogger(__name__)
 class EngineBatch(NamedTuple):
     """The results of one forward, by the digests of jobs."""
 
-    digests: Sequence[
-        bytes
-    ] = ()  # Digests of the prompts whose rows the forward has completed, one per row of `logits`.
+    digests: Sequence[bytes] = ()  # Digests of the prompts that the forward has completed, one per row of `logits`.
     logits: Tensor | None = None  # A copy of the logits (n, V) on the engine's device; None if no row is complete.
     computed: Any = None  # CUDA event after which the logits may be read; None on a CPU.
     tokens: int = 0  # Number of tokens of the completed prompts.
@@ -72,8 +70,8 @@ class SglangEngine:
     def __init__(self, options: Mapping[str, Any], context: str) -> None:
         self.scheduler: Any = None  # SGLang's scheduler; None before its start and after its end.
         self.answers_positions = False
-        self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of the adapter.
-        self._dropped: dict[str, str] = {}  # SGLang's id -> adapter that was dropped and is not yet unloaded.
+        self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
+        self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped and is not yet unloaded.
         # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
         self._owed: dict[str, BackendJob] = {}  # Name of each request in flight -> its job.
@@ -97,9 +95,7 @@ class SglangEngine:
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs."""
         named = {next(self._names): job for job in jobs}
-        requests = [
-            make_request(name, job, self._lora_ids[job.adapter] if job.adapter else None) for name, job in named.items()
-        ]
+        requests = [make_request(name, job, self._lora_ids[job.adapter]) for name, job in named.items()]
 
         def order() -> list[Any]:
             self._owed.update(named)

@@ -29,6 +29,8 @@ from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _MAX_IDLE_STEPS = 1000  # Max consecutive steps without a result. Each step frees memory, so more steps would not help.
+# Sampling parameters of every request: vLLM returns logits only to sample a token, which is discarded.
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _SESSION_SHARE = 0.5  # Max share of the memory for keys and values that sessions may hold.
 
 
@@ -104,25 +106,18 @@ class VllmBackend(EngineBackend):
             self._scheduler.requests[name].num_preemptions = 0
         if job.positions is not None:
             self._engine.positions.open(name, job)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_reading_prefix_cache=job.fresh or None,
-            extra_args=None if job.positions is not None else {KEY: job.digest},
+        extra = None if job.positions is not None else {KEY: job.digest}
+        params = SamplingParams(**_ONE_TOKEN, skip_reading_prefix_cache=job.fresh or None, extra_args=extra)
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=decode_ids(job.ids)[held:].tolist(),
+            sampling_params=params,
+            arrival_time=time.time(),
+            lora_request=self._engine.loras[job.adapter] if job.adapter else None,
+            resumable=is_session,
+            **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Not used.
         )
-        self._core.add_request(
-            EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=decode_ids(job.ids)[held:].tolist(),
-                sampling_params=params,
-                arrival_time=time.time(),
-                lora_request=self._engine.loras[job.adapter] if job.adapter else None,
-                resumable=is_session,
-                **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Not used.
-            )
-        )
+        self._core.add_request(request)
         self._requests[name] = _Request(job, is_session, held)
         self._held[job.digest] = name
 

@@ -107,9 +107,8 @@ class VllmEngine:
         if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
             remedy = "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
             raise SettingsError(f"engine_args: kv_cache_dtype={kv_dtype} gives wrong rows on a CPU. {remedy}")
-        self.captured = processor.captured = Captured(
-            model.get_vocab_size(), RowEncoder(model.dtype, lossy=settings.encoding == "f16")
-        )
+        encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
+        self.captured = processor.captured = Captured(model.get_vocab_size(), encoder)
         also = row_deciding(given)
         plugins = _foreign_plugins()
         also |= {name: found for name, found in (("logits_processors", processors), ("plugins", plugins)) if found}
