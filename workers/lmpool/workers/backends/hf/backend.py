@@ -224,11 +224,9 @@ class HfBackend(EngineBackend):
         pool, chunk, rules = self._pool, state.chunk, self._bulk_rules if job.bulk else self._rules
         if chunk is not None and chunk.max_new == rules.chunk:
             ids, path, root = state.ids[: chunk.end], chunk.path, chunk.root
-            if (
-                pool is None
-                or root is None
-                or (pool.slots.holds(path, chunk.mark) and pool.slots.is_longest(ids, path, root))
-            ):
+            if pool is None or root is None:
+                return chunk
+            if pool.slots.holds(path, chunk.mark) and pool.slots.is_longest(ids, path, root):
                 return chunk
         length = end = len(state.ids)
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
@@ -269,11 +267,13 @@ class HfBackend(EngineBackend):
         With `is_last_try`, the batch is one prompt, which runs again after all unused memory was freed.
         """
         try:
-            return self._compute(batch, results)
+            self._compute(batch, results)
+            return
         except Exception as error:
             signs = "out of memory", "can't allocate memory", "not enough memory"
-            is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            is_memory = is_memory or any(sign in str(error) for sign in signs)
+            is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
+                sign in str(error) for sign in signs
+            )
             if not is_memory and is_device_error(error):
                 raise
             message = first_line(error)
@@ -288,12 +288,11 @@ class HfBackend(EngineBackend):
                 parts = [digests[: self._limit.rows]]
         if is_alone and (is_last_try or not is_memory):
             results.failures[digests[0]] = f"the model failed on this prompt: {message}"
-            return None
+            return
         for part in parts:
             # Make the chunks again, because the failed forward may have changed the pool.
             chunks = {digest: self._next_chunk(self._held[digest]) for digest in part}
             self._run(chunks, results, is_last_try=is_alone)
-        return None
 
     def _compute(self, batch: Mapping[bytes, PromptChunk], results: _Results) -> None:
         """Run the forward of a batch, add its results to `results`, and update the statistics."""

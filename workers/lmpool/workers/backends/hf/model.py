@@ -262,10 +262,10 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     horizon = min(max_prompt_tokens, *limits, window if window > _LONGEST_WINDOW else max_prompt_tokens)
     length = min(horizon, max(_CHECK_TOKENS, window + 8 if window <= _LONGEST_WINDOW else 0))
     prompts = _prompts(length, forward.logits([[0]]).shape[-1])
-    attention, check = _choose_attention(forward, config, prompts)
+    attention, alone = _choose_attention(forward, config, prompts)
     logits = forward.logits([[0]])
     try:
-        pads = _agree(forward.logits(prompts), check.alone)
+        pads = _agree(forward.logits(prompts), alone)
     except FORWARD_ERRORS:
         pads = False
     if not pads:
@@ -273,37 +273,37 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     layout = _cache_layout(forward)
     if layout is None:
         _log.info("the model's cache is not made of plain attention layers: prefixes are not reused")
-    elif not check.reuses(layout, pads):
+    elif not _reuses(forward, prompts, alone, layout, pads):
         layout = None
         _log.info("reused prefixes change the model's rows: prefixes are not reused")
     return Abilities(logits, pads, layout, horizon, attention)
 
 
-def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, _Check]:
+def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, Tensor]:
     """Switch the model to eager attention if the default attention changes rows, or ignores options of the model.
 
     Returns:
-        `EAGER` if the model was switched, else ""; and a check with the rows of the prompts computed alone.
+        `EAGER` if the model was switched, else ""; and the rows of the prompts, each computed alone.
     """
-    model, check = forward.model, _Check(forward, prompts)
+    model, alone = forward.model, _logits_alone(forward, prompts)
     default = model.config._attn_implementation
     if default == EAGER:
-        return "", check
+        return "", alone
     # Read the config too: soft-capping changes only large attention scores, which a few short prompts may not have.
     left_out = [name for name in _LEFT_OUT if getattr(config, name, None)]
     try:
         model.set_attn_implementation(EAGER)
         if model.config._attn_implementation != EAGER:
             _log.warning("the model's code selects its own attention: its rows are not compared with eager attention")
-            return "", check
-        exact = _Check(forward, prompts)
-        is_same = not exact.alone.isfinite().all() or _agree(exact.alone.to(model.dtype), check.alone)
+            return "", alone
+        exact = _logits_alone(forward, prompts)
+        is_same = not exact.isfinite().all() or _agree(exact.to(model.dtype), alone)
     except FORWARD_ERRORS as error:
         _log.warning("the model's rows are not compared with eager attention, which fails: %s", error)
         is_same, left_out = True, []
     if is_same and not left_out:
         model.set_attn_implementation(default)
-        return "", check
+        return "", alone
     reason = f"ignores {', '.join(left_out)}" if left_out else "gives other rows"
     _log.info("the model's own code computes attention (eager), because transformers' default (%s) %s", default, reason)
     return EAGER, exact
@@ -338,29 +338,25 @@ def _prompts(length: int, vocab_size: int) -> list[list[int]]:
     return [*prefixes, branch, [(token + 2) % vocab_size for token in long[: third + 1]]]
 
 
-class _Check:
-    """Compares rows of prompts in batches or with reused prefixes to rows of the same prompts computed alone."""
+def _logits_alone(forward: Forward, prompts: list[list[int]]) -> Tensor:
+    return torch.cat([forward.logits([ids]) for ids in prompts]).float()
 
-    def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
-        self._forward = forward
-        self._prompts = prompts
-        self.alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
 
-    def reuses(self, layout: KVLayout, pads: bool) -> bool:
-        """Whether prompts that reuse the keys and values of shorter prompts have the same rows."""
-        everything = range(len(self._prompts))
-        # One pool, three batches: in the second, prompts that lack few tokens recompute some; in the third, none lack.
-        for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
-            pool = KVPool(layout, sum(map(len, self._prompts)), self._forward.device)
-            for batch in batches:
-                prompts = [self._prompts[index] for index in batch]
-                try:
-                    logits = self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
-                except FORWARD_ERRORS:
-                    return False
-                if not _agree(logits, self.alone[list(batch)]):
-                    return False
-        return True
+def _reuses(forward: Forward, prompts: list[list[int]], alone: Tensor, layout: KVLayout, pads: bool) -> bool:
+    """Whether prompts that reuse the keys and values of shorter prompts have the same rows as alone."""
+    everything = range(len(prompts))
+    # One pool, three batches: in the second, prompts that lack few tokens recompute some; in the third, none lack.
+    for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
+        pool = KVPool(layout, sum(map(len, prompts)), forward.device)
+        for batch in batches:
+            chosen = [prompts[index] for index in batch]
+            try:
+                logits = forward.logits(chosen, [pool.slots.match(ids) for ids in chosen], pool)
+            except FORWARD_ERRORS:
+                return False
+            if not _agree(logits, alone[list(batch)]):
+                return False
+    return True
 
 
 def _agree(logits: Tensor, expected: Tensor) -> bool:
