@@ -440,7 +440,7 @@ def test_malformed_settings_are_refused(settings: dict[str, Any], message: str) 
         ({"kv_cache_bytes": 10}, "kv_cache_bytes: 10 is too little"),
         ({"kv_cache_bytes": 50 * 1024, "max_prompt_tokens": 44}, "max_prompt_tokens: 44 is more than the 43 tokens"),
         ({"max_prompt_tokens": 257}, "max_prompt_tokens: 257 is more than the 256 positions of the model"),
-        ({"max_prompt_tokens": 250}, "max_prompt_tokens: 250 is more than the 249 that SGLang has memory for"),
+        ({"max_prompt_tokens": 250}, "max_prompt_tokens: 250 is more than the 249 tokens SGLang has memory for"),
         ({"engine_args": ["attention_backend=guesswork"]}, "model: SGLang .* cannot serve .*guesswork"),
         ({"adapters": ["a=EMPTY"]}, "adapters: EMPTY holds no adapter_config.json"),
         ({"adapters": ["a=STRAY"]}, "adapters: STRAY does not fit .*, which has no place for .*layers.7"),

@@ -312,17 +312,11 @@ def _largest_of(rows: Tensor, k: int) -> TopK:
 
 
 class Piece(NamedTuple):
-    """Consecutive positions of one prompt in a forward.
+    """Consecutive positions of one prompt in a forward."""
 
-    Attributes:
-        request: the engine's request name of the prompt.
-        positions: consecutive positions in the prompt.
-        row: index of the first position in the forward's logits or hidden states; the next positions follow it.
-    """
-
-    request: str
-    positions: range
-    row: int
+    request: str  # The engine's request name of the prompt.
+    positions: range  # Consecutive positions in the prompt.
+    row: int  # Index of the first position in the forward's logits or hidden states; the next positions follow it.
 
 
 @dataclass(slots=True)

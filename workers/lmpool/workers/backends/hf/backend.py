@@ -45,21 +45,16 @@ class PromptState:
 
     A long prompt is computed one chunk per step, so that other prompts can run between its chunks. Values at positions
     are computed in chunks too, because the logits of all positions together take too much memory.
-
-    Attributes:
-        ids: token ids of the prompt, not copied.
-        reached: number of first tokens that `PREFILL` chunks have put into the KV pool.
-        computed: number of tokens that all chunks so far have computed.
-        root: own root of a long fresh prompt in the KV pool, so that no other prompt shares it; else None.
-        parts: values at positions so far, one array per chunk: float32 (n,) or (n, width).
-        chunk: the next chunk of the prompt; after a step, the chunk that the step has computed.
     """
 
-    ids: memoryview
-    reached: int = 0
-    computed: int = 0
+    ids: memoryview  # Token ids of the prompt, not copied.
+    reached: int = 0  # Number of first tokens that `PREFILL` chunks have put into the KV pool.
+    computed: int = 0  # Number of tokens that all chunks so far have computed.
+    # Own root of a long fresh prompt in the KV pool, so that no other prompt shares it; else None.
     root: int | None = None
+    # Values at positions so far, one array per chunk: float32 (n,) or (n, width).
     parts: list[NDArray[np.float32]] = field(default_factory=list)
+    # The next chunk of the prompt; after a step, the chunk that the step has computed.
     chunk: PromptChunk | None = None
 
 

@@ -206,15 +206,11 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Keys and values of one token in a model's cache.
+    """Keys and values of one token in a model's cache."""
 
-    Attributes:
-        shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
-        dtype: dtype of all keys and values.
-    """
-
+    # (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
     shapes: tuple[tuple[int, int], ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # Dtype of all keys and values.
 
     @property
     def width(self) -> int:
@@ -232,17 +228,11 @@ class KVLayout:
 
 
 class KVBlock(NamedTuple):
-    """The keys and values of one batch: `KVPool.gather` copies cached tokens to it, and the forward adds new tokens.
+    """The keys and values of one batch: `KVPool.gather` copies cached tokens to it, and the forward adds new tokens."""
 
-    Attributes:
-        tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
-        past: number of positions of each prompt that were copied from the pool, padding included.
-        cache: view of the same memory in the form that the model's forward accepts.
-    """
-
-    tokens: Tensor
-    past: int
-    cache: DynamicCache
+    tokens: Tensor  # Tensor of shape (n, length, width); a prompt's tokens are right-aligned.
+    past: int  # Number of positions of each prompt that were copied from the pool, padding included.
+    cache: DynamicCache  # View of the same memory in the form that the model's forward accepts.
 
 
 class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped

@@ -124,9 +124,8 @@ def weights_revision(model: PreTrainedModel) -> str:
     Returns:
         Digest: 32 hexadecimal digits.
     """
-    state = blake2b(digest_size=16)
     config = json.dumps(stable(model.config.to_diff_dict()), sort_keys=True, default=str)
-    state.update(config.encode())
+    state = blake2b(config.encode(), digest_size=16)
     for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
         bits = tensor.detach().reshape(-1)
         if bits.is_complex():
@@ -142,10 +141,9 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The stored tensors of a weight: the weight itself, or the plain tensors inside a quantised weight of torchao."""
     name, tensor = named
     if not hasattr(tensor, "__tensor_flatten__"):
-        yield named
-        return
+        return iter([named])
     inner, _ = tensor.__tensor_flatten__()
-    yield from chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
+    return chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,21 +221,13 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Results of the checks of a model.
+    """Results of the checks of a model."""
 
-    Attributes:
-        logits: logits of one prompt, tensor of shape (1, V).
-        pads: prompts of different lengths may run together.
-        layout: keys and values of one token in the cache; None if prefixes cannot be reused.
-        horizon: max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
-        attention: `EAGER` if transformers' default attention had to be replaced, else "".
-    """
-
-    logits: Tensor
-    pads: bool
-    layout: KVLayout | None
-    horizon: int
-    attention: str
+    logits: Tensor  # Logits of one prompt, tensor of shape (1, V).
+    pads: bool  # Prompts of different lengths may run together.
+    layout: KVLayout | None  # Keys and values of one token in the cache; None if prefixes cannot be reused.
+    horizon: int  # Max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
+    attention: str  # `EAGER` if transformers' default attention had to be replaced, else "".
 
 
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:

@@ -107,7 +107,7 @@ class SglangBackend(EngineBackend):
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         if limit < (least := settings.max_prompt_tokens or 1):
             self.close()
-            raise SettingsError(f"max_prompt_tokens: {least} is more than the {limit} that SGLang has memory for")
+            raise SettingsError(f"max_prompt_tokens: {least} is more than the {limit} tokens SGLang has memory for")
         self._prepare(
             model.dtype,
             vocab_size=model.vocab_size,
