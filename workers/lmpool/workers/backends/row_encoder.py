@@ -35,15 +35,10 @@ NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or in
 
 
 class EncodedRows(NamedTuple):
-    """The encoded logits of a batch.
+    """The encoded logits of a batch."""
 
-    Attributes:
-        block: the encoded rows; None if every prompt failed.
-        failures: digest -> message of each prompt whose logits are not a distribution.
-    """
-
-    block: RowBlock | None
-    failures: dict[bytes, str]
+    block: RowBlock | None  # The encoded rows; None if every prompt failed.
+    failures: dict[bytes, str]  # Digest -> message of each prompt whose logits are not a distribution.
 
 
 class _Numbers(NamedTuple):

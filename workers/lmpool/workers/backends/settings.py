@@ -9,7 +9,7 @@ import re
 import shlex
 import tomllib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time
@@ -271,11 +271,7 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def check_engine_args(
-    given: Mapping[str, Any],
-    known: Collection[str],
-    refused: Mapping[str, str],
-    parallel: Mapping[str, Any],
-    engine: str,
+    given: dict[str, Any], known: Collection[str], refused: dict[str, str], parallel: dict[str, Any], engine: str
 ) -> None:
     """Refuse unknown options, options that this backend must set itself, and options for several processes.
 

@@ -266,9 +266,8 @@ class HfBackend(EngineBackend):
             return
         except Exception as error:
             signs = "out of memory", "can't allocate memory", "not enough memory"
-            is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or any(
-                sign in str(error) for sign in signs
-            )
+            has_sign = any(sign in str(error) for sign in signs)
+            is_memory = has_sign or isinstance(error, (MemoryError, torch.OutOfMemoryError))
             if not is_memory and is_device_error(error):
                 raise
             message = first_line(error)

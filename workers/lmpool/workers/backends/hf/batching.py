@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lmpool.workers.backends.hf.forward import Path, new_tokens
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
@@ -84,9 +84,10 @@ class BatchRules(NamedTuple):
     shares: bool  # Of prompts that share an uncached prefix, one runs first and the others then reuse the prefix.
 
 
-def choose(
-    waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules, leader: bytes | None = None
-) -> dict[bytes, PromptChunk]:
+Chunks: TypeAlias = Mapping[bytes, PromptChunk]  # Digest of each prompt -> its next chunk.
+
+
+def choose(waiting: Chunks, max_rows: int, rules: BatchRules, leader: bytes | None = None) -> dict[bytes, PromptChunk]:
     """The next batch of at most `max_rows` prompts: a leader, and the prompts that cost least padding next to it.
 
     The leader is the oldest prompt by default. It is first in the batch, and runs even if it alone exceeds the rules.
@@ -125,9 +126,7 @@ def choose(
     return batch
 
 
-def choose_shorter(
-    batch: Mapping[bytes, PromptChunk], waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules
-) -> dict[bytes, PromptChunk]:
+def choose_shorter(batch: Chunks, waiting: Chunks, max_rows: int, rules: BatchRules) -> dict[bytes, PromptChunk]:
     """A batch to run before the long batch `batch`: the shortest prompt and the prompts that fit best with it.
 
     The batch computes at most `rules.chunk` tokens. It is empty if `batch` is short, or if no waiting prompt is much

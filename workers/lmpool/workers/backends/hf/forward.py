@@ -26,6 +26,8 @@ ROOT = 0
 Path: TypeAlias = "array[int]"
 """The slots of a prefix, one per token in order: an int64 array that never changes, so that prompts can share it."""
 
+Prompts: TypeAlias = Sequence[Sequence[int]]  # Token ids of each prompt.
+
 # Stamp of a slot that is unused or must not be freed.
 _NEVER = np.iinfo(np.int64).max
 # Low bits of a stamp, which hold the depth of the slot's token in its prompt.
@@ -69,19 +71,12 @@ class Forward:
         self.device = model.device
         self.takes = frozenset(inspect.signature(model.forward).parameters)
 
-    def logits(
-        self, prompts: Sequence[Sequence[int]], paths: list[Path] | None = None, pool: KVPool | None = None
-    ) -> Tensor:
+    def logits(self, prompts: Prompts, paths: list[Path] | None = None, pool: KVPool | None = None) -> Tensor:
         """The logits (n, V) of the token after each prompt; see `last_logits`."""
         return self.last_logits(prompts, [1] * len(prompts), paths or [], pool)[:, -1]
 
     def last_logits(
-        self,
-        prompts: Sequence[Sequence[int]],
-        kept: Sequence[int],
-        paths: list[Path],
-        pool: KVPool | None = None,
-        root: int = ROOT,
+        self, prompts: Prompts, kept: Sequence[int], paths: list[Path], pool: KVPool | None = None, root: int = ROOT
     ) -> Tensor:
         """The logits (n, max(kept), V) after each prompt's last `kept` tokens, right-aligned, in the model's dtype.
 
@@ -177,7 +172,7 @@ class KVPool:
         cache.layers = [_BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)]
         return KVBlock(tokens, past, cache)
 
-    def store(self, prompts: Sequence[Sequence[int]], paths: list[Path], block: KVBlock, root: int = ROOT) -> None:
+    def store(self, prompts: Prompts, paths: list[Path], block: KVBlock, root: int = ROOT) -> None:
         """End a step: store the new keys and values of a block in free slots, and put longer paths into `paths`."""
         targets: list[int] = []
         sources: list[int] = []

@@ -287,9 +287,7 @@ def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
-def engine_options(
-    settings: SglangSettings, folder: Path, device: str, adapters: Collection[Mapping[str, Any]]
-) -> dict[str, Any]:
+def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Iterable[Any]) -> dict[str, Any]:
     """Default options that follow from the backend's settings; the user's options override them.
 
     `adapters` holds the configs, as `plain_adapter` returns them, of the adapters that are loaded at the start.

@@ -234,9 +234,7 @@ class SglangEngine:
         self._positions.drop(name)
         return self._owed.pop(name)
 
-    def _process_and_capture(
-        self, process: Callable[..., None], batch: Any, result: Any, *more: Any, **named: Any
-    ) -> None:
+    def _process_and_capture(self, process: Any, batch: Any, result: Any, *more: Any, **named: Any) -> None:
         """Process a batch's result as SGLang does, and capture rows and positions of the prompts that it completes."""
         # Keep requests and logits: SGLang discards both while it processes the result.
         requests = list(batch.reqs)
