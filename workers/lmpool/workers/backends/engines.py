@@ -189,6 +189,8 @@ def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) 
                     rows[digest] = decode_row(data, backend.info.vocab_size)
         except (WorkerError, ProtocolError) as error:
             raise _wrong(backend, str(error)) from error
+    if len(rows) < len(jobs):
+        raise _wrong(backend, f"it has answered {len(jobs) - len(rows)} prompts without a row")
     return [rows[job.digest] for job in jobs]
 
 

@@ -23,7 +23,7 @@ from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 MAX_RANK = 1024
 """Max rank of an adapter; an adapter of a larger rank is hardly smaller than the weights that it changes."""
 
-LATER_RANK = 64
+DEFERRED_RANK = 64
 """Max rank of adapters that vLLM and SGLang load after their start; at the start they reserve memory for this rank."""
 
 CONFIG = "adapter_config.json"

@@ -68,7 +68,7 @@ _REASONS = {
 _REFUSED = {option: reason for reason, options in _REASONS.items() for option in options}
 
 # Modules that adapters loaded after the start may change: SGLang reserves memory for them when it starts.
-_LATER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+_DEFERRED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # Options that change rows by rounding at most. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
@@ -311,7 +311,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
     if settings.max_batch_tokens is not None:
         options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
     if slots := settings.adapter_slots:
-        later = [{"r": lora.LATER_RANK, "target_modules": _LATER_MODULES}] if settings.max_adapters else []
+        later = [{"r": lora.DEFERRED_RANK, "target_modules": _DEFERRED_MODULES}] if settings.max_adapters else []
         reserved = [*later, *adapters]
         options |= {
             "enable_lora": True,

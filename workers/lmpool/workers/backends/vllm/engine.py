@@ -58,7 +58,6 @@ KEY = "lmpool"
 _MAX_LOGITS = 1 << 25
 """Max logits of positions that are computed at once (128 MiB in float32)."""
 
-
 _log = logging.getLogger(__name__)
 
 _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where vLLM would take most of the memory.
@@ -431,7 +430,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": memory}
     if slots := settings.adapter_slots:
-        ranks = {lora.LATER_RANK} if settings.max_adapters else set[int]()
+        ranks = {lora.DEFERRED_RANK} if settings.max_adapters else set[int]()
         for source in settings.adapter_folders.values():
             ranks |= lora.ranks_of(lora.read_adapter_config(lora.check_adapter(source, folder)))
         if (rank := max(ranks)) > _LORA_RANKS[-1]:
