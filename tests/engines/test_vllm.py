@@ -24,7 +24,7 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
-from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
+from lmpool.workers.backends.vllm.engine import KEY, CaptureProcessor
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.model import MAX_TOKENS, V, reference_row
 from tests.engines.newest import WANTED
@@ -262,7 +262,7 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
         ("kv_cache_dtype=fp7", "cache_dtype: Input should be"),
         ("distributed_executor_backend=mp", "must be 'uni', not 'mp': rows are captured inside the worker's process"),
         *(
-            (f"kv_cache_dtype={dtype}", f"engine_args: kv_cache_dtype={dtype} cannot be served on a CPU: vLLM's rows")
+            (f"kv_cache_dtype={dtype}", f"engine_args: kv_cache_dtype={dtype} gives wrong rows on a CPU. Leave it out")
             for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")
         ),
         ("max_model_len=100000", "max_model_len"),
@@ -352,7 +352,7 @@ def test_a_missing_vllm_is_refused_with_the_command_that_installs_it(
 def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package whose logits processor changes every row."""
     (tmp_path / "tinkered.py").write_text(
-        "from lmpool.workers.backends.vllm.capture import CaptureProcessor\n"
+        "from lmpool.workers.backends.vllm.engine import CaptureProcessor\n"
         "class Shift(CaptureProcessor):\n"
         "    def apply(self, logits, ctx=None):\n"
         "        logits[:, 3] += 9\n"
@@ -440,7 +440,11 @@ def test_only_complete_prompts_of_the_second_runner_are_captured() -> None:
         assert processor.add_request(slot, SimpleNamespace(extra_args={KEY: bytes([slot])}))
     assert not processor.add_request(2, SimpleNamespace(extra_args=None))
     step = SimpleNamespace(idx_mapping_np=np.array([3, 1, 2, 0]), seq_lens_upper_bound_np=np.array([40, 19, 30, 10]))
-    assert processor._rows_of_v2(step) == ([0, 3], [b"\3", b"\0"])
+    captured: list[tuple[list[bytes], list[int]]] = []
+    processor.captured = SimpleNamespace(add=lambda digests, rows: captured.append((digests, rows[:, 0].tolist())))
+    logits = torch.arange(4)[:, None]
+    assert processor.apply(logits, step) is logits
+    assert captured == [([b"\3", b"\0"], [0, 3])]
 
 
 def test_logits_that_are_no_distribution_fail_their_prompt_alone(backend: VllmBackend) -> None:

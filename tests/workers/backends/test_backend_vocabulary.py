@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends import tokenizer as texts
-from lmpool.workers.backends.sglang.options import device_of
+from lmpool.workers.backends.sglang.backend import device_of
 from lmpool.workers.backends.tokenizer import read_texts
 from tests.contract.model import PIECES, write_tokenizer
 from tests.support.models.tiny_models import CONFIGS, write_model

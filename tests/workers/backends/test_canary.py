@@ -333,9 +333,9 @@ class Scored(SyntheticBackend):
     ("spoil", "message"),
     [
         (lambda scores: scores - 1, r"a token scores \[.*\], and its entry in the row is"),
-        (lambda scores: np.full_like(scores, np.nan), r"a token scores \[nan\]"),
+        (lambda scores: np.full_like(scores, np.nan), r"a token scores \[array\(\[nan\]"),
         (lambda scores: np.append(scores, scores), "a token scores"),
-        (lambda scores: None, "has not scored a plain prompt after"),
+        (lambda scores: None, "it has answered 0 of 1 prompts after 20 steps"),
     ],
     ids=["another", "NaN", "too many", "none"],
 )

@@ -254,7 +254,7 @@ def test_unclosed_quotes_are_refused(text: str) -> None:
 
 
 KNOWN = {"tp_size", "max_num_seqs", "enforce_eager", "tokenizer", "seed"}
-PARALLEL = ("tp_size",)
+PARALLEL = {"tp_size": 1}
 REFUSED = {"tokenizer": "prompts are token ids", "model": "it is the MODEL of the command"}
 
 

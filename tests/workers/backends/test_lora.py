@@ -88,13 +88,13 @@ def test_a_copy_of_the_models_head_is_accepted_and_another_head_is_refused(
     if fits:
         check_adapter(folder, model)
         return
-    with pytest.raises(SettingsError, match=r"has weights of its own for lm_head, which differ from those of .*: save"):
+    with pytest.raises(SettingsError, match=r"does not fit .*model: it has other weights for lm_head; save"):
         check_adapter(folder, model)
 
 
 def test_a_copy_of_a_weight_that_the_model_lacks_is_refused(model: Path, tmp_path: Path) -> None:
     names = (f"base_model.model.model.{MODULE}.lora_A.weight", "base_model.model.lm_head.base_layer.weight")
-    with pytest.raises(SettingsError, match="has weights of its own for lm_head"):
+    with pytest.raises(SettingsError, match="it has other weights for lm_head"):
         check_adapter(adapter(tmp_path / "bad", *names), model)
 
 
@@ -116,9 +116,7 @@ def test_an_unreadable_checkpoint_is_left_to_the_engine(model: Path, tmp_path: P
 def test_weights_that_may_be_pickles_are_refused(model: Path, tmp_path: Path) -> None:
     pickled = adapter(tmp_path / "bin")
     (pickled / "adapter_model.bin").write_bytes(b"x")
-    with pytest.raises(
-        SettingsError, match=r"holds no adapter_model\.safetensors, and weights in other formats are not"
-    ):
+    with pytest.raises(SettingsError, match=r"holds no adapter_model\.safetensors; other formats may be pickles"):
         check_adapter(pickled, model)
 
 
@@ -128,33 +126,33 @@ PATTERNS: list[tuple[Config, str]] = [
     ({"target_modules": PATTERN}, r"target_modules is '.*', a pattern: .* list them"),
     ({"target_modules": "q_proj"}, "target_modules is 'q_proj', a pattern"),
     *(
-        ({field: ["q_proj", PATTERN]}, rf"{field} names '.*': a module's name has")
+        ({field: ["q_proj", PATTERN]}, rf"{field} names '.*': a module's name must match")
         for field in ("target_modules", "exclude_modules", "modules_to_save", "target_parameters", "layers_pattern")
     ),
     ({"exclude_modules": PATTERN}, "exclude_modules is '.*', a pattern"),
-    ({"layers_pattern": PATTERN}, "layers_pattern names '.*': a module's name has"),
-    ({"rank_pattern": {PATTERN: 2}}, "rank_pattern names '.*': a module's name has"),
-    ({"alpha_pattern": {PATTERN: 2}}, "alpha_pattern names '.*': a module's name has"),
-    ({"trainable_token_indices": {PATTERN: [1]}}, "trainable_token_indices names '.*': a module's name has"),
+    ({"layers_pattern": PATTERN}, "layers_pattern names '.*': a module's name must match"),
+    ({"rank_pattern": {PATTERN: 2}}, "rank_pattern names '.*': a module's name must match"),
+    ({"alpha_pattern": {PATTERN: 2}}, "alpha_pattern names '.*': a module's name must match"),
+    ({"trainable_token_indices": {PATTERN: [1]}}, "trainable_token_indices names '.*': a module's name must match"),
     ({"rank_pattern": [PATTERN]}, "rank_pattern is .*, a pattern"),
     ({"modules_to_save": [f"m{number}" for number in range(65)]}, "modules_to_save has 65 names: 64 are taken"),
-    ({"target_modules": [5]}, "target_modules names 5: a module's name has"),
+    ({"target_modules": [5]}, "target_modules names 5: a module's name must match"),
     ({"layer_replication": [[0, 2], [0, 2]]}, "layer_replication is set, and workers serve no adapters that use it"),
     ({"megatron_config": {"a": 1}}, "megatron_config is set"),
 ]
 RANKS: list[tuple[Config, str]] = [
     *(
-        ({"r": rank}, rf"the rank {rank} \('r'\) is no whole number from 1 to {MAX_RANK}: train it with a smaller rank")
+        ({"r": rank}, rf"the rank 'r': {rank} must be a whole number from 1 to {MAX_RANK}: train it with a smaller")
         for rank in (0, -1, MAX_RANK + 1, 10**6, 2.0, True, None)
     ),
-    ({"r": "9" * 5000}, r"the rank '9+\.\.\. \('r'\) is no whole number"),
-    ({"rank_pattern": {"q_proj": 10**6}}, r"the rank 1000000 \('q_proj'\) is no whole number"),
-    ({"r": 8}, r"does not fit itself: .*lora_A\.weight in adapter_model\.safetensors has rank 2, and .* says 8: "),
-    ({"r": 8, "rank_pattern": {"v_proj": 16}}, "says 8, 16: write both anew"),
-    ({"lora_alpha": math.inf}, r"the alpha inf \('lora_alpha'\) is no finite number"),
-    ({"lora_alpha": 10**400}, "is no finite number"),
-    ({"lora_alpha": "8"}, "is no finite number"),
-    ({"alpha_pattern": {"q_proj": math.nan}}, r"the alpha nan \('q_proj'\) is no finite number"),
+    ({"r": "9" * 5000}, r"the rank 'r': '9+\.\.\. must be a whole number"),
+    ({"rank_pattern": {"q_proj": 10**6}}, "the rank 'q_proj': 1000000 must be a whole number"),
+    ({"r": 8}, r"does not fit itself: .*lora_A\.weight has rank 2, and .* says 8: save it anew"),
+    ({"r": 8, "rank_pattern": {"v_proj": 16}}, "says 8, 16: save it anew"),
+    ({"lora_alpha": math.inf}, "the alpha 'lora_alpha': inf must be a number from -1.79"),
+    ({"lora_alpha": 10**400}, r"0\.\.\. must be a number from -1.79"),
+    ({"lora_alpha": "8"}, "'8' must be a number from -1.79"),
+    ({"alpha_pattern": {"q_proj": math.nan}}, "the alpha 'q_proj': nan must be a number"),
     ({"peft_type": "LOHA"}, "it is of the kind 'LOHA': workers serve LORA"),
     ({"base_model_name_or_path": "x" * 2**20}, r"adapter_config\.json has more than 1048576 bytes"),
 ]  # fmt: skip

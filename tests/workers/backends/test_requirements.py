@@ -81,7 +81,7 @@ def test_a_version_outside_the_range_is_refused_with_the_range(installed: Instal
     with pytest.raises(SettingsError) as caught:
         require_version(("some-engine",), VERSIONS)
     assert str(caught.value) == (
-        f"backend: some-engine {version} is installed; this backend supports some-engine >=0.32,<0.34. "
+        f"backend: some-engine {version} is installed; lmpool needs some-engine >=0.32,<0.34. "
         "Install one with: pip install 'some-engine>=0.32,<0.34'"
     )
 

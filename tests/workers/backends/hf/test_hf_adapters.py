@@ -282,7 +282,7 @@ def no_numbers(folder: Path) -> None:
     ("spoil", "message"),
     [
         (other_shape, "does not fit"),
-        (some_missing, r"does not fit itself: .* asks for \d+ numbers \(parameters\), and .* some weights are missing"),
+        (some_missing, r"does not fit itself: .* asks for \d+ numbers \(parameters\), and .* holds \d+: save it anew"),
         (another_instead, "does not fit .*: 4 of its weights have no place or are missing"),
         (some_too_many, r"does not fit .* no place for .*layers\.7"),
         (nonsense, "does not fit"),
@@ -314,7 +314,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
     ("config", "message"),
     [
         ({"bias": "all"}, "changes biases of the model itself"),
-        ({"init_lora_weights": "pissa"}, "belongs to a model whose weights it has changed"),
+        ({"init_lora_weights": "pissa"}, "has changed weights of its model"),
         ({"target_modules": ["q_proj"], "alora_invocation_tokens": [1, 2], "task_type": "CAUSAL_LM"}, "aLoRA"),
     ],
 )
@@ -329,10 +329,10 @@ def test_adapters_that_are_more_than_a_lora_are_refused(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"r": 1_000_000}, "the rank 1000000 .* from 1 to 1024"),
+        ({"r": 1_000_000}, "the rank 'r': 1000000 must be a whole number from 1 to 1024"),
         ({"r": 512}, "has rank 4, and adapter_config.json says 512"),
         ({"target_modules": r"((\w|\w|\.)+)*!"}, "target_modules is .*, a pattern: .* list them"),
-        ({"modules_to_save": [r"((\w|\w|\.)+)*!"]}, "modules_to_save names .* patterns are not taken"),
+        ({"modules_to_save": [r"((\w|\w|\.)+)*!"]}, "modules_to_save names .* must match"),
     ],
 )
 def test_a_config_that_costs_memory_or_freezes_the_worker_is_refused_before_peft_reads_it(
@@ -433,7 +433,7 @@ def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend
     assert torch.equal(weight, before)
     # An adapter that was trained with a changed head needs this head: without it, the adapter's rows would be wrong.
     save_file(tensors | {head: tensors[head] * 1.1}, lora / "adapter_model.safetensors")
-    with pytest.raises(SettingsError, match="has weights of its own for lm_head, which differ from those of .*model0"):
+    with pytest.raises(SettingsError, match="does not fit .*model0: it has other weights for lm_head"):
         load(backend, {"b": lora})
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
 from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward, PrefixSlots
+from lmpool.workers.backends.hf.forward import ROOT, Forward, PrefixSlots
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob
 from tests.support.models.tiny_models import CONFIGS, MAX_TOKENS, VOCAB_SIZE, make_model, write_model
@@ -453,13 +452,13 @@ def test_a_waiting_prompt_is_looked_up_again_only_when_the_pool_has_changed_its_
     prompts = random_prompts(4, (40, 40))
     serve(backend, prompts)
     looked_up: list[int] = []
-    match_rest = PrefixSlots._match_rest
+    match = PrefixSlots.match
 
-    def counted(self: PrefixSlots, path: array[int], ids: Sequence[int], root: int) -> None:
-        looked_up.append(len(ids) - len(path))
-        match_rest(self, path, ids, root)
+    def counted(self: PrefixSlots, ids: Sequence[int], root: int = ROOT, known: Any = None) -> Any:
+        looked_up.append(len(ids) - len(known or ()))
+        return match(self, ids, root, known)
 
-    monkeypatch.setattr(PrefixSlots, "_match_rest", counted)
+    monkeypatch.setattr(PrefixSlots, "match", counted)
     longer = [(*prompt, 1) for prompt in prompts]
     rows = serve(backend, longer)
     # Each of 4 prompts looks up its 41 tokens, and its 1 new token again when the keys and values are stored.

@@ -65,7 +65,7 @@ def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypa
     """Redis may still hold rows that were computed without the soft cap, so the fingerprint must differ."""
     capped = tiny.backend("gemma2").info
     monkeypatch.setattr(
-        hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._Check(model, prompts))
+        hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._logits_alone(model, prompts))
     )
     assert tiny.backend("gemma2").info.fingerprint != capped.fingerprint
 

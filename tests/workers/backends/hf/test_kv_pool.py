@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lmpool.workers.backends.hf import forward
-from lmpool.workers.backends.hf.forward import KVLayout, KVPool, PrefixSlots, new_tokens
+from lmpool.workers.backends.hf.forward import KVLayout, KVPool, Path, PrefixSlots, new_tokens
 
 LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
 
 
-def hold(slots: PrefixSlots, *prompts: list[int]) -> list[list[int]]:
+def hold(slots: PrefixSlots, *prompts: list[int]) -> list[Path]:
     """Run a step over prompts, without a model; returns the new slots of each prompt."""
     paths = [slots.match(ids) for ids in prompts]
     slots.begin(paths)
-    return [slots.extend(ids, path) for ids, path in zip(prompts, paths, strict=True)]
+    return [slots.extend(ids, path)[1] for ids, path in zip(prompts, paths, strict=True)]
 
 
 def held(slots: PrefixSlots, ids: list[int]) -> int:
@@ -60,7 +60,7 @@ def test_slots_that_a_step_uses_are_not_freed_in_it() -> None:
     hold(slots, [1, 2, 3])
     path, other = slots.match([1, 2, 3]), slots.match([4, 5, 6])
     slots.begin([path, other])
-    assert len(slots.extend([4, 5, 6], other)) == 1
+    assert len(slots.extend([4, 5, 6], other)[1]) == 1
     assert slots.match([1, 2, 3]) == path
 
 

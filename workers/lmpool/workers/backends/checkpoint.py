@@ -91,10 +91,8 @@ def checkpoint_folder(
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = first_line(error)
         if problem and isinstance(error, LocalEntryNotFoundError):
-            reason = (
-                f"{problem}, and its cache {constants.HF_HUB_CACHE} has no copy. Name a folder with the model's "
-                f"files, or download it where the hub can be reached (`hf download {model}`)"
-            )
+            remedy = f"Name a folder with the model's files, or run `hf download {model}` where the hub can be reached"
+            reason = f"{problem}, and its cache {constants.HF_HUB_CACHE} has no copy. {remedy}"
         text = f"{field}: {shown(model)} is no folder here, and the hub cannot provide it: {reason}"
         raise SettingsError(text + _nearest(field, model)) from error
 
@@ -156,12 +154,9 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
     if wanted != "auto" or not (folder / "config.json").is_file():
         return wanted
     config = read_config(folder / "config.json")
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, dict) else {}):
-        stated = part.get("dtype") or part.get("torch_dtype")
-        if stated in ("float32", "bfloat16", "float16"):
-            return str(stated)
-    return "auto"
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    stated = [part.get("dtype") or part.get("torch_dtype") for part in parts]
+    return next((dtype for dtype in stated if dtype in ("float32", "bfloat16", "float16")), "auto")
 
 
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
@@ -261,10 +256,7 @@ def _why_no_model(path: Path, has_gguf: bool) -> str:
     folder = path.absolute().parent if path.is_file() else path
     has_config = any((folder / name).is_file() for name in _MODEL_CONFIGS)
     if path.is_file() and path.suffix == ".gguf":
-        return (
-            "it is a GGUF file, which only --backend hf serves. For another backend, load it with transformers' "
-            "from_pretrained(folder, gguf_file=…) and save_pretrained it, with its tokenizer, in a folder of its own"
-        )
+        return "it is a GGUF file, which only --backend hf serves: save_pretrained it in a folder with its tokenizer"
     if path.is_file():
         found = f": name {folder}" if has_config else ""
         return f"it is a file, and a model is a folder with config.json, weights and tokenizer{found}"
@@ -273,9 +265,7 @@ def _why_no_model(path: Path, has_gguf: bool) -> str:
     if (folder / "adapter_config.json").is_file():
         base = read_config(folder / "adapter_config.json").get("base_model_name_or_path")
         adapter = f"{folder.absolute().name}={folder.absolute()}"
-        return (
-            f"it holds a LoRA adapter and no model. Serve its base model {shown(base, 200)}, with --adapters {adapter}"
-        )
+        return f"it holds a LoRA adapter and no model: serve its base model {shown(base)}, with --adapters {adapter}"
     entries = sorted(folder.iterdir())
     if ggufs := [entry for entry in entries if entry.suffix == ".gguf"]:
         return f"it has no config.json. To serve a GGUF file with --backend hf, name the file: {ggufs[0]}"

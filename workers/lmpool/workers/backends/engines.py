@@ -1,4 +1,4 @@
-"""Base class of the vllm and sglang backends: loads adapters, and checks the first rows (the canary).
+"""Base class of the hf, vllm and sglang backends: loads adapters, and checks the first rows (the canary).
 
 The canary is a set of rows that a backend must compute correctly before its worker joins the pool.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,11 +18,12 @@ from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import PositionsQuery
-from lmpool.protocol.row import Encoding, Row, decode_row
+from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
 from lmpool.trie import torch_device
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import adapter_folder, check_adapter
-from lmpool.workers.backends.settings import EngineSettings
+from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.settings import EngineSettings, ModelSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import Backend, BackendJob, BackendStats, Finished
 from lmpool.workers.execution.engine_thread import check_answers
@@ -40,18 +40,21 @@ _MIN_VOCAB_SIZE = 64  # Min tokens to check that rows of two prompts differ; wit
 
 
 class EngineBackend(TellsTexts, ABC):
-    """Base class of the vllm and sglang backends.
+    """Base class of the hf, vllm and sglang backends.
 
     Attributes:
         adapters: the loaded adapters: "name@revision" -> folder or hub name.
     """
 
-    _settings: EngineSettings
+    batch: int
+    _folder: Path  # The model's folder, or its hub name if `_weights` is set.
+    _weights: Mapping[str, Any] | None = None  # See `check_adapter`.
+    _encoder: RowEncoder
 
-    def __init__(self, settings: EngineSettings) -> None:
+    def __init__(self, settings: ModelSettings) -> None:
         torch_device.settle()
         self._settings = settings
-        self._folder = checkpoint_folder("model", settings.model, settings.revision)
+        self._held: dict[bytes, Any] = {}  # Digest of each job that the backend holds -> job, or name of its request.
         self._stats = BackendStats()
         self.adapters: dict[str, str] = {}
 
@@ -63,23 +66,22 @@ class EngineBackend(TellsTexts, ABC):
     def _unload(self, adapter: str) -> None:
         """Have the engine drop an adapter that no request names any more."""
 
-    def _prepare(self, dtype: object, **facts: Any) -> None:
-        """Set the info from the dtype and other facts, load the adapters of the settings, and check the first rows.
+    def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
+        name, settings = str(dtype).removeprefix("torch."), self._settings
+        facts |= {"dtype": name, "encoding": encoding.name.lower(), "source": checkpoint_source(settings.model)}
+        lossy = encoding is Encoding.F16 and name != "float16"
+        self._info = ModelInfo(settings.served_as, settings.kind, lossy=lossy, **facts)
 
-        After an error the backend is closed.
-        """
-        self._info = ModelInfo(
-            name=self._settings.served_as,
-            backend=self._settings.kind,
-            dtype=str(dtype).removeprefix("torch."),
-            source=checkpoint_source(self._settings.model),
-            **facts,
-        )
+    def _prepare(self, dtype: object, **facts: Any) -> None:
+        """Set the info, load the adapters of the settings, and check the first rows. Close the backend at an error."""
         backend = cast(Backend, self)
         try:
+            self._set_info(dtype, **facts)
             for name, source in self._settings.adapter_folders.items():
                 self.load_adapter(name, source)
-            self._info = _completed_info(backend)
+            _log.info("weights are loaded: checking the first rows")
+            first = [block for done in _steps(backend, [BackendJob(bytes(16), bytes(4))]) for block in done.blocks]
+            self._set_info(dtype, first[0].encoding, **facts)
             check_canary(backend)
         except BaseException as error:
             backend.close()
@@ -88,17 +90,19 @@ class EngineBackend(TellsTexts, ABC):
             raise
         self._stats = BackendStats()
 
+    def capacity(self) -> int:
+        """Number of jobs to accept: the backend holds at most one batch next to the running batch."""
+        return max(0, 2 * self.batch - len(self._held))
+
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
-        folder = checked_adapter(source, self._folder)
+        folder = check_adapter(source, self._folder, self._weights)
         revision = checkpoint_revision(folder)
-        adapter = qualify(name, revision)
+        adapter, settings = qualify(name, revision), self._settings
         if adapter not in self.adapters:
-            if len(self.adapters) >= (slots := adapter_slots(self._settings)):
-                raise SettingsError(
-                    f"adapters: this worker has {slots} slots, and none is free for {name!r}: start it with more "
-                    "(--max-adapters)"
-                )
+            if isinstance(settings, EngineSettings) and len(self.adapters) >= (slots := settings.adapter_slots):
+                remedy = "start it with more (--max-adapters)"
+                raise SettingsError(f"adapters: this worker has {slots} slots, and none is free for {name!r}: {remedy}")
             self._load(adapter, folder)
             self.adapters[adapter] = checkpoint_source(source)
         return revision
@@ -108,32 +112,13 @@ class EngineBackend(TellsTexts, ABC):
         if self.adapters.pop(adapter, None) is not None:
             self._unload(adapter)
 
+    def write_to(self, new_rows: NewRows) -> None:
+        """See `WritesInPlace.write_to`."""
+        self._encoder.new_rows = new_rows
+
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""
         return self._stats
-
-
-def checked_adapter(source: str, model: Path) -> Path:
-    """The folder of an adapter, after a check that the adapter fits the model in the folder `model`."""
-    folder = adapter_folder(source)
-    check_adapter(folder, model)
-    return folder
-
-
-def adapter_slots(settings: EngineSettings) -> int:
-    """The number of adapters that an engine reserves memory for."""
-    return max(settings.max_adapters, len(settings.adapters))
-
-
-def _completed_info(backend: Backend) -> ModelInfo:
-    """Compute a first row, and return the backend's info with the encoding of that row."""
-    _log.info("weights are loaded: checking the first rows")
-    for finished in _steps(backend, [BackendJob(bytes(16), bytes(4))]):
-        if finished.blocks:
-            encoding, info = finished.blocks[0].encoding, backend.info
-            lossy = encoding is Encoding.F16 and info.dtype != "float16"
-            return replace(info, encoding=encoding.name.lower(), lossy=lossy)
-    raise _wrong(backend, f"it has not answered the first prompt after {_MAX_STEPS} steps")
 
 
 def check_canary(backend: Backend) -> None:
@@ -174,13 +159,18 @@ def check_canary(backend: Backend) -> None:
 
 
 def _steps(backend: Backend, jobs: Sequence[BackendJob]) -> Iterator[Finished]:
-    """Submit jobs, and yield the results of up to `_MAX_STEPS` steps."""
+    """Submit jobs, and yield the results of steps until each job has a result."""
     backend.submit(jobs)
+    answered = 0
     for _ in range(_MAX_STEPS):
         finished = backend.step()
         if finished.failures:
             raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
         yield finished
+        answered += len(finished.digests)
+        if answered >= len(jobs):
+            return
+    raise _wrong(backend, f"it has answered {answered} of {len(jobs)} prompts after {_MAX_STEPS} steps")
 
 
 def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) -> list[Row]:
@@ -199,9 +189,9 @@ def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) 
                     rows[digest] = decode_row(data, backend.info.vocab_size)
         except (WorkerError, ProtocolError) as error:
             raise _wrong(backend, str(error)) from error
-        if len(rows) == len(jobs):
-            return [rows[job.digest] for job in jobs]
-    raise _wrong(backend, f"it has answered {len(rows)} of {len(jobs)} prompts after {_MAX_STEPS} steps")
+    if len(rows) < len(jobs):
+        raise _wrong(backend, f"it has answered {len(jobs) - len(rows)} prompts without a row")
+    return [rows[job.digest] for job in jobs]
 
 
 def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
@@ -209,14 +199,10 @@ def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> Non
     (row,) = _rows(backend, [(ids[:-1], "")], f"scored-{query.values}")
     encoded = np.asarray(ids, "<u4").tobytes()
     job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
-    for finished in _steps(backend, [job]):
-        if finished.answers is not None:
-            scores, entry = finished.answers.vectors[0], row[ids[-1]]
-            tolerance = _tolerance(backend, float(row[np.isfinite(row)].std()))
-            if scores.shape != (len(query.span(len(ids))),) or not abs(scores[0] - entry) <= tolerance:
-                raise _wrong(backend, f"a token scores {scores}, and its entry in the row is {entry}")
-            return
-    raise _wrong(backend, f"it has not scored a plain prompt after {_MAX_STEPS} steps")
+    entry, tolerance = row[ids[-1]], _tolerance(backend, float(row[np.isfinite(row)].std()))
+    found = [vector for done in _steps(backend, [job]) if done.answers for vector in done.answers.vectors]
+    if [vector.shape for vector in found] != [(len(job.span),)] or not abs(found[0][0] - entry) <= tolerance:
+        raise _wrong(backend, f"a token scores {found}, and its entry in the row is {entry}")
 
 
 def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:

@@ -7,7 +7,6 @@ the worker checks the adapter's config and weights first.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -18,22 +17,24 @@ from typing import Any
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_source
-from lmpool.settings import check_texts, shown
+from lmpool.settings import check_number, check_texts, shown
 from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
 
 MAX_RANK = 1024
 """Max rank of an adapter; an adapter of a larger rank is hardly smaller than the weights that it changes."""
 
-LATER_RANK = 64
+DEFERRED_RANK = 64
 """Max rank of adapters that vLLM and SGLang load after their start; at the start they reserve memory for this rank."""
 
-_CONFIG = "adapter_config.json"
+CONFIG = "adapter_config.json"
+"""The file with an adapter's config, in JSON."""
 
 WEIGHTS = "adapter_model.safetensors"
 """The file with an adapter's weights. Other formats are refused, because they may be pickles, which run code."""
 
 _DEFAULT_RANK = 8  # The rank that peft uses for a config without a rank.
 _MAX_CONFIG_BYTES = 1 << 20  # Max size of an adapter's config; a typical config has 1 KB.
+_MAX_FLOAT = sys.float_info.max  # Max absolute value of an adapter's alpha: it must be a finite number.
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 PEFT_PREFIX = "base_model.model."
@@ -99,7 +100,7 @@ def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
 
 def adapter_folder(source: str) -> Path:
     """The folder of an adapter: `source` itself, or the local copy of a hub repository; else a SettingsError."""
-    return checkpoint_folder("adapters", source, only=(_CONFIG, WEIGHTS))
+    return checkpoint_folder("adapters", source, only=(CONFIG, WEIGHTS))
 
 
 def content_digest(place: Path) -> str:
@@ -122,62 +123,53 @@ def content_digest(place: Path) -> str:
     return state.hexdigest()
 
 
-def check_adapter(folder: Path, model: Path) -> None:
-    """Refuse an adapter with a dangerous config, or with weights that do not fit the model in the folder `model`.
-
-    If the model's folder has no safetensors files, all names of weights are accepted.
-
-    Raises:
-        SettingsError: the folder holds no adapter, its weights do not fit, or its config exceeds the limits.
-    """
-    tensors = {name: tensor for path in model.glob("*.safetensors") for name, tensor in _tensors(path).items()}
-    check_fit(folder, weights_of(tensors), str(model))
-
-
-def check_fit(folder: Path, weights: Mapping[str, Any], model: str) -> None:
-    """Refuse an adapter as `check_adapter` does, given the model's weights (`weights_of`) and its name for messages.
+def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | None = None) -> Path:
+    """The folder of an adapter. Refuses a dangerous config, and weights that do not fit the model.
 
     Engines ignore changed weights of the model itself in an adapter's file, so such an adapter is refused. An equal
     copy is accepted: peft saves the model's head or embedding with each adapter that targets that layer.
+
+    Args:
+        source: folder or hub name of the adapter.
+        model: folder of the model, or its hub name if `weights` is given.
+        weights: the model's weights (`weights_of`), by default those of its safetensors files. If there are none, all
+            names of weights are accepted.
     """
-    if not (folder / _CONFIG).is_file():
-        raise SettingsError(f"adapters: {folder} holds no {_CONFIG}: is it a LoRA adapter of peft?")
+    folder = adapter_folder(str(source))
+    if weights is None:
+        files = map(_tensors, model.glob("*.safetensors"))
+        weights = weights_of({name: tensor for tensors in files for name, tensor in tensors.items()})
+    if not (folder / CONFIG).is_file():
+        raise SettingsError(f"adapters: {folder} holds no {CONFIG}: is it a LoRA adapter of peft?")
     config = read_adapter_config(folder)
     try:
         _check_names(config)
         ranks = ranks_of(config)
         for name, alpha in {"lora_alpha": config.get("lora_alpha", 1), **(config.get("alpha_pattern") or {})}.items():
-            if type(alpha) not in (int, float) or not abs(alpha) <= sys.float_info.max:
-                raise SettingsError(f"the alpha {shown(alpha, 40)} ({shown(name, 60)}) is no finite number")
+            check_number(f"the alpha {shown(name, 60)}", alpha, -_MAX_FLOAT, _MAX_FLOAT, whole=False)
     except SettingsError as error:
-        raise SettingsError(f"adapters: {folder / _CONFIG}: {error}") from None
+        raise SettingsError(f"adapters: {folder / CONFIG}: {error}") from None
     if not (folder / WEIGHTS).is_file():
         raise SettingsError(
-            f"adapters: {folder} holds no {WEIGHTS}, and weights in other formats are not read (they may be pickles): "
-            "write it anew with peft's save_pretrained"
+            f"adapters: {folder} holds no {WEIGHTS}; other formats may be pickles: convert it with peft"
         )
-    tensors = _tensors(folder / WEIGHTS)
+    tensors, misfit = _tensors(folder / WEIGHTS), f"adapters: {folder} does not fit"
     names = [name.removesuffix(end) for name in tensors for end in _FACTORS if end in name]
     unknown = [name for name in names if weights and _module_of(f"{name}.weight") not in weights]
     if unknown or not names:
-        missing = unknown[0] if unknown else "any LoRA weights"
-        raise SettingsError(f"adapters: {folder} does not fit {model}, which has no place for {missing}")
+        raise SettingsError(f"{misfit} {model}, which has no place for {(unknown or ['any LoRA weights'])[0]}")
     for name, tensor in tensors.items():
         held = (tensor.get_shape() or [0])[0]
         # The rank in the file must match the config's, for which engines reserve memory. A tensor may stack experts.
         is_stacked = config.get("target_parameters") and held and any(held % rank == 0 for rank in ranks)
         if any(part in name for part in _FIRST_FACTORS) and held not in ranks and not is_stacked:
             named = ", ".join(map(str, sorted(ranks)[:5]))
-            raise SettingsError(
-                f"adapters: {folder} does not fit itself: {name} in {WEIGHTS} has rank {held}, and {_CONFIG} says "
-                f"{named}: write both anew with peft's save_pretrained"
-            )
+            raise SettingsError(f"{misfit} itself: {name} has rank {held}, and {CONFIG} says {named}: save it anew")
         module = name.removesuffix(BASE_WEIGHT).removeprefix(PEFT_PREFIX)
         if name.endswith(BASE_WEIGHT) and not _is_copy(tensor, weights.get(_module_of(f"{module}.weight"))):
-            raise SettingsError(
-                f"adapters: {folder} has weights of its own for {module}, which differ from those of {model}: save it "
-                "without them (peft's save_pretrained with save_embedding_layers=False) if it was not trained with them"
-            )
+            remedy = "save it with save_embedding_layers=False"
+            raise SettingsError(f"{misfit} {model}: it has other weights for {module}; {remedy}")
+    return folder
 
 
 def _is_copy(saved: Any, own: Any) -> bool:
@@ -199,12 +191,7 @@ def _is_copy(saved: Any, own: Any) -> bool:
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """The config of an adapter."""
-    return read_config(folder / _CONFIG, "adapters", _MAX_CONFIG_BYTES)
-
-
-def write_adapter_config(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a config as peft does."""
-    (folder / _CONFIG).write_text(json.dumps(config), "utf-8")
+    return read_config(folder / CONFIG, "adapters", _MAX_CONFIG_BYTES)
 
 
 def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
@@ -228,11 +215,7 @@ def ranks_of(config: Mapping[str, Any]) -> set[int]:
         raise SettingsError(f"it is of the kind {shown(kind, 40)}: workers serve LORA")
     ranks = {"r": config.get("r", _DEFAULT_RANK), **(config.get("rank_pattern") or {})}
     for name, rank in ranks.items():
-        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-            raise SettingsError(
-                f"the rank {shown(rank, 40)} ({shown(name, 60)}) is no whole number from 1 to {MAX_RANK}: "
-                "train it with a smaller rank, or merge it into the model"
-            )
+        check_number(f"the rank {shown(name, 60)}", rank, 1, MAX_RANK, note=": train it with a smaller rank")
     return set(ranks.values())
 
 
@@ -243,24 +226,19 @@ def _check_names(config: Mapping[str, Any]) -> None:
             raise SettingsError(f"{field} is set, and workers serve no adapters that use it: train it without")
     for field, most in _MODULE_LISTS.items():
         names = config.get(field)
-        if field == "layers_pattern" and isinstance(names, str):
-            names = [names] if names else []  # A text is one name in this field; in others, a regular expression.
+        if field == "layers_pattern" and names and isinstance(names, str):
+            names = [names]  # A text is one name in this field; in others, a regular expression.
         is_all = field == "target_modules" and isinstance(names, str) and names.lower() == "all-linear"
         # A list in `trainable_token_indices` holds tokens of the embedding, and no names of modules.
         if not names or is_all or (field == "trainable_token_indices" and isinstance(names, list)):
             continue
         if not isinstance(names, dict if field in _MODULE_KEYS else list):
-            raise SettingsError(
-                f"{field} is {shown(names, 60)}, a pattern: workers take lists of modules' names alone; list them"
-            )
+            raise SettingsError(f"{field} is {shown(names, 60)}, a pattern: workers take lists of names; list them")
         if len(names) > most:
             raise SettingsError(f"{field} has {len(names)} names: {most} are taken; name modules by their last parts")
         for name in names:
             if not isinstance(name, str) or not _MODULE.fullmatch(name):
-                raise SettingsError(
-                    f"{field} names {shown(name, 60)}: a module's name has 1 to 300 letters, digits, _, - and dots, "
-                    "and patterns are not taken; list the modules by name"
-                )
+                raise SettingsError(f"{field} names {shown(name, 60)}: a module's name must match {_MODULE.pattern}")
 
 
 def _module_of(tensor: str) -> str:

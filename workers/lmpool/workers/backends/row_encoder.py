@@ -35,15 +35,10 @@ NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or in
 
 
 class EncodedRows(NamedTuple):
-    """The encoded logits of a batch.
+    """The encoded logits of a batch."""
 
-    Attributes:
-        block: the encoded rows; None if every prompt failed.
-        failures: digest -> message of each prompt whose logits are not a distribution.
-    """
-
-    block: RowBlock | None
-    failures: dict[bytes, str]
+    block: RowBlock | None  # The encoded rows; None if every prompt failed.
+    failures: dict[bytes, str]  # Digest -> message of each prompt whose logits are not a distribution.
 
 
 class _Numbers(NamedTuple):
@@ -207,16 +202,14 @@ def pick_device(name: str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     try:
         device = torch.device(name)
-        # Refuse the device "meta", whose tensors have shapes and no numbers.
-        is_usable, reason = torch.empty(1, device=device).device.type != "meta", "it computes nothing"
+        if torch.empty(1, device=device).device.type != "meta":
+            return device
+        reason = "it computes nothing"  # Tensors on "meta" have shapes and no numbers.
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
-        # torch raises AssertionError for "cuda" if it was built without CUDA.
-        is_usable, reason = False, first_line(error)
-    if not is_usable:
-        found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
-        found += ["'mps'"] if torch.backends.mps.is_available() else []
-        raise SettingsError(f"device: {name!r} cannot be used: this machine has {', '.join(found)} ({reason})")
-    return device
+        reason = first_line(error)  # torch raises AssertionError for "cuda" if it was built without CUDA.
+    found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
+    found += ["'mps'"] if torch.backends.mps.is_available() else []
+    raise SettingsError(f"device: {name!r} cannot be used: this machine has {', '.join(found)} ({reason})")
 
 
 def log_threads(device: str) -> None:
@@ -314,17 +307,11 @@ def _largest_of(rows: Tensor, k: int) -> TopK:
 
 
 class Piece(NamedTuple):
-    """Consecutive positions of one prompt in a forward.
+    """Consecutive positions of one prompt in a forward."""
 
-    Attributes:
-        request: the engine's request name of the prompt.
-        positions: consecutive positions in the prompt.
-        row: index of the first position in the forward's logits or hidden states; the next positions follow it.
-    """
-
-    request: str
-    positions: range
-    row: int
+    request: str  # The engine's request name of the prompt.
+    positions: range  # Consecutive positions in the prompt.
+    row: int  # Index of the first position in the forward's logits or hidden states; the next positions follow it.
 
 
 @dataclass(slots=True)
@@ -362,9 +349,6 @@ class PositionAnswers:
 
     def __init__(self) -> None:
         self._open: dict[str, _OpenAnswer] = {}
-
-    def __contains__(self, request: str) -> bool:
-        return request in self._open
 
     def open(self, request: str, job: BackendJob) -> None:
         """Start to collect the answer of a job that has a positions query."""

@@ -9,7 +9,7 @@ import re
 import shlex
 import tomllib
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date, time
@@ -52,7 +52,6 @@ _VLLM_ENVIRONMENT = {
 # Max prompts per step that a setting accepts: more than any model on one device can batch.
 _MAX_BATCH = 65_536
 
-_DEVICE = re.compile(r"auto|[a-z]+(:\d+)?")
 # Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
 # Matches the start of an option whose value is a list or a table.
@@ -82,12 +81,8 @@ class ModelSettings:
     revision: str | None = option("Branch, tag or commit on the hub.", None)
     trust_remote_code: bool = option("Run Python code that comes with the model.", False)
     dtype: str = option('"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".', "auto")
-    encoding: str = option(
-        '"exact", or "f16" to send float32 rows as float16, which is smaller and loses bits.', "exact"
-    )
-    max_prompt_tokens: int | None = option(
-        "Longest prompt to accept; None means the model's limit, which is the maximum.", None, least=1
-    )
+    encoding: str = option('"exact", or "f16" to send float32 rows as float16: smaller, and loses bits.', "exact")
+    max_prompt_tokens: int | None = option("Longest prompt to accept, up to the model's limit (None).", None, least=1)
     adapters: list[str] = option(
         "LoRA adapters, as name=folder; may be given several times. They are loaded and put in service at the start, "
         "unless other adapters have these names.",
@@ -96,7 +91,10 @@ class ModelSettings:
     max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
-        _check_text("model", self.model)
+        for name in ("model", "revision", "device", "gguf_file"):
+            value = getattr(self, name, None)
+            if (value is not None or name == "model") and not (isinstance(value, str) and value.strip()):
+                raise SettingsError(f"{name}: {shown(value)} is not a name")
         check_name("name", self.served_as)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
@@ -133,21 +131,14 @@ class HfSettings(ModelSettings):
     max_batch: int = option("Prompts that run together.", 64, least=1, most=_MAX_BATCH)
     max_batch_tokens: int = option("Tokens per forward, padding included.", 8192, least=1)
     chunked_prefill_size: int | None = option(
-        "Tokens of a longer prompt per forward, so that other prompts run in between; None means 512 on a CPU, 2,048 "
-        "elsewhere.",
-        None,
-        least=1,
+        "Tokens of a long prompt per forward; others run in between. None: 512 on a CPU, else 2,048.", None, least=1
     )
     kv_cache_bytes: int = option(
-        "Memory for the keys and values of recent prompts, 0 for none. A step copies at most as much again.",
-        1 << 30,
-        least=0,
+        "Memory for keys and values of recent prompts, 0 for none. A step may copy as much again.", 1 << 30, least=0
     )
 
     def __post_init__(self) -> None:
-        for name in ("model", "device", "gguf_file", "revision"):
-            if (value := getattr(self, name)) is not None:
-                _check_text(name, value)
+        ModelSettings.__post_init__(self)
         # Split the path of a GGUF file into its folder and its file name.
         path = local_path("model", self.model)
         with suppress(OSError):  # Loading the model later reports why a path is unreadable.
@@ -155,7 +146,6 @@ class HfSettings(ModelSettings):
                 object.__setattr__(self, "name", self.name or path.stem)
                 object.__setattr__(self, "model", str(path.parent))
                 object.__setattr__(self, "gguf_file", path.name)
-        ModelSettings.__post_init__(self)
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
@@ -174,13 +164,17 @@ class EngineSettings(ModelSettings):
     )
     max_adapters: int = max_adapters_option(" The engine reserves memory for them when it starts.", 0, MAX_ADAPTERS)
     engine_args: list[str] = option(
-        "Other options of the engine, as key=value (separated by spaces) or a TOML file; may be given several times.",
-        [],
+        "Other engine options, as key=value (separated by spaces) or a TOML file; may be given several times.", []
     )
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
         check_texts("engine_args", self.engine_args)
+
+    @property
+    def adapter_slots(self) -> int:
+        """The number of adapters that the engine reserves memory for."""
+        return max(self.max_adapters, len(self.adapters))
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +184,7 @@ class VllmSettings(EngineSettings):
     kind: ClassVar[str] = "vllm"
 
     sessions: int = option(
-        "Growing prompts whose keys and values stay in memory for their next tokens, 0 for none.",
-        128,
-        least=0,
-        most=_MAX_BATCH,
+        "Growing prompts whose keys and values stay in memory, 0 for none.", 128, least=0, most=_MAX_BATCH
     )
     logits_processors: list[str] = option(
         "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "
@@ -227,16 +218,13 @@ class SglangSettings(EngineSettings):
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
-        if not isinstance(self.device, str) or not _DEVICE.fullmatch(self.device):
-            raise SettingsError(f"device: {shown(self.device)} is neither 'auto' nor like 'cpu' or 'cuda:1'")
         require("backend", "lmpool[sglang]", "sglang")
         require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
 
 
 def require(field: str, extra: str, *packages: str) -> None:
     """Refuse a setting whose packages are not installed, and name the command that installs them. Imports nothing."""
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
+    if missing := [package for package in packages if find_spec(package) is None]:
         raise SettingsError(f'{field}: needs {" and ".join(missing)}; install with: pip install "{extra}"')
 
 
@@ -248,17 +236,12 @@ def require_version(distributions: Sequence[str], versions: str) -> str:
         with suppress(PackageNotFoundError):
             installed = version(name)
             if installed not in SpecifierSet(versions, prereleases=True):
+                remedy = f"Install one with: pip install '{name}{versions}'"
                 raise SettingsError(
-                    f"backend: {name} {installed} is installed; this backend supports {name} {versions}. "
-                    f"Install one with: pip install '{name}{versions}'"
+                    f"backend: {name} {installed} is installed; lmpool needs {name} {versions}. {remedy}"
                 )
             return installed
     raise SettingsError(f"backend: needs {' or '.join(distributions)}, and none of them is installed")
-
-
-def _check_text(field: str, value: object) -> None:
-    if not isinstance(value, str) or not value.strip():
-        raise SettingsError(f"{field}: {shown(value)} is not a name")
 
 
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
@@ -272,7 +255,13 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
         for part in [text] if text.endswith(".toml") and "=" not in text else _split(text):
             name, equals, value = part.partition("=")
             if not equals and part.endswith(".toml"):
-                found = _read_file(part)
+                try:
+                    found = tomllib.loads(Path(part).expanduser().read_text("utf-8"))
+                except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user that does not exist.
+                    reason = getattr(error, "strerror", None) or error
+                    raise SettingsError(f"engine_args: {part} cannot be read: {reason}") from error
+                except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+                    raise SettingsError(f"engine_args: {part} is not TOML: {error}") from error
             elif equals and _option_name(name).isidentifier():
                 found = {name: _parse_value(value)}
             else:
@@ -282,15 +271,12 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
 
 
 def check_engine_args(
-    given: Mapping[str, Any],
-    known: Collection[str],
-    refused: Mapping[str, str],
-    parallel: Collection[str],
-    engine: str,
+    given: dict[str, Any], known: Collection[str], refused: dict[str, str], parallel: dict[str, Any], engine: str
 ) -> None:
     """Refuse unknown options, options that this backend must set itself, and options for several processes.
 
-    `refused`: option -> the reason of its refusal. `parallel`: options that spread a model over processes.
+    `refused`: option -> the reason of its refusal. `parallel`: option that may spread a model over processes -> the
+    only value that does not.
     """
     for name, value in given.items():
         if name in refused:
@@ -299,8 +285,8 @@ def check_engine_args(
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise SettingsError(f"engine_args: {engine} has no option {name!r}{hint}")
-        if name in parallel and value != 1:
-            raise SettingsError(f"engine_args: {name} must be 1, not {shown(value)}: {ONE_PROCESS}")
+        if name in parallel and value != parallel[name]:
+            raise SettingsError(f"engine_args: {name} must be {parallel[name]!r}, not {shown(value)}: {ONE_PROCESS}")
 
 
 def _split(text: str) -> Iterator[str]:
@@ -340,22 +326,10 @@ def _parse_value(text: str) -> Any:
     if (value := _parse_structure(text)) is not None:
         return value
     if text.startswith("{"):
-        raise SettingsError(
-            f"engine_args: {shown(text)} is neither TOML nor JSON. If a shell removed its quotes, quote the "
-            """whole option: --engine-args 'name={"a": 1}'"""
-        )
+        remedy = """If a shell removed its quotes, quote the whole option: --engine-args 'name={"a": 1}'"""
+        raise SettingsError(f"engine_args: {shown(text)} is neither TOML nor JSON. {remedy}")
     return _PYTHON_WORDS.get(text, text)
 
 
 def _option_name(text: str) -> str:
     return text.lstrip("-").replace("-", "_")
-
-
-def _read_file(path: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
-    except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user that does not exist.
-        reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SettingsError(f"engine_args: {path} is not TOML: {error}") from error

@@ -28,14 +28,7 @@ from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
 from lmpool.workers.backends.lora import content_digest, read_adapter_folders
 from lmpool.workers.backends.settings import max_adapters_option
-from lmpool.workers.execution.contract import (
-    QUERY_ERRORS,
-    Backend,
-    BackendJob,
-    BackendStats,
-    Finished,
-    failure_of,
-)
+from lmpool.workers.execution.contract import QUERY_ERRORS, Backend, BackendJob, BackendStats, Finished, failure_of
 
 _TOGETHER = 4  # Min rows of a small vocabulary to draw together: for fewer rows, drawing one by one is faster.
 _CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.
@@ -57,25 +50,17 @@ class SyntheticSettings:
     vocab_size: int = option("V.", 49_152, least=1, most=4_000_000)
     seed: int = option("Seed of the rows.", 0, least=0, most=2**62)
     step_ms: float = option("Simulated time of a step.", 0.0, least=0, most=600_000)
-    token_ms: float = option(
-        "Simulated time per token that the simulated prefix cache does not hold.", 0.0, least=0, most=600_000
-    )
-    kv_cache_tokens: int = option(
-        "Tokens in the simulated prefix cache, with --token-ms; 0 for none.", 1_000_000, least=0, most=10**9
-    )
+    token_ms: float = option("Simulated time per token that the prefix cache lacks.", 0.0, least=0, most=600_000)
+    kv_cache_tokens: int = option("Tokens in the prefix cache, 0 for none.", 1_000_000, least=0, most=10**9)
     max_batch: int = option("Prompts in one step.", 32, least=1, most=65_536)
     max_prompt_tokens: int = option("Longest prompt to accept.", 131_072, least=1, most=4_000_000)
     encoding: str = option('"f32" or "bf16"; the rows are the same.', "f32")
     fail_token: int = option("Prompts with this id fail, to test error handling; -1 for none.", -1, least=-1)
     crash_token: int = option("Prompts with this id end the worker's process; -1 for none.", -1, least=-1)
-    raise_token: int = option(
-        "The step of a prompt that contains this id raises MemoryError; -1 for none.", -1, least=-1
-    )
+    raise_token: int = option("The step of a prompt with this id raises MemoryError; -1 for none.", -1, least=-1)
     hang_token: int = option("The step of a prompt with this id never ends; -1 for none.", -1, least=-1)
     adapters: list[str] = option(
-        "An adapter, as name=folder; may be given several times. The content of the folder (or file) determines the "
-        "rows.",
-        [],
+        "An adapter, as name=folder (or file), whose content determines its rows; may be given several times.", []
     )
     max_adapters: int = max_adapters_option()
 

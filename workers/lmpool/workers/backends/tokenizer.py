@@ -73,7 +73,19 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
     vocabulary = tokenizer = None
     missing = "the vocabulary of %s is not published: %s; for a trie, a client passes its byte strings to producer.trie"
     try:
-        loaded = _load(info, revision, trust_remote_code)
+        from transformers import AutoTokenizer
+
+        loaded: Any = AutoTokenizer.from_pretrained(
+            info.source,
+            gguf_file=info.gguf_file or None,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            # Do not look up on the hub a file that is missing in a local folder.
+            local_files_only=Path(info.source).is_dir() or bool(hub_problem()),
+        )
+        # Without tokenizer files, transformers makes up a tokenizer of special tokens for some architectures.
+        if len(loaded) <= len(getattr(loaded, "added_tokens_decoder", ())):
+            raise InvalidVocabulary("it has no tokenizer")
         vocabulary = Vocabulary(decode_vocab(loaded, vocab_size=info.vocab_size).tokens)
         missing = "the tokenizer of %s is not published: %s; clients load it by transformers, or pass token ids"
         tokenizer = _pack(loaded)
@@ -81,26 +93,9 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         # The Rust package `tokenizers` raises plain `Exception`, not a subclass.
         if type(error) is Exception or isinstance(error, _TOKENIZER_ERRORS):
             _log.warning(missing, info.name, first_line(error))
-            return Texts(vocabulary, tokenizer)
-        raise
+        else:
+            raise
     return Texts(vocabulary, tokenizer)
-
-
-def _load(info: ModelInfo, revision: str | None, trust_remote_code: bool) -> Any:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(
-        info.source,
-        gguf_file=info.gguf_file or None,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        # Do not look up on the hub a file that is missing in a local folder.
-        local_files_only=Path(info.source).is_dir() or bool(hub_problem()),
-    )
-    # Without tokenizer files, transformers makes up a tokenizer of special tokens for some architectures.
-    if len(tokenizer) <= len(getattr(tokenizer, "added_tokens_decoder", ())):
-        raise InvalidVocabulary("it has no tokenizer")
-    return tokenizer
 
 
 def _pack(tokenizer: Any) -> PackedTokenizer:

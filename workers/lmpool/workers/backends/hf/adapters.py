@@ -17,10 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.adapter import qualify
-from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
+from lmpool.protocol.adapter import revision_of
+from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.forward import Forward
-from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS, adapter_folder, check_fit, weights_of
+from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS
 from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
@@ -36,7 +36,6 @@ class HfAdapters:
     """The adapters of one model; at first none is active.
 
     Attributes:
-        sources: the loaded adapters: "name@revision" -> folder or hub name.
         active: the adapter that forwards use, "name@revision"; "" for the model without an adapter.
     """
 
@@ -44,27 +43,15 @@ class HfAdapters:
         self._forward = forward
         self._model: PreTrainedModel = forward.model
         self._name = name
-        self._weights = weights_of(self._model.state_dict())  # Read now: peft renames weights for the first adapter.
         self._skeleton: PreTrainedModel | None = None
         self._peft: Any = None
-        self.sources: dict[str, str] = {}
         self.active = ""
         self._handles: dict[str, str] = {}  # "name@revision" -> name of the adapter in peft, which allows no dots.
         self._handle_numbers = count()
 
-    def load(self, name: str, source: str) -> str:
-        """Load an adapter; returns its revision.
-
-        Raises:
-            SettingsError: peft is not installed, or the adapter is missing, does not fit or is no plain LoRA.
-        """
+    def load(self, adapter: str, folder: Path) -> None:
+        """Load an adapter ("name@revision"); refuses an adapter that does not fit or is no plain LoRA."""
         require("adapters", "lmpool[lora]", "peft")
-        folder = adapter_folder(source)
-        check_fit(folder, self._weights, self._name)
-        revision = checkpoint_revision(folder)
-        adapter = qualify(name, revision)
-        if adapter in self.sources:
-            return revision
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
@@ -72,24 +59,16 @@ class HfAdapters:
                 self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
-            if checkpoint_revision(folder) != revision:
+            if checkpoint_revision(folder) != revision_of(adapter):
                 raise SettingsError(f"adapters: {folder} was changed while it was loaded")
-            self.sources[adapter] = checkpoint_source(source)
         except _LOAD_ERRORS as error:
-            self._delete(adapter)
+            self.drop(adapter)
             if isinstance(error, SettingsError):
                 raise
             raise SettingsError(f"adapters: {folder} does not fit {self._name}: {first_line(error)}") from error
         finally:
             if self._peft is not None:
                 self.activate("", force=True)
-        return revision
-
-    def drop(self, adapter: str) -> None:
-        """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
-        if self.sources.pop(adapter, None) is not None:
-            self._delete(adapter)
-            self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
         """Activate an adapter for the next forwards, or none (""); with `force` even if it is active already."""
@@ -114,7 +93,14 @@ class HfAdapters:
         from peft.utils import load_peft_weights
 
         config: Any = PeftConfig.from_pretrained(str(folder))
-        _check_config(folder, config)
+        # Refuse adapters that are no plain LoRA: they would change rows of other prompts, or need a changed model.
+        if config.bias != "none" or getattr(config, "lora_bias", None):
+            raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
+        if config.init_lora_weights not in HARMLESS_INITS:
+            text = f"has changed weights of its model (init_lora_weights={config.init_lora_weights!r})"
+            raise SettingsError(f"adapters: {folder} {text}: save it with path_initial_model_for_weight_conversion")
+        if getattr(config, "alora_invocation_tokens", None):
+            raise SettingsError(f"adapters: {folder} is applied after certain tokens only (aLoRA)")
         config.inference_mode, config.init_lora_weights = True, True
         if self._skeleton is None:
             self._skeleton = _on_meta_device(self._model)
@@ -135,14 +121,13 @@ class HfAdapters:
         # `missing_keys` also lists the weights of the model and of other adapters.
         missing = [key for key in result.missing_keys if "lora_" in key and handle in key.split(".")]
         if unfitting := [*result.unexpected_keys, *missing]:
-            raise SettingsError(
-                f"adapters: {folder} does not fit {self._name}: {len(unfitting)} of its weights have no place or are "
-                f"missing, such as {unfitting[0]}"
-            )
+            text = f"{len(unfitting)} of its weights have no place or are missing, such as {unfitting[0]}"
+            raise SettingsError(f"adapters: {folder} does not fit {self._name}: {text}")
         # Switch to evaluation mode: modules that peft has added are in training mode, with dropout.
         self._model.train(mode=False)
 
-    def _delete(self, adapter: str) -> None:
+    def drop(self, adapter: str) -> None:
+        """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
         handle = self._handles.pop(adapter)
         if self._peft is None or handle not in self._peft.peft_config:
             return
@@ -156,19 +141,7 @@ class HfAdapters:
             except _LOAD_ERRORS as error:
                 text = "the adapter %r cannot be removed: it stays in memory until the worker ends"
                 _log.warning(text, adapter, exc_info=error)
-
-
-def _check_config(folder: Path, config: Any) -> None:
-    """Refuse adapters that are no plain LoRA: they would change rows of other prompts, or need a changed model."""
-    if config.bias != "none" or getattr(config, "lora_bias", False) not in (False, None):
-        raise SettingsError(f"adapters: {folder} changes biases of the model itself (bias={config.bias!r})")
-    if config.init_lora_weights not in HARMLESS_INITS:
-        raise SettingsError(
-            f"adapters: {folder} belongs to a model whose weights it has changed (init_lora_weights="
-            f"{config.init_lora_weights!r}): save it with peft's path_initial_model_for_weight_conversion"
-        )
-    if getattr(config, "alora_invocation_tokens", None):
-        raise SettingsError(f"adapters: {folder} is applied after certain tokens only (aLoRA)")
+        self.activate("", force=True)
 
 
 def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
@@ -186,10 +159,8 @@ def _check_size(folder: Path, skeleton: PreTrainedModel, config: Any) -> None:
     for kind in ("parameters", "buffers"):
         before, after = (sum(each.numel() for each in getattr(model, kind)()) for model in (skeleton, trial))
         if after - before > held:
-            raise SettingsError(
-                f"adapters: {folder} does not fit itself: its config asks for {after - before} numbers ({kind}), and "
-                f"{WEIGHTS} holds {held}: some weights are missing; write both anew with peft's save_pretrained"
-            )
+            text = f"its config asks for {after - before} numbers ({kind}), and {WEIGHTS} holds {held}"
+            raise SettingsError(f"adapters: {folder} does not fit itself: {text}: save it anew with peft")
 
 
 def _on_meta_device(model: PreTrainedModel) -> PreTrainedModel:

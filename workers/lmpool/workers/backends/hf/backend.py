@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,20 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, pack_numbers
-from lmpool.workers.backends.checkpoint import checkpoint_source
+from lmpool.protocol.row import RowBlock, VectorBlock, pack_numbers
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
-from lmpool.workers.backends.hf.model import check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.hf.model import FORWARD_ERRORS, check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.lora import weights_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
-from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
 _log = logging.getLogger(__name__)
@@ -46,21 +45,16 @@ class PromptState:
 
     A long prompt is computed one chunk per step, so that other prompts can run between its chunks. Values at positions
     are computed in chunks too, because the logits of all positions together take too much memory.
-
-    Attributes:
-        ids: token ids of the prompt, not copied.
-        reached: number of first tokens that `PREFILL` chunks have put into the KV pool.
-        computed: number of tokens that all chunks so far have computed.
-        root: own root of a long fresh prompt in the KV pool, so that no other prompt shares it; else None.
-        parts: values at positions so far, one array per chunk: float32 (n,) or (n, width).
-        chunk: the next chunk of the prompt; after a step, the chunk that the step has computed.
     """
 
-    ids: memoryview
-    reached: int = 0
-    computed: int = 0
+    ids: memoryview  # Token ids of the prompt, not copied.
+    reached: int = 0  # Number of first tokens that `PREFILL` chunks have put into the KV pool.
+    computed: int = 0  # Number of tokens that all chunks so far have computed.
+    # Own root of a long fresh prompt in the KV pool, so that no other prompt shares it; else None.
     root: int | None = None
+    # Values at positions so far, one array per chunk: float32 (n,) or (n, width).
     parts: list[NDArray[np.float32]] = field(default_factory=list)
+    # The next chunk of the prompt; after a step, the chunk that the step has computed.
     chunk: PromptChunk | None = None
 
 
@@ -73,7 +67,7 @@ class _Results:
     vectors: dict[bytes, NDArray[np.float32]] = field(default_factory=dict)
 
 
-class HfBackend(TellsTexts):
+class HfBackend(EngineBackend):
     """Serves one model of transformers; see `lmpool.workers.execution.contract.Backend`.
 
     Raises:
@@ -81,18 +75,18 @@ class HfBackend(TellsTexts):
     """
 
     _settings: HfSettings
+    _held: dict[bytes, BackendJob]
 
     @torch.inference_mode()
     def __init__(self, settings: HfSettings) -> None:
+        super().__init__(settings)
         model, max_prompt_tokens, revision = load_model(settings)
-        self._settings = settings
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         _log.info("weights are loaded: checking how prompts can run together")
         try:
             abilities = check_model(self._forward, max_prompt_tokens)
-        except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-            # Model code that cannot run a plain prompt raises one of these exceptions; they have no common type.
+        except FORWARD_ERRORS as error:
             raise SettingsError(f"model: {settings.model} cannot run a prompt: {first_line(error)}") from error
         self.batch, self.device = settings.max_batch, str(model.device)
         is_cpu, vocab_size = model.device.type == "cpu", abilities.logits.shape[-1]
@@ -126,74 +120,54 @@ class HfBackend(TellsTexts):
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, vocab_size)
-        self._waiting: dict[bytes, BackendJob] = {}
-        self._stats = BackendStats()
         if abilities.attention:  # Eager attention gives other rows, so the model needs another revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
-        encoding = self._encoder.encoding_of(abilities.logits)
-        self._info = ModelInfo(
-            name=settings.served_as,
-            backend="hf",
+        self._set_info(
+            model.dtype,
+            self._encoder.encoding_of(abilities.logits),
             vocab_size=vocab_size,
             max_prompt_tokens=max_prompt_tokens,
             revision=revision,
-            dtype=str(model.dtype).removeprefix("torch."),
-            encoding=encoding.name.lower(),
             positions=True,
-            hidden=0 if self._head is None else self._head.size,
-            lossy=encoding is Encoding.F16 and model.dtype != torch.float16,
-            source=checkpoint_source(settings.model),
+            hidden=0 if self._head is None else self._head.layer.in_features,
             gguf_file=settings.gguf_file or "",
         )
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
-        self.adapters = self._adapters.sources
+        self._folder = Path(settings.model)
+        self._weights = weights_of(model.state_dict())  # Read now: peft renames weights for the first adapter.
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
-
-    def capacity(self) -> int:
-        """Number of jobs to accept: the backend holds at most one batch besides the batch that runs."""
-        return max(0, 2 * self.batch - len(self._waiting))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Accept jobs. Two jobs of one digest are computed once, with interactive priority unless both are bulk."""
         for job in jobs:
-            held = self._waiting.setdefault(job.digest, job)
+            held = self._held.setdefault(job.digest, job)
             if held.state is None:
                 held.state = PromptState(decode_ids(job.ids).data)
             if held is not job and held.bulk and not job.bulk:
                 job.state = held.state
-                self._waiting[job.digest] = job
+                self._held[job.digest] = job
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop waiting jobs."""
         for digest in digests:
-            if (job := self._waiting.pop(digest, None)) is not None:
+            if (job := self._held.pop(digest, None)) is not None:
                 job.state = None
 
-    def load_adapter(self, name: str, source: str) -> str:
-        """Load a LoRA adapter with peft; return its revision.
-
-        Raises:
-            SettingsError: peft is not installed, or the adapter cannot be read or does not fit the model.
-        """
-        revision = self._adapters.load(name, source)
+    def _load(self, adapter: str, folder: Path) -> None:
+        self._adapters.load(adapter, folder)
         if self._pool is not None:
-            self._roots.setdefault(qualify(name, revision), self._pool.new_root())
-        return revision
+            self._roots[adapter] = self._pool.new_root()
 
-    def drop_adapter(self, adapter: str) -> None:
+    def _unload(self, adapter: str) -> None:
         """Drop an adapter. Its keys and values in the pool are no longer used, so the pool evicts them later."""
         self._adapters.drop(adapter)
         self._roots.pop(adapter, None)
 
-    def stats(self) -> BackendStats:
-        """See `Backend.stats`."""
-        return self._stats
-
     def close(self) -> None:
         """Free the model, the KV pool and the waiting prompts. The backend cannot be used afterwards."""
-        self.abort(list(self._waiting))
+        self.abort(list(self._held))
         self._pool = None
         del self._forward, self._adapters
         self._free_memory()
@@ -203,25 +177,19 @@ class HfBackend(TellsTexts):
         assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
         return self._head.answer(query)
 
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._encoder.new_rows = new_rows
-
     @torch.inference_mode()
     def step(self) -> Finished:
         """Run one batch: the oldest prompt and similar ones, or in at most every second step a much shorter batch.
 
         Bulk prompts run in separate steps, whose number of tokens `BulkLimit` limits.
         """
-        bulk = [job for job in self._waiting.values() if job.bulk]
-        others = [job for job in self._waiting.values() if not job.bulk] if bulk else [*self._waiting.values()]
+        bulk = [job for job in self._held.values() if job.bulk]
+        others = [job for job in self._held.values() if not job.bulk] if bulk else [*self._held.values()]
         is_bulk = bool(bulk) and self._bulk_limit.is_turn(others_wait=bool(others))
         jobs, others = (bulk, others) if is_bulk else (others, bulk)
-        most = self._bulk_limit.tokens
-        self._bulk_rules = self._rules._replace(
-            tokens=min(self._rules.tokens, most), chunk=min(self._rules.chunk, most)
-        )
-        rules, max_rows = self._bulk_rules if is_bulk else self._rules, self._limit.rows
+        rules, most, max_rows = self._rules, self._bulk_limit.tokens, self._limit.rows
+        self._bulk_rules = rules._replace(tokens=min(rules.tokens, most), chunk=min(rules.chunk, most))
+        rules = self._bulk_rules if is_bulk else rules
         waiting = {job.digest: self._next_chunk(job) for job in jobs}
         batch = batching.choose(waiting, max_rows, rules)
         if not is_bulk:
@@ -250,10 +218,10 @@ class HfBackend(TellsTexts):
         state: PromptState = job.state
         pool, chunk, rules = self._pool, state.chunk, self._bulk_rules if job.bulk else self._rules
         if chunk is not None and chunk.max_new == rules.chunk:
-            if pool is None or chunk.root is None:
+            ids, path, root = state.ids[: chunk.end], chunk.path, chunk.root
+            if pool is None or root is None:
                 return chunk
-            is_whole = len(chunk.path) >= chunk.end or pool.slots.is_longest(state.ids, chunk.path, chunk.root)
-            if is_whole and pool.slots.holds(chunk.path, chunk.mark):
+            if pool.slots.holds(path, chunk.mark) and pool.slots.is_longest(ids, path, root):
                 return chunk
         length = end = len(state.ids)
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
@@ -276,10 +244,9 @@ class HfBackend(TellsTexts):
                 root = self._roots.get(job.adapter, ROOT)
             else:
                 root = state.root = pool.new_root() if state.root is None else state.root
-            if chunk is not None and chunk.root == root and slots.holds(chunk.path, chunk.mark):
-                path = slots.match(state.ids[:end], root, chunk.path)
-            else:
-                path = slots.match(state.ids[:end], root, slots.recall(job.ids[: 4 * end], root))
+            is_held = chunk is not None and chunk.root == root and slots.holds(chunk.path, chunk.mark)
+            known = chunk.path if chunk is not None and is_held else slots.recall(job.ids[: 4 * end], root)
+            path = slots.match(state.ids[:end], root, known)
             mark = slots.mark(path)
             chunk_end = min(len(path) + rules.chunk, pool.capacity)
             # Prefill only beyond `reached`: otherwise a prompt whose chunks the pool keeps evicting would never end.
@@ -295,11 +262,12 @@ class HfBackend(TellsTexts):
         With `is_last_try`, the batch is one prompt, which runs again after all unused memory was freed.
         """
         try:
-            return self._compute(batch, results)
+            self._compute(batch, results)
+            return
         except Exception as error:
             signs = "out of memory", "can't allocate memory", "not enough memory"
-            is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-            is_memory = is_memory or any(sign in str(error) for sign in signs)
+            has_sign = any(sign in str(error) for sign in signs)
+            is_memory = has_sign or isinstance(error, (MemoryError, torch.OutOfMemoryError))
             if not is_memory and is_device_error(error):
                 raise
             message = first_line(error)
@@ -314,17 +282,16 @@ class HfBackend(TellsTexts):
                 parts = [digests[: self._limit.rows]]
         if is_alone and (is_last_try or not is_memory):
             results.failures[digests[0]] = f"the model failed on this prompt: {message}"
-            return None
+            return
         for part in parts:
             # Make the chunks again, because the failed forward may have changed the pool.
-            chunks = {digest: self._next_chunk(self._waiting[digest]) for digest in part}
+            chunks = {digest: self._next_chunk(self._held[digest]) for digest in part}
             self._run(chunks, results, is_last_try=is_alone)
-        return None
 
     def _compute(self, batch: Mapping[bytes, PromptChunk], results: _Results) -> None:
         """Run the forward of a batch, add its results to `results`, and update the statistics."""
         digests, chunks = list(batch), list(batch.values())
-        jobs = [self._waiting[digest] for digest in digests]
+        jobs = [self._held[digest] for digest in digests]
         prompts = [job.state.ids[: chunk.end] for job, chunk in zip(jobs, chunks, strict=True)]
         first, new = chunks[0], max(chunk.new for chunk in chunks)
         kept, paths = [chunk.kept for chunk in chunks], [chunk.path for chunk in chunks]
@@ -341,10 +308,10 @@ class HfBackend(TellsTexts):
         else:
             logits = self._forward.last_logits(prompts, kept, paths, pool, root)
         if pool is not None:
-            for job, chunk in zip(jobs, chunks, strict=True):
-                chunk.mark = pool.slots.mark(chunk.path)  # The forward has extended the path.
+            for job, chunk, path in zip(jobs, chunks, paths, strict=True):
+                chunk.path, chunk.mark = path, pool.slots.mark(path)  # The forward has extended the paths.
                 if first.kind not in (PREFILL, "fresh"):
-                    pool.slots.remember(job.ids[: 4 * chunk.end], chunk.path, root)
+                    pool.slots.remember(job.ids[: 4 * chunk.end], path, root)
         if first.kind == PREFILL:
             jobs[0].state.reached = first.end
         elif first.kind in ("vector", "hidden"):
@@ -375,15 +342,14 @@ class HfBackend(TellsTexts):
         for job, chunk, rows in zip(jobs, chunks, logits, strict=True):
             kept = rows[-chunk.kept :]
             assert job.positions is not None
-            # The logits of a position predict the token after this position.
-            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()
-            if chunk.kind != "hidden":
-                part = values_at_positions(kept, job.positions, following)
-                taken.append((part, not np.isnan(part).any()))
-            elif is_sound := bool(kept.isfinite().all()):  # Check before packing: two packed numbers can look like NaN.
-                taken.append((pack_numbers(numbers_of(kept.cpu())), is_sound))
+            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The predicted tokens.
+            if chunk.kind == "hidden":
+                is_sound = bool(kept.isfinite().all())  # Check before packing: two packed numbers can look like NaN.
+                part = pack_numbers(numbers_of(kept.cpu()))
             else:
-                taken.append((np.empty(0, np.float32), is_sound))
+                part = values_at_positions(kept, job.positions, following)
+                is_sound = not np.isnan(part).any()
+            taken.append((part, is_sound))
         for job, chunk, (part, is_sound) in zip(jobs, chunks, taken, strict=True):
             if not is_sound:
                 results.failures[job.digest] = NO_DISTRIBUTION

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from lmpool.workers.backends.hf.forward import Path, new_tokens
 from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
@@ -39,34 +39,22 @@ _AVERAGED_STEPS = 8
 
 @dataclass(slots=True)
 class PromptChunk:
-    """The tokens of a prompt that the next step computes; a short prompt has one chunk with all its tokens.
+    """The tokens of a prompt that the next step computes; a short prompt has one chunk with all its tokens."""
 
-    Attributes:
-        end: number of first tokens of the prompt up to the end of the chunk.
-        path: slots of the prompt's prefix that the KV pool holds.
-        kept: number of the chunk's last tokens whose logits are requested.
-        kind: kind of result. A batch has chunks of one kind; a `PREFILL` chunk runs alone.
-        adapter: adapter of the prompt, or "". A batch has prompts of one adapter.
-        root: root of the path in the KV pool; None if the chunk does not use the pool. A batch has one root.
-        shared: hash of the prefix that another prompt must have to share many tokens that the pool does not hold.
-        later: number of tokens of the prompt that are left for later steps.
-        begun: an earlier step has computed another chunk of the prompt.
-        mark: state of the path (`PrefixSlots.mark`).
-        max_new: value of `BatchRules.chunk` for which this chunk was made; 0 after its step.
-        new: number of tokens that the step must compute; unlike `path`, it does not change during the step.
-    """
-
-    end: int
-    path: Path
-    kept: int = 1
-    kind: str = ""
-    adapter: str = ""
+    end: int  # Number of first tokens of the prompt up to the end of the chunk.
+    path: Path  # Slots of the prompt's prefix that the KV pool holds.
+    kept: int = 1  # Number of the chunk's last tokens whose logits are requested.
+    kind: str = ""  # Kind of result. A batch has chunks of one kind; a `PREFILL` chunk runs alone.
+    adapter: str = ""  # Adapter of the prompt, or "". A batch has prompts of one adapter.
+    # Root of the path in the KV pool; None if the chunk does not use the pool. A batch has one root.
     root: int | None = None
+    # Hash of the prefix that another prompt must have to share many tokens that the pool does not hold.
     shared: int | None = None
-    later: int = 0
-    begun: bool = False
-    mark: int = 0
-    max_new: int = 0
+    later: int = 0  # Number of tokens of the prompt that are left for later steps.
+    begun: bool = False  # An earlier step has computed another chunk of the prompt.
+    mark: int = 0  # State of the path (`PrefixSlots.mark`).
+    max_new: int = 0  # Value of `BatchRules.chunk` for which this chunk was made; 0 after its step.
+    # Number of tokens that the step must compute; unlike `path`, it does not change during the step.
     new: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,30 +73,21 @@ def shared_prefix(ids: bytes, end: int, held: int) -> int | None:
 
 
 class BatchRules(NamedTuple):
-    """Limits of a batch.
+    """Limits of a batch."""
 
-    Attributes:
-        tokens: max tokens that a step computes, padding included.
-        logits: max tokens whose logits a step returns, padding included.
-        kv_tokens: max tokens whose keys and values a step uses, padding included.
-        pads: prompts of different lengths may run together.
-        horizon: a prompt with more tokens runs alone.
-        chunk: max tokens of one prompt in a step, if the KV pool can keep them for the next step.
-        shares: of prompts that share an uncached prefix, one runs first and the others then reuse the prefix.
-    """
-
-    tokens: int
-    logits: int
-    kv_tokens: int
-    pads: bool
-    horizon: int
-    chunk: int
-    shares: bool
+    tokens: int  # Max tokens that a step computes, padding included.
+    logits: int  # Max tokens whose logits a step returns, padding included.
+    kv_tokens: int  # Max tokens whose keys and values a step uses, padding included.
+    pads: bool  # Prompts of different lengths may run together.
+    horizon: int  # A prompt with more tokens runs alone.
+    chunk: int  # Max tokens of one prompt in a step, if the KV pool can keep them for the next step.
+    shares: bool  # Of prompts that share an uncached prefix, one runs first and the others then reuse the prefix.
 
 
-def choose(
-    waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules, leader: bytes | None = None
-) -> dict[bytes, PromptChunk]:
+Chunks: TypeAlias = Mapping[bytes, PromptChunk]  # Digest of each prompt -> its next chunk.
+
+
+def choose(waiting: Chunks, max_rows: int, rules: BatchRules, leader: bytes | None = None) -> dict[bytes, PromptChunk]:
     """The next batch of at most `max_rows` prompts: a leader, and the prompts that cost least padding next to it.
 
     The leader is the oldest prompt by default. It is first in the batch, and runs even if it alone exceeds the rules.
@@ -147,9 +126,7 @@ def choose(
     return batch
 
 
-def choose_shorter(
-    batch: Mapping[bytes, PromptChunk], waiting: Mapping[bytes, PromptChunk], max_rows: int, rules: BatchRules
-) -> dict[bytes, PromptChunk]:
+def choose_shorter(batch: Chunks, waiting: Chunks, max_rows: int, rules: BatchRules) -> dict[bytes, PromptChunk]:
     """A batch to run before the long batch `batch`: the shortest prompt and the prompts that fit best with it.
 
     The batch computes at most `rules.chunk` tokens. It is empty if `batch` is short, or if no waiting prompt is much

@@ -24,7 +24,9 @@ ROOT = 0
 """The slot of the empty prefix. It holds the keys and values of no token, so padding tokens may use it."""
 
 Path: TypeAlias = "array[int]"
-"""The slots of a prefix, one per token in order, as an int64 array, which is copied much faster than a list of ints."""
+"""The slots of a prefix, one per token in order: an int64 array that never changes, so that prompts can share it."""
+
+Prompts: TypeAlias = Sequence[Sequence[int]]  # Token ids of each prompt.
 
 # Stamp of a slot that is unused or must not be freed.
 _NEVER = np.iinfo(np.int64).max
@@ -69,23 +71,17 @@ class Forward:
         self.device = model.device
         self.takes = frozenset(inspect.signature(model.forward).parameters)
 
-    def logits(
-        self, prompts: Sequence[Sequence[int]], paths: Sequence[Path] = (), pool: KVPool | None = None
-    ) -> Tensor:
+    def logits(self, prompts: Prompts, paths: list[Path] | None = None, pool: KVPool | None = None) -> Tensor:
         """The logits (n, V) of the token after each prompt; see `last_logits`."""
-        return self.last_logits(prompts, [1] * len(prompts), paths, pool)[:, -1]
+        return self.last_logits(prompts, [1] * len(prompts), paths or [], pool)[:, -1]
 
     def last_logits(
-        self,
-        prompts: Sequence[Sequence[int]],
-        kept: Sequence[int],
-        paths: Sequence[Path] = (),
-        pool: KVPool | None = None,
-        root: int = ROOT,
+        self, prompts: Prompts, kept: Sequence[int], paths: list[Path], pool: KVPool | None = None, root: int = ROOT
     ) -> Tensor:
         """The logits (n, max(kept), V) after each prompt's last `kept` tokens, right-aligned, in the model's dtype.
 
-        The pool provides the keys and values of the slots in `paths` (`PrefixSlots.match`), and stores new ones.
+        The pool provides the keys and values of the slots in `paths` (`PrefixSlots.match`), and stores new ones. The
+        list `paths` then has the longer paths.
         """
         lengths, max_kept = [len(ids) for ids in prompts], max(kept)
         total = new = max(lengths)
@@ -176,16 +172,17 @@ class KVPool:
         cache.layers = [_BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)]
         return KVBlock(tokens, past, cache)
 
-    def store(self, prompts: Sequence[Sequence[int]], paths: Sequence[Path], block: KVBlock, root: int = ROOT) -> None:
-        """End a step: store the new keys and values of a block in free slots, and append these slots to the paths."""
+    def store(self, prompts: Prompts, paths: list[Path], block: KVBlock, root: int = ROOT) -> None:
+        """End a step: store the new keys and values of a block in free slots, and put longer paths into `paths`."""
         targets: list[int] = []
         sources: list[int] = []
         total = block.tokens.shape[1]
         # A cached token that was computed again keeps its earlier keys and values in its slot.
         alike = block.past if len(paths[0]) > block.past else total
         try:
-            for row, (ids, path) in enumerate(zip(prompts, paths, strict=True)):
-                fresh = self.slots.extend(ids, path, root)
+            for row, ids in enumerate(prompts):
+                path, fresh = self.slots.extend(ids, paths[row], root)
+                paths[row] = path
                 end = row * total + total - len(ids) + len(path)
                 sources += range(end - len(fresh), end)
                 targets += fresh
@@ -204,15 +201,11 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Keys and values of one token in a model's cache.
+    """Keys and values of one token in a model's cache."""
 
-    Attributes:
-        shapes: (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
-        dtype: dtype of all keys and values.
-    """
-
+    # (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
     shapes: tuple[tuple[int, int], ...]
-    dtype: torch.dtype
+    dtype: torch.dtype  # Dtype of all keys and values.
 
     @property
     def width(self) -> int:
@@ -230,17 +223,11 @@ class KVLayout:
 
 
 class KVBlock(NamedTuple):
-    """The keys and values of one batch: `KVPool.gather` copies cached tokens to it, and the forward adds new tokens.
+    """The keys and values of one batch: `KVPool.gather` copies cached tokens to it, and the forward adds new tokens."""
 
-    Attributes:
-        tokens: tensor of shape (n, length, width); a prompt's tokens are right-aligned.
-        past: number of positions of each prompt that were copied from the pool, padding included.
-        cache: view of the same memory in the form that the model's forward accepts.
-    """
-
-    tokens: Tensor
-    past: int
-    cache: DynamicCache
+    tokens: Tensor  # Tensor of shape (n, length, width); a prompt's tokens are right-aligned.
+    past: int  # Number of positions of each prompt that were copied from the pool, padding included.
+    cache: DynamicCache  # View of the same memory in the form that the model's forward accepts.
 
 
 class _BlockLayer(DynamicLayer):  # type: ignore[no-untyped-call]  # transformers' cache is partly untyped
@@ -310,13 +297,20 @@ class PrefixSlots:
         Prompts with different roots share no slots. A root other than `ROOT` is a number above `capacity`, which is not
         the number of a slot.
         """
-        path = new_path() if known is None else known[: len(ids)]
-        if len(path) < len(ids):
-            self._match_rest(path, ids, root)
-        return path
+        path = new_path() if known is None else known
+        if len(path) > len(ids):
+            return path[: len(ids)]
+        found, slot = new_path(), path[-1] if path else root
+        for token in ids[len(path) :]:
+            child = self._children.get(slot << 32 | token)
+            if child is None:
+                break
+            found.append(child)
+            slot = child
+        return path + found if found else path
 
     def remember(self, ids: bytes, path: Path, root: int = ROOT) -> None:
-        """Remember a prompt's slots for `recall`, if all its tokens are cached. Do not change `path` afterwards."""
+        """Remember a prompt's slots for `recall`, if all its tokens are cached."""
         tokens = len(ids) // _ID_BYTES
         if tokens < _MIN_RECENT_TOKENS or len(path) != tokens:
             return
@@ -349,7 +343,7 @@ class PrefixSlots:
         return self._freed[path[-1]] if path else 0
 
     def holds(self, path: Path, mark: int) -> bool:
-        """Whether no slot of a path was freed since `mark` returned this mark. The path must not have grown since then.
+        """Whether no slot of a path was freed since `mark` returned this mark.
 
         Checking the last slot is enough, because later slots of a path are freed no later than earlier slots.
         """
@@ -361,13 +355,13 @@ class PrefixSlots:
         for path in paths:
             self._stamp(path)
 
-    def extend(self, ids: Sequence[int], path: Path, root: int = ROOT) -> list[int]:
-        """Assign free slots to the uncached tokens of a prompt, as far as slots suffice; returns the assigned slots.
+    def extend(self, ids: Sequence[int], path: Path, root: int = ROOT) -> tuple[Path, Path]:
+        """Assign free slots to the uncached tokens of a prompt, as far as slots suffice.
 
-        `path` is the result of `match` or of an earlier `extend` in this step, and grows in place.
+        `path` is the result of `match` in this step. Returns the longer path, and the slots that were assigned.
         """
         stamped = len(path)  # `begin` has stamped these slots.
-        self._match_rest(path, ids, root)
+        path = self.match(ids, root, path)
         self._stamp(path, stamped)
         stamped = len(path)
         missing = len(ids) - stamped
@@ -381,26 +375,17 @@ class PrefixSlots:
             if missing > len(self._free):
                 # Evict more slots than are needed now, because finding the oldest slots costs a pass over all slots.
                 self._evict(max(missing - len(self._free), self.capacity // 32))
-        fresh = [self._free.pop() for _ in range(min(missing, len(self._free)))]
+        fresh = array("q", [self._free.pop() for _ in range(min(missing, len(self._free)))])
         parent = path[-1] if path else root
         for slot, token in zip(fresh, ids[stamped:], strict=False):
             edge = parent << 32 | token
             self._children[edge] = slot
             self._edges[slot] = edge
             parent = slot
-        path.extend(fresh)
-        self._stamp(path, stamped)
-        return fresh
-
-    def _match_rest(self, path: Path, ids: Sequence[int], root: int) -> None:
-        """Append to a path the slots of the prompt's next tokens, up to the first uncached token."""
-        slot = path[-1] if path else root
-        for token in ids[len(path) :]:
-            child = self._children.get(slot << 32 | token)
-            if child is None:
-                break
-            path.append(child)
-            slot = child
+        if fresh:
+            path = path + fresh
+            self._stamp(path, stamped)
+        return path, fresh
 
     def _stamp(self, path: Path, start: int = 0) -> None:
         """Set the stamps of a path's slots from index `start` on to the current step."""

@@ -6,12 +6,12 @@ import json
 import logging
 import struct
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
-from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_folder, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
@@ -35,14 +34,13 @@ _UNLIMITED = 1 << 20
 
 # Config fields that may state the max tokens of a prompt, in the order in which they are read.
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 # Tokens of the longest prompt that the checks run, unless a sliding window needs a longer one.
 _CHECK_TOKENS = 24
 # Max tokens of a sliding window whose effect the checks test: longer prompts would take too long at every start.
 _LONGEST_WINDOW = 1024
 
-_FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
+FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
 """Exceptions that model code raises for arguments that it does not support; they have no common type."""
 
 EAGER = "eager"
@@ -65,19 +63,10 @@ _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-
 _log = logging.getLogger(__name__)
 
 
-class LoadedModel(NamedTuple):
-    """A model in evaluation mode on its device, the longest prompt to accept, and the digest of its weights."""
-
-    model: PreTrainedModel
-    max_prompt_tokens: int
-    revision: str
-
-
 @torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
 @torch.no_grad()
-def load_model(settings: HfSettings) -> LoadedModel:
-    """Load the model that the settings name."""
-    torch_device.settle()
+def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
+    """A model in evaluation mode on its device, the max tokens of a prompt, and the digest of its weights."""
     device = pick_device(settings.device)
     file = settings.gguf_file
     folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=file)
@@ -86,13 +75,10 @@ def load_model(settings: HfSettings) -> LoadedModel:
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
-    arguments: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
-    if file is not None:
-        arguments["gguf_file"] = file
+    load: Any = AutoModelForCausalLM.from_pretrained
+    more = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=_DTYPES.get(settings.dtype, "auto"), output_loading_info=True, **arguments
-        )
+        model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         # transformers has no exception type of its own. It raises these exceptions for missing files, unknown
         # architectures, missing packages, broken checkpoints and broken GGUF files.
@@ -102,12 +88,9 @@ def load_model(settings: HfSettings) -> LoadedModel:
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         install = f"; install it with: pip install {missing}" if missing else ""
         raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
-    model, report = loaded
     if absent := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
-        more = f" and {len(absent) - 3} more" if len(absent) > 3 else ""
-        raise SettingsError(
-            f"model: {settings.model} has no weights for {', '.join(absent[:3])}{more}: is it a causal language model?"
-        )
+        few = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
+        raise SettingsError(f"model: {settings.model} has no weights for {few}: is it a causal language model?")
     config, limit = model.config.get_text_config(decoder=True), settings.max_prompt_tokens
     stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
     if limit is None:
@@ -129,7 +112,7 @@ def load_model(settings: HfSettings) -> LoadedModel:
         revision = weights_revision(model)
     except RuntimeError as error:  # Includes NotImplementedError: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
-    return LoadedModel(model, limit, revision)
+    return model, limit, revision
 
 
 def weights_revision(model: PreTrainedModel) -> str:
@@ -141,9 +124,8 @@ def weights_revision(model: PreTrainedModel) -> str:
     Returns:
         Digest: 32 hexadecimal digits.
     """
-    state = blake2b(digest_size=16)
     config = json.dumps(stable(model.config.to_diff_dict()), sort_keys=True, default=str)
-    state.update(config.encode())
+    state = blake2b(config.encode(), digest_size=16)
     for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
         bits = tensor.detach().reshape(-1)
         if bits.is_complex():
@@ -159,23 +141,18 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The stored tensors of a weight: the weight itself, or the plain tensors inside a quantised weight of torchao."""
     name, tensor = named
     if not hasattr(tensor, "__tensor_flatten__"):
-        yield named
-        return
+        return iter([named])
     inner, _ = tensor.__tensor_flatten__()
-    yield from chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
+    return chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
 
 
+@dataclass(frozen=True, slots=True)
 class OutputHead:
-    """The output head of a model: its last linear layer, a factor of the output, and the cap c of c * tanh(logits / c).
+    """A model's output head: its last linear layer, a factor of the output, and the cap c in c * tanh(logits / c)."""
 
-    `size` is the number of elements of a hidden state.
-    """
-
-    def __init__(self, layer: torch.nn.Linear, scale: float, soft_cap: float | None) -> None:
-        self.size = layer.in_features
-        self._layer = layer
-        self._scale = scale
-        self._soft_cap = soft_cap
+    layer: torch.nn.Linear
+    scale: float
+    soft_cap: float | None
 
     @contextmanager
     def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
@@ -189,7 +166,7 @@ class OutputHead:
             taken.append(given[0][:, -kept:].clone())
             return (given[0][:, -1:], *given[1:])
 
-        handle = self._layer.register_forward_pre_hook(take)
+        handle = self.layer.register_forward_pre_hook(take)
         try:
             yield taken
         finally:
@@ -197,19 +174,19 @@ class OutputHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits of hidden states, computed as clients compute them, from the layer, the factor and the cap."""
-        logits = self._layer(hidden) * self._scale
-        return logits if self._soft_cap is None else self._soft_cap * torch.tanh(logits / self._soft_cap)
+        logits = self.layer(hidden) * self.scale
+        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def answer(self, query: HeadQuery) -> NDArray[np.float32]:
         """The part of the head that a query requests, as float32 numbers."""
-        bias = self._layer.bias
+        bias = self.layer.bias
         if query.part == "facts":
-            return pack_facts(self._scale, self._soft_cap, bias is not None)
+            return pack_facts(self.scale, self.soft_cap, bias is not None)
         if query.part == "bias":
             # A client may request the bias of a head without a bias; return zeros.
-            numbers = torch.zeros(self._layer.out_features) if bias is None else bias.detach().float().cpu()
+            numbers = torch.zeros(self.layer.out_features) if bias is None else bias.detach().float().cpu()
             return np.asarray(numbers.numpy())
-        weights = self._layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
+        weights = self.layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
         return pack_numbers(numbers_of(weights)).ravel()
 
 
@@ -244,21 +221,13 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Results of the checks of a model.
+    """Results of the checks of a model."""
 
-    Attributes:
-        logits: logits of one prompt, tensor of shape (1, V).
-        pads: prompts of different lengths may run together.
-        layout: keys and values of one token in the cache; None if prefixes cannot be reused.
-        horizon: max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
-        attention: `EAGER` if transformers' default attention had to be replaced, else "".
-    """
-
-    logits: Tensor
-    pads: bool
-    layout: KVLayout | None
-    horizon: int
-    attention: str
+    logits: Tensor  # Logits of one prompt, tensor of shape (1, V).
+    pads: bool  # Prompts of different lengths may run together.
+    layout: KVLayout | None  # Keys and values of one token in the cache; None if prefixes cannot be reused.
+    horizon: int  # Max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
+    attention: str  # `EAGER` if transformers' default attention had to be replaced, else "".
 
 
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
@@ -283,45 +252,48 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     horizon = min(max_prompt_tokens, *limits, window if window > _LONGEST_WINDOW else max_prompt_tokens)
     length = min(horizon, max(_CHECK_TOKENS, window + 8 if window <= _LONGEST_WINDOW else 0))
     prompts = _prompts(length, forward.logits([[0]]).shape[-1])
-    attention, check = _choose_attention(forward, config, prompts)
+    attention, alone = _choose_attention(forward, config, prompts)
     logits = forward.logits([[0]])
-    pads = check.pads()
+    try:
+        pads = _agree(forward.logits(prompts), alone)
+    except FORWARD_ERRORS:
+        pads = False
     if not pads:
         _log.info("padding changes the model's rows: only prompts of one length run together")
     layout = _cache_layout(forward)
     if layout is None:
         _log.info("the model's cache is not made of plain attention layers: prefixes are not reused")
-    elif not check.reuses(layout, pads):
+    elif not _reuses(forward, prompts, alone, layout, pads):
         layout = None
         _log.info("reused prefixes change the model's rows: prefixes are not reused")
     return Abilities(logits, pads, layout, horizon, attention)
 
 
-def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, _Check]:
+def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, Tensor]:
     """Switch the model to eager attention if the default attention changes rows, or ignores options of the model.
 
     Returns:
-        `EAGER` if the model was switched, else ""; and a check with the rows of the prompts computed alone.
+        `EAGER` if the model was switched, else ""; and the rows of the prompts, each computed alone.
     """
-    model, check = forward.model, _Check(forward, prompts)
+    model, alone = forward.model, _logits_alone(forward, prompts)
     default = model.config._attn_implementation
     if default == EAGER:
-        return "", check
+        return "", alone
     # Read the config too: soft-capping changes only large attention scores, which a few short prompts may not have.
     left_out = [name for name in _LEFT_OUT if getattr(config, name, None)]
     try:
         model.set_attn_implementation(EAGER)
         if model.config._attn_implementation != EAGER:
             _log.warning("the model's code selects its own attention: its rows are not compared with eager attention")
-            return "", check
-        exact = _Check(forward, prompts)
-        is_same = not exact.alone.isfinite().all() or check.agrees(exact.alone.to(model.dtype))
-    except _FORWARD_ERRORS as error:
+            return "", alone
+        exact = _logits_alone(forward, prompts)
+        is_same = not exact.isfinite().all() or _agree(exact.to(model.dtype), alone)
+    except FORWARD_ERRORS as error:
         _log.warning("the model's rows are not compared with eager attention, which fails: %s", error)
         is_same, left_out = True, []
     if is_same and not left_out:
         model.set_attn_implementation(default)
-        return "", check
+        return "", alone
     reason = f"ignores {', '.join(left_out)}" if left_out else "gives other rows"
     _log.info("the model's own code computes attention (eager), because transformers' default (%s) %s", default, reason)
     return EAGER, exact
@@ -334,7 +306,7 @@ def _cache_layout(forward: Forward) -> KVLayout | None:
     cache = DynamicCache()
     try:
         forward.model(input_ids=torch.tensor([[0, 0, 0]], device=forward.device), past_key_values=cache, use_cache=True)
-    except _FORWARD_ERRORS:
+    except FORWARD_ERRORS:
         return None
     layers: list[Any] = list(cache.layers)
     if not all(type(layer) is DynamicLayer and layer.keys is not None for layer in layers):
@@ -356,43 +328,32 @@ def _prompts(length: int, vocab_size: int) -> list[list[int]]:
     return [*prefixes, branch, [(token + 2) % vocab_size for token in long[: third + 1]]]
 
 
-class _Check:
-    """Compares rows of prompts in batches or with reused prefixes to rows of the same prompts computed alone."""
+def _logits_alone(forward: Forward, prompts: list[list[int]]) -> Tensor:
+    return torch.cat([forward.logits([ids]) for ids in prompts]).float()
 
-    def __init__(self, forward: Forward, prompts: list[list[int]]) -> None:
-        self._forward = forward
-        self._prompts = prompts
-        self.alone = torch.cat([forward.logits([ids]) for ids in prompts]).float()
 
-    def pads(self) -> bool:
-        """Whether padding does not change rows."""
-        try:
-            return self.agrees(self._forward.logits(self._prompts))
-        except _FORWARD_ERRORS:
-            return False
+def _reuses(forward: Forward, prompts: list[list[int]], alone: Tensor, layout: KVLayout, pads: bool) -> bool:
+    """Whether prompts that reuse the keys and values of shorter prompts have the same rows as alone."""
+    everything = range(len(prompts))
+    # One pool, three batches: in the second, prompts that lack few tokens recompute some; in the third, none lack.
+    for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
+        pool = KVPool(layout, sum(map(len, prompts)), forward.device)
+        for batch in batches:
+            chosen = [prompts[index] for index in batch]
+            try:
+                logits = forward.logits(chosen, [pool.slots.match(ids) for ids in chosen], pool)
+            except FORWARD_ERRORS:
+                return False
+            if not _agree(logits, alone[list(batch)]):
+                return False
+    return True
 
-    def reuses(self, layout: KVLayout, pads: bool) -> bool:
-        """Whether prompts that reuse the keys and values of shorter prompts have the same rows."""
-        everything = range(len(self._prompts))
-        # One pool, three batches: in the second, prompts that lack few tokens recompute some; in the third, none lack.
-        for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
-            pool = KVPool(layout, sum(map(len, self._prompts)), self._forward.device)
-            for batch in batches:
-                prompts = [self._prompts[index] for index in batch]
-                try:
-                    logits = self._forward.logits(prompts, [pool.slots.match(ids) for ids in prompts], pool)
-                except _FORWARD_ERRORS:
-                    return False
-                if not self.agrees(logits, batch):
-                    return False
-        return True
 
-    def agrees(self, logits: Tensor, batch: Sequence[int] | None = None) -> bool:
-        """Whether logits of all prompts, or of a batch of prompts, equal the logits computed alone except for rounding.
+def _agree(logits: Tensor, expected: Tensor) -> bool:
+    """Whether logits equal those of prompts that were computed alone, except for rounding.
 
-        Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
-        """
-        expected = self.alone if batch is None else self.alone[list(batch)]
-        error = (logits.float() - expected).square().mean(-1).sqrt()
-        tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
-        return bool((error <= tolerance * expected.std(-1) + 1e-30).all())
+    Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
+    """
+    error = (logits.float() - expected).square().mean(-1).sqrt()
+    tolerance = 2e-3 if logits.dtype == torch.float32 else 0.15
+    return bool((error <= tolerance * expected.std(-1) + 1e-30).all())

@@ -1,7 +1,6 @@
 """The `sglang` backend: runs SGLang's own event loop in a thread, with its input and its output redirected.
 
-    backend    SglangBackend, and adapters in the form that SGLang loads
-    options    SGLang's options: checks of the user's options, and the options that the backend sets
+    backend    SglangBackend; adapters in the form that SGLang loads; SGLang's options, from the user and the backend
     engine     SGLang's scheduler in its thread, its requests, and the capture of rows and positions
 
 The settings of this backend are `lmpool.workers.backends.settings.SglangSettings`. Importing `backend` imports torch;

@@ -1,12 +1,12 @@
-"""The sglang backend: passes prompts as requests to SGLang's scheduler, which batches them, and returns the results."""
+"""The sglang backend: passes prompts to SGLang's scheduler, and returns the results; adapters and options of SGLang."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping
-from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -19,18 +19,72 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.row import VectorBlock
 from lmpool.settings import shown
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import checkpoint_revision
-from lmpool.workers.backends.engines import EngineBackend, checked_adapter
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
-from lmpool.workers.backends.settings import SglangSettings, parse_engine_args
-from lmpool.workers.backends.sglang import options as sglang_options
+from lmpool.workers.backends.settings import ONE_PROCESS, SglangSettings, check_engine_args, parse_engine_args
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import EngineBatch, SglangEngine
+
+RESERVED_TOKENS = 7
+"""Tokens of SGLang's context that a prompt cannot use, because SGLang reserves them for sampled tokens."""
+
+_CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where SGLang would take most of the memory.
+_FOREVER_S = 1e9  # Timeout in seconds of SGLang's watchdog: so long that the watchdog never acts.
+_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number of keys and values; 2 in other dtypes.
+
+_PARALLEL = dict.fromkeys((
+    "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
+    "dwdp_size",
+), 1)  # fmt: skip
+
+_ONE_ROW = "each request computes one row, so nothing is sampled"
+
+# Reason -> options that the user cannot set for this reason.
+_REASONS = {
+    "it is the MODEL of the command": ("model_path",),
+    "use --revision": ("revision",),
+    "use --name": ("served_model_name",),
+    "prompts are token ids": ("tokenizer_path", "skip_tokenizer_init"),
+    "the row of a shortened prompt is another prompt's row": ("allow_auto_truncate",),
+    "rows are captured in the event loop without overlap": ("disable_overlap_schedule", "enable_pdmux"),
+    "rows come from models that generate token after token": ("is_embedding", "dllm_algorithm"),
+    "a prompt's row needs the whole model in one place": ("disaggregation_mode", "encoder_only", "language_only"),
+    ONE_PROCESS: ("use_ray",),
+    "the worker limits its prompts itself": ("max_queued_requests",),
+    "a worker's prompts have no priorities": ("enable_priority_scheduling",),
+    "an idle worker sleeps in any case": ("sleep_on_idle",),
+    "leases detect a worker that hangs; SGLang's watchdog would kill the process that started it": (
+        "watchdog_timeout", "soft_watchdog_timeout",
+    ),
+    "name adapters with --adapters name=folder": ("enable_lora", "lora_paths"),
+    _ONE_ROW: ("enable_multi_layer_eagle", "preferred_sampling_params", "enable_custom_logit_processor"),
+}  # fmt: skip
+_REFUSED = {option: reason for reason, options in _REASONS.items() for option in options}
+
+# Modules that adapters loaded after the start may change: SGLang reserves memory for them when it starts.
+_DEFERRED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Options that change rows by rounding at most. Workers that differ only in these options may serve the same model.
+_HARMLESS = {
+    "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
+    "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_bs_decode", "cuda_graph_bs_prefill",
+    "cuda_graph_config", "cuda_graph_max_bs_decode", "cuda_graph_max_bs_prefill", "decode_attention_backend", "device",
+    "disable_cuda_graph", "disable_cuda_graph_padding", "disable_decode_cuda_graph", "disable_prefill_cuda_graph",
+    "disable_radix_cache", "download_dir", "enable_hierarchical_cache", "enable_mixed_chunk", "enable_torch_compile",
+    "grammar_backend", "hicache_ratio", "hicache_size", "log_level", "lora_backend", "lora_target_modules",
+    "max_lora_rank",
+    "max_loras_per_batch", "max_prefill_tokens", "max_running_requests", "max_total_tokens", "mem_fraction_static",
+    "numa_node", "page_size", "prefill_attention_backend", "prefill_max_requests", "radix_eviction_policy",
+    "random_seed", "sampling_backend", "schedule_conservativeness", "schedule_policy", "torch_compile_max_bs",
+    "trust_remote_code", "weight_loader_disable_mmap", *_PARALLEL,
+}  # fmt: skip
+
 
 # Fields of an adapter's config that SGLang silently ignores, or does not support.
 _UNSERVED = (
@@ -46,19 +100,14 @@ class SglangBackend(EngineBackend):
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__(settings)
+        self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = self._launch()
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
-        self.batch: int = self._engine.scheduler.max_running_requests
+        self.batch = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
-        # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
-        self._names = (f"{number:016x}" for number in count())
-        self._digests: dict[str, bytes] = {}  # Request name of each job in flight -> digest of the job.
-        self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         if limit < (least := settings.max_prompt_tokens or 1):
             self.close()
-            raise SettingsError(
-                f"max_prompt_tokens: {least} is more than the {limit} tokens of a prompt that SGLang has memory for"
-            )
+            raise SettingsError(f"max_prompt_tokens: {least} is more than the {limit} tokens SGLang has memory for")
         self._prepare(
             model.dtype,
             vocab_size=model.vocab_size,
@@ -72,7 +121,7 @@ class SglangBackend(EngineBackend):
         """Import SGLang and start its engine; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         sources = settings.adapter_folders.values()
-        adapters = [plain_adapter(checked_adapter(source, folder))[1] for source in sources]
+        adapters = [plain_adapter(lora.check_adapter(source, folder))[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
@@ -87,51 +136,35 @@ class SglangBackend(EngineBackend):
             from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, read_facts
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels fit another machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
-        given = sglang_options.user_options(settings, known_options(), version)
-        options = sglang_options.engine_options(settings, folder, device, adapters) | given
+        given = user_options(settings, known_options(), version)
+        options = engine_options(settings, folder, device, adapters) | given
         if given.get("log_level"):
             logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
         try:
             positions, numbers = read_facts(folder, settings.trust_remote_code)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
             raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
-        if (tokens := sglang_options.kv_tokens(settings, options, numbers)) is not None:
+        if (tokens := kv_tokens(settings, options, numbers)) is not None:
             options.setdefault("max_total_tokens", tokens)
         wanted = settings.max_prompt_tokens
         if wanted is not None and wanted > positions:
             raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
-        length = positions if wanted is None else min(wanted + sglang_options.RESERVED_TOKENS, positions)
+        length = positions if wanted is None else min(wanted + RESERVED_TOKENS, positions)
         options.setdefault("context_length", length)
-        self.device = sglang_options.device_of(options)
-        self._revision = checkpoint_revision(folder, also=sglang_options.row_deciding(given))
+        self.device = device_of(options)
+        self._revision = checkpoint_revision(folder, also=row_deciding(given))
         return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}")
-
-    def capacity(self) -> int:
-        """Number of jobs to accept: the backend holds at most one batch next to the running batch."""
-        return max(0, 2 * self.batch - len(self._held))
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
-        requests = {}
-        for job in jobs:
-            if job.digest not in self._held:
-                name = self._held[job.digest] = next(self._names)
-                self._digests[name] = job.digest
-                requests[name] = job
-        if requests:
-            self._engine.submit(requests)
+        if new := {job.digest: job for job in jobs if job.digest not in self._held}:
+            self._held |= new
+            self._engine.submit(list(new.values()))
 
     def abort(self, digests: Collection[bytes]) -> None:
         """Drop jobs in flight."""
-        names = [self._held.pop(digest) for digest in digests if digest in self._held]
-        for name in names:
-            del self._digests[name]
-        if names:
-            self._engine.drop(names)
-
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._encoder.new_rows = new_rows
+        if dropped := {digest for digest in digests if self._held.pop(digest, None)}:
+            self._engine.drop(dropped)
 
     @torch.inference_mode()
     def step(self) -> Finished:
@@ -147,40 +180,30 @@ class SglangBackend(EngineBackend):
 
     def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
         """Add the results of a forward to `finished` and `vectors`, except results of aborted jobs."""
-        for name, message in batch.failures.items():
-            if name in self._digests:
-                finished.failures[self._release(name)] = message
-        answered = [name for name in batch.positions if name in self._digests]
-        vectors.update({self._release(name): batch.positions[name] for name in answered})
-        rows = [row for row, name in enumerate(batch.names) if name in self._digests]
+        held = self._held
+        finished.failures.update((each, text) for each, text in batch.failures.items() if held.pop(each, None))
+        answered = {digest: values for digest, values in batch.positions.items() if held.pop(digest, None)}
+        vectors.update(answered)
+        rows = [row for row, digest in enumerate(batch.digests) if held.pop(digest, None)]
         failed = 0
         if rows and batch.logits is not None:
             if batch.computed is not None:
                 torch.cuda.current_stream(batch.logits.device).wait_event(batch.computed)
-            logits = batch.logits if len(rows) == len(batch.names) else batch.logits[rows]
-            encoded = self._encoder.encode([self._release(batch.names[row]) for row in rows], logits)
+            logits = batch.logits if len(rows) == len(batch.digests) else batch.logits[rows]
+            encoded = self._encoder.encode([batch.digests[row] for row in rows], logits)
             finished.failures.update(encoded.failures)
             failed = len(encoded.failures)
             if encoded.block is not None:
                 finished.blocks.append(encoded.block)
-        self._stats = BackendStats(
-            steps=self._stats.steps + 1,
-            rows=self._stats.rows + len(rows) - failed + len(answered),
-            tokens=self._stats.tokens + batch.tokens,
-            reused=self._stats.reused + batch.reused,
-        )
-
-    def _release(self, name: str) -> bytes:
-        """Remove a finished request; returns the digest of its job."""
-        digest = self._digests.pop(name)
-        del self._held[digest]
-        return digest
+        steps, before, tokens, reused = self._stats
+        results = before + len(rows) - failed + len(answered)
+        self._stats = BackendStats(steps + 1, results, tokens + batch.tokens, reused + batch.reused)
 
     def _load(self, adapter: str, folder: Path) -> None:
         tensors, config = plain_adapter(folder)
         with TemporaryDirectory(prefix="lmpool-adapters-") as copy:
             save_file(tensors, Path(copy) / lora.WEIGHTS)
-            lora.write_adapter_config(Path(copy), config)
+            (Path(copy) / lora.CONFIG).write_text(json.dumps(config), "utf-8")
             self._engine.load_adapter(adapter, Path(copy))
 
     def _unload(self, adapter: str) -> None:
@@ -188,7 +211,6 @@ class SglangBackend(EngineBackend):
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
-        self._digests.clear()
         self._held.clear()
         self._engine.close()
 
@@ -210,10 +232,8 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
     factors = _factors(folder, tensors)
     rank = max(len(down) for down, _ in factors.values())
-    scales = {
-        name: lora.scale_of(config, name.removeprefix(lora.PEFT_PREFIX), len(down))
-        for name, (down, _) in factors.items()
-    }
+    modules = {name: name.removeprefix(lora.PEFT_PREFIX) for name in factors}
+    scales = {name: lora.scale_of(config, module, len(factors[name][0])) for name, module in modules.items()}
     # Leave one factor in the config. Most adapters have only this factor, so their weights stay unchanged.
     common = next((scale for scale in scales.values() if scale), 1.0)
     plain: dict[str, Tensor] = {}
@@ -223,8 +243,8 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         missing = rank - len(down)
         plain[f"{name}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, missing)).contiguous()
         plain[f"{name}.lora_B.weight"] = torch.nn.functional.pad(up, (0, missing)).contiguous()
-    modules = sorted({name.rpartition(".")[2] for name in factors})
-    return plain, {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": modules}
+    targets = sorted({name.rpartition(".")[2] for name in factors})
+    return plain, {"peft_type": "LORA", "r": rank, "lora_alpha": common * rank, "target_modules": targets}
 
 
 def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
@@ -249,7 +269,79 @@ def _factors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, tuple[Ten
 
 def _unserved(folder: Path, found: str) -> SettingsError:
     """The error for an adapter whose rows SGLang would compute wrongly."""
-    return SettingsError(
-        f"adapters: {folder} has {found}, which SGLang cannot serve: serve it with --backend hf, or merge it into the "
-        "model"
-    )
+    return SettingsError(f"adapters: {folder} has {found}, which SGLang cannot serve: use --backend hf, or merge it")
+
+
+def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
+    """The user's engine options, checked. `known`: SGLang's options -> whether the option takes a text."""
+    given = parse_engine_args(settings.engine_args)
+    sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
+    check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
+    # Write tables as JSON for options that take a text.
+    tables = {name: value for name, value in given.items() if known[name] and isinstance(value, dict)}
+    return given | {name: json.dumps(table) for name, table in tables.items()}
+
+
+def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
+    return {name: value for name, value in given.items() if name not in _HARMLESS}
+
+
+def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Iterable[Any]) -> dict[str, Any]:
+    """Default options that follow from the backend's settings; the user's options override them.
+
+    `adapters` holds the configs, as `plain_adapter` returns them, of the adapters that are loaded at the start.
+    """
+    kind, _, index = device.partition(":")
+    options: dict[str, Any] = {
+        "model_path": str(folder),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": settings.trust_remote_code,
+        "dtype": checkpoint_dtype(folder, settings.dtype),
+        "device": kind,
+        "base_gpu_id": int(index or 0),
+        "max_running_requests": settings.max_batch,
+        "disable_overlap_schedule": True,
+        "watchdog_timeout": _FOREVER_S,
+        "sampling_backend": "pytorch",  # No token is sampled, and this backend needs no warm-up.
+        "grammar_backend": "none",
+        "disable_decode_cuda_graph": True,  # No token is decoded, and CUDA graphs take long to build.
+        "log_level": "warning",
+    }
+    if settings.max_batch_tokens is not None:
+        options |= dict.fromkeys(("chunked_prefill_size", "max_prefill_tokens"), settings.max_batch_tokens)
+    if slots := settings.adapter_slots:
+        later = [{"r": lora.DEFERRED_RANK, "target_modules": _DEFERRED_MODULES}] if settings.max_adapters else []
+        reserved = [*later, *adapters]
+        options |= {
+            "enable_lora": True,
+            "max_loras_per_batch": slots + 1,  # Prompts without an adapter take a slot too.
+            "lora_strict_loading": True,
+            "max_lora_rank": max(config["r"] for config in reserved),
+            "lora_target_modules": sorted({module for config in reserved for module in config["target_modules"]}),
+        }
+    if kind == "cpu":
+        options |= {"attention_backend": "torch_native", "lora_backend": "torch_native"}
+    return options
+
+
+def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
+    """Max tokens whose keys and values (`numbers` numbers per token) fit into memory; None for SGLang's default."""
+    memory = settings.kv_cache_bytes
+    if memory is not None and not numbers:
+        raise SettingsError("kv_cache_bytes: this model keeps no keys and values; see mem_fraction_static of SGLang")
+    if memory is None and options["device"] == "cpu":
+        memory = _CPU_KV_BYTES
+    if memory is None or not numbers:
+        return None
+    stored = options.get("kv_cache_dtype", "auto")
+    token = numbers * _ITEM_SIZES.get(options["dtype"] if stored == "auto" else stored, 2)
+    if memory // token <= RESERVED_TOKENS:
+        raise SettingsError(f"kv_cache_bytes: {memory} is too little: the keys and values of a token take {token}")
+    return memory // token
+
+
+def device_of(options: Mapping[str, Any]) -> str:
+    """The device that SGLang uses: "cpu", or another kind with its index, such as "cuda:0"."""
+    kind = str(options["device"]).partition(":")[0]
+    return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"

@@ -8,11 +8,11 @@ import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from itertools import groupby
+from itertools import count, groupby
 from pathlib import Path
 from queue import SimpleQueue
 from types import MappingProxyType, SimpleNamespace
@@ -25,12 +25,7 @@ from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
-from sglang.srt.managers.io_struct import (
-    AbortReq,
-    LoadLoRAAdapterReqInput,
-    TokenizedGenerateReqInput,
-    UnloadLoRAAdapterReqInput,
-)
+from sglang.srt.managers import io_struct
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -51,15 +46,15 @@ _log = logging.getLogger(__name__)
 
 
 class EngineBatch(NamedTuple):
-    """The results of one forward, by the names of requests."""
+    """The results of one forward, by the digests of jobs."""
 
-    names: Sequence[str] = ()  # Names of the requests that the forward has completed, one per row of `logits`.
+    digests: Sequence[bytes] = ()  # Digests of the prompts that the forward has completed, one per row of `logits`.
     logits: Tensor | None = None  # A copy of the logits (n, V) on the engine's device; None if no row is complete.
     computed: Any = None  # CUDA event after which the logits may be read; None on a CPU.
     tokens: int = 0  # Number of tokens of the completed prompts.
     reused: int = 0  # Number of tokens of the completed prompts that were in the prefix cache.
-    failures: Mapping[str, str] = MappingProxyType({})  # Request -> reason why SGLang has not computed a result.
-    positions: Mapping[str, NDArray[np.float32]] = MappingProxyType({})  # Request -> values, float32 (n * width,).
+    failures: Mapping[bytes, str] = MappingProxyType({})  # Digest -> reason why SGLang has not computed a result.
+    positions: Mapping[bytes, NDArray[np.float32]] = MappingProxyType({})  # Digest -> values, float32 (n * width,).
 
 
 class SglangEngine:
@@ -75,9 +70,11 @@ class SglangEngine:
     def __init__(self, options: Mapping[str, Any], context: str) -> None:
         self.scheduler: Any = None  # SGLang's scheduler; None before its start and after its end.
         self.answers_positions = False
-        self._lora_ids: dict[str, str] = {}  # Adapter -> SGLang's id of the adapter.
-        self._dropped: dict[str, str] = {}  # SGLang's id -> adapter that was dropped and is not yet unloaded.
-        self._owed: dict[str, int] = {}  # Name of each request in flight -> number of its tokens.
+        self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
+        self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped and is not yet unloaded.
+        # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
+        self._names = (f"{number:016x}" for number in count())
+        self._owed: dict[str, BackendJob] = {}  # Name of each request in flight -> its job.
         self._positions = PositionAnswers()
         self._batch: Any = None  # The batch in progress.
         # Functions that the scheduler's thread must call; some return requests for SGLang.
@@ -95,24 +92,28 @@ class SglangEngine:
             setting = "kv_cache_bytes" if is_too_little else "model"
             raise SettingsError(f"{setting}: {context}: {first_line(failure)}") from failure
 
-    def submit(self, jobs: Mapping[str, BackendJob]) -> None:
-        """Submit jobs: request name -> job."""
-        requests = [
-            make_request(name, job, self._lora_ids[job.adapter] if job.adapter else None) for name, job in jobs.items()
-        ]
+    def submit(self, jobs: Iterable[BackendJob]) -> None:
+        """Submit jobs."""
+        named = {next(self._names): job for job in jobs}
+        requests = [make_request(name, job, self._lora_ids[job.adapter]) for name, job in named.items()]
 
         def order() -> list[Any]:
-            self._owed.update((request.rid, len(request.input_ids)) for request in requests)
-            for name, job in jobs.items():
+            self._owed.update(named)
+            for name, job in named.items():
                 if job.positions is not None:
                     self._positions.open(name, job)
             return requests
 
         self._orders.put(order)
 
-    def drop(self, names: list[str]) -> None:
-        """Abort those of the named requests that are still in flight."""
-        self._orders.put(lambda: [AbortReq(rid=name) for name in names if self._forget(name)])
+    def drop(self, digests: Collection[bytes]) -> None:
+        """Abort the requests of these jobs that are still in flight."""
+
+        def order() -> list[Any]:
+            names = [name for name, job in self._owed.items() if job.digest in digests]
+            return [io_struct.AbortReq(rid=name) for name in names if self._forget(name)]
+
+        self._orders.put(order)
 
     def load_adapter(self, adapter: str, folder: Path) -> None:
         """Load an adapter ("name@revision") from a folder with the weights and config of `plain_adapter`."""
@@ -120,7 +121,7 @@ class SglangEngine:
         def load() -> None:
             self._unload_dropped()
             lora_id = uuid4().hex  # Use a new id for each load, because the prefix cache tells adapters apart by id.
-            wanted = LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
+            wanted = io_struct.LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
             result = self.scheduler.load_lora_adapter(wanted)
             if not result.success:
                 raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
@@ -140,7 +141,7 @@ class SglangEngine:
         in_use = {request.lora_id for requests in lists for request in requests}
         for lora_id in self._dropped.keys() - in_use - {getattr(scheduler.chunked_req, "lora_id", None)}:
             name = self._dropped.pop(lora_id)
-            scheduler.unload_lora_adapter(UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
+            scheduler.unload_lora_adapter(io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
 
     def _call(self, work: Callable[[], None]) -> None:
         """Call a function in the scheduler's thread between two forwards, and wait until it returns."""
@@ -217,54 +218,48 @@ class SglangEngine:
 
     def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
         """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs`: SGLang's own abort requests."""
-        received, lost, is_idle = list(local_reqs or ()), dict[str, str](), self.scheduler.is_fully_idle()
-        if is_idle:
-            # An idle scheduler has dropped all requests without a result, and has reported this only to its socket.
-            lost = dict.fromkeys(self._owed, "SGLang has dropped the prompt without an answer")
-        for request in received:
-            if isinstance(request, AbortReq) and request.rid in self._owed:
-                lost[request.rid] = "SGLang has taken the prompt back"
-        for name in lost:
-            self._forget(name)
-        if lost:
-            self._results.put(EngineBatch(failures=lost))
+        received, is_idle = list(local_reqs or ()), self.scheduler.is_fully_idle()
+        taken_back = {request.rid for request in received if isinstance(request, io_struct.AbortReq)}
+        # An idle scheduler has dropped all requests without a result, and has reported this only to its socket.
+        if lost := [name for name in self._owed if is_idle or name in taken_back]:
+            text = "SGLang has dropped the prompt without an answer"
+            self._results.put(EngineBatch(failures={self._forget(name).digest: text for name in lost}))
         while is_idle or not self._orders.empty():
             received += self._orders.get()() or ()
             is_idle = False
         return received
 
-    def _forget(self, name: str) -> bool:
-        """Discard a request; returns whether the request was in flight."""
+    def _forget(self, name: str) -> BackendJob:
+        """Discard a request in flight; returns its job."""
         self._positions.drop(name)
-        return self._owed.pop(name, None) is not None
+        return self._owed.pop(name)
 
-    def _process_and_capture(
-        self, process: Callable[..., None], batch: Any, result: Any, *more: Any, **named: Any
-    ) -> None:
+    def _process_and_capture(self, process: Any, batch: Any, result: Any, *more: Any, **named: Any) -> None:
         """Process a batch's result as SGLang does, and capture rows and positions of the prompts that it completes."""
         # Keep requests and logits: SGLang discards both while it processes the result.
         requests = list(batch.reqs)
         logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
         process(batch, result, *more, **named)
-        rows, names, failures, positions = [], [], {}, {}
+        rows, digests, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
             # Skip the rows of incomplete parts: a prompt that is computed in parts has a row of logits for each part.
-            if not request.finished() or (length := self._owed.pop(request.rid, None)) is None:
+            if not request.finished() or (job := self._owed.pop(request.rid, None)) is None:
                 continue
             if isinstance(request.finished_reason, FINISH_ABORT):
-                failures[request.rid] = f"SGLang refuses the prompt: {request.finished_reason.message}"
+                failures[job.digest] = f"SGLang refuses the prompt: {request.finished_reason.message}"
                 self._positions.drop(request.rid)
                 continue
+            length = len(job.ids) // 4
             if len(request.origin_input_ids) != length:
                 raise WorkerError(f"SGLang has computed {len(request.origin_input_ids)} tokens of a prompt of {length}")
-            if request.rid not in self._positions:
+            if job.positions is None:
                 rows.append(row)
-                names.append(request.rid)
+                digests.append(job.digest)
             elif isinstance(answer := self._positions.take(request.rid), str):
-                failures[request.rid] = answer
+                failures[job.digest] = answer
             else:
-                positions[request.rid] = answer
+                positions[job.digest] = answer
             tokens += length
             reused += request.cached_tokens
         taken = computed = None
@@ -280,7 +275,7 @@ class SglangEngine:
             if taken.is_cuda:
                 computed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch is partly untyped
                 computed.record()
-        self._results.put(EngineBatch(names, taken, computed, tokens, reused, failures, positions))
+        self._results.put(EngineBatch(digests, taken, computed, tokens, reused, failures, positions))
 
     def _run_noted(self, run: Callable[..., Any], batch: Any, *more: Any, **named: Any) -> Any:
         self._batch = batch
@@ -364,20 +359,17 @@ def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
     tokens.frombytes(decode_ids(job.ids).astype(np.int64).tobytes())
     sampling = SamplingParams(max_new_tokens=0)
     sampling.normalize(None)
-    return TokenizedGenerateReqInput(
+    return io_struct.TokenizedGenerateReqInput(
         rid=name,
         input_text="",
         input_ids=tokens,
-        input_embeds=None,
-        mm_inputs=None,
-        token_type_ids=None,
         sampling_params=sampling,
         return_logprob=job.positions is not None,
         logprob_start_len=-1 if job.positions is None else job.positions.start,
         top_logprobs_num=0,
-        token_ids_logprob=None,
         stream=False,
         lora_id=adapter,
+        **dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")),  # Not used.
     )
 
 

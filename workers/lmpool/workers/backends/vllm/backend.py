@@ -12,21 +12,24 @@ import numpy as np
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
+from vllm.lora.request import LoRARequest
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.row import NewRows, VectorBlock
+from lmpool.protocol.row import VectorBlock
+from lmpool.workers.backends.checkpoint import checkpoint_folder
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
-from lmpool.workers.backends.vllm.capture import KEY
-from lmpool.workers.backends.vllm.engine import VllmEngine, refusing
+from lmpool.workers.backends.vllm.engine import KEY, VllmEngine, refusing
 from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _MAX_IDLE_STEPS = 1000  # Max consecutive steps without a result. Each step frees memory, so more steps would not help.
+# Sampling parameters of every request: vLLM returns logits only to sample a token, which is discarded.
+_ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _SESSION_SHARE = 0.5  # Max share of the memory for keys and values that sessions may hold.
 
 
@@ -45,7 +48,9 @@ class VllmBackend(EngineBackend):
 
     def __init__(self, settings: VllmSettings) -> None:
         super().__init__(settings)
+        self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = engine = VllmEngine(settings, self._folder)
+        self._encoder = engine.captured.encoder
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
@@ -54,10 +59,9 @@ class VllmBackend(EngineBackend):
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
         self._sessions = KvSessions(sessions, tokens, cache.block_size)
-        self.batch: int = places - sessions
+        self.batch = places - sessions
         self._numbers = count(1)  # Numbers for the names of requests and the ids of adapters.
         self._requests: dict[str, _Request] = {}  # Name -> request in flight.
-        self._held: dict[bytes, str] = {}  # Digest of each job in flight -> name of its request.
         self._left_waiting = 0
         self._idle_steps = 0
         # Report errors of the first forward, in which too little memory or missing kernels appear.
@@ -77,7 +81,7 @@ class VllmBackend(EngineBackend):
         # Limit the count of the last step, because waiting jobs may have been aborted since then.
         if waiting := min(self._left_waiting, len(self._held)):
             return max(0, self.batch - waiting)
-        return max(0, 2 * self.batch - len(self._held))
+        return super().capacity()
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Pass jobs that are not in flight to the engine."""
@@ -101,34 +105,20 @@ class VllmBackend(EngineBackend):
             self._scheduler.requests[name].num_preemptions = 0
         if job.positions is not None:
             self._engine.positions.open(name, job)
-        params = SamplingParams(
-            max_tokens=1,
-            temperature=0.0,
-            ignore_eos=True,
-            detokenize=False,
-            skip_reading_prefix_cache=job.fresh or None,
-            extra_args=None if job.positions is not None else {KEY: job.digest},
+        extra = None if job.positions is not None else {KEY: job.digest}
+        params = SamplingParams(**_ONE_TOKEN, skip_reading_prefix_cache=job.fresh or None, extra_args=extra)
+        request = EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=decode_ids(job.ids)[held:].tolist(),
+            sampling_params=params,
+            arrival_time=time.time(),
+            lora_request=self._engine.loras[job.adapter] if job.adapter else None,
+            resumable=is_session,
+            **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Not used.
         )
-        self._core.add_request(
-            EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=decode_ids(job.ids)[held:].tolist(),
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=self._engine.loras[job.adapter] if job.adapter else None,
-                cache_salt=None,
-                data_parallel_rank=None,
-                resumable=is_session,
-            )
-        )
+        self._core.add_request(request)
         self._requests[name] = _Request(job, is_session, held)
         self._held[job.digest] = name
-
-    def write_to(self, new_rows: NewRows) -> None:
-        """See `WritesInPlace.write_to`."""
-        self._engine.captured.encoder.new_rows = new_rows
 
     def step(self) -> Finished:
         """Run one step of the engine."""
@@ -163,7 +153,8 @@ class VllmBackend(EngineBackend):
                 rows.append(job.digest)
             elif isinstance(answer, str):
                 failures[job.digest] = answer
-                self._drop(name, job.digest)
+                self._engine.captured.drop(job.digest)
+                self._engine.positions.drop(name)
             else:
                 vectors[job.digest] = answer
         blocks, unsound = self._engine.captured.take(rows)
@@ -172,11 +163,6 @@ class VllmBackend(EngineBackend):
         self._stats = BackendStats(stats.steps + 1, stats.rows + answered, stats.tokens + tokens, stats.reused + reused)
         answers = VectorBlock(list(vectors), list(vectors.values())) if vectors else None
         return Finished(blocks, failures | unsound, answers)
-
-    def _drop(self, name: str, digest: bytes) -> None:
-        """Discard the captured data of a request that ends without a result."""
-        self._engine.captured.drop(digest)
-        self._engine.positions.drop(name)
 
     def _keep(self, job: BackendJob, name: str) -> None:
         """Keep a session open for its next tokens, if the engine holds the keys and values of all its tokens."""
@@ -220,11 +206,17 @@ class VllmBackend(EngineBackend):
         """Abort jobs that are in flight."""
         names = [self._held.pop(digest) for digest in digests if digest in self._held]
         for name in names:
-            self._drop(name, self._requests.pop(name).job.digest)
+            self._engine.captured.drop(self._requests.pop(name).job.digest)
+            self._engine.positions.drop(name)
         self._close(names)
 
     def _load(self, adapter: str, folder: Path) -> None:
-        self._engine.add_lora(adapter, next(self._numbers), folder)
+        # Use the qualified name, by which vLLM's prefix cache tells adapters apart, and a number never used before.
+        request = LoRARequest(adapter, next(self._numbers), str(folder))
+        with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}"):
+            if not self._core.add_lora(request):
+                raise RuntimeError("it does not fit the model")
+        self._engine.loras[adapter] = request
 
     def _unload(self, adapter: str) -> None:
         self._close(self._sessions.close_adapter(adapter))
