@@ -48,10 +48,9 @@ class Body(msgspec.Struct):
     input: str | list[int] | None = None
 
 
-class Fields(msgspec.Struct):
+class Fields(HasCustomId):
     """The fields of a line that are read; other fields are ignored."""
 
-    custom_id: str | int | None = None
     text: str | None = None
     ids: list[int] | None = None
     prompt: str | list[int] | None = None
@@ -120,10 +119,10 @@ class CustomIds:
 
 
 class Source:
-    """An input, which must not change until the whole input was read. One pass over the input finds the shards.
+    """An input with a JSON object on each line, or a subclass for another format; empty lines are skipped.
 
-    Its methods raise BatchError if the file cannot be read, or has changed since the `Source` was made. `location` is
-    the user's path or URL; `path` is a local file with the data.
+    The input must not change until it was read: the methods raise BatchError if the file cannot be read, or has changed
+    since the `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.
     """
 
     def __init__(self, path: Path, location: str = "") -> None:
@@ -133,11 +132,27 @@ class Source:
 
     def index(self, shard_lines: int) -> Index:
         """Read the whole input, and return its index."""
-        raise NotImplementedError
+        ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        with self._opened() as file:
+            for number, (begin, line) in enumerate(_split(file, digest.update), 1):
+                if (number - 1) % shard_lines == 0:
+                    starts[len(starts)] = begin
+                is_empty = is_empty and line is not None and line.isspace()
+                ids.add(number, _custom_id(line or b"{}"))
+            self._check(file)
+        return Index("jsonl", self.state[0], digest.hexdigest(), number, is_empty, starts, ids.duplicates())
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """The lines of some shards, in order."""
-        raise NotImplementedError
+        decode = msgspec.json.Decoder(Fields).decode
+        with self._opened() as file:
+            for shard in sorted(shards):
+                file.seek(index.starts[shard])
+                first = shard * shard_lines + 1
+                lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
+                decoded = ((_decoded(at, line, decode), len(line or b"")) for at, (_, line) in enumerate(lines, first))
+                yield from self._chunks(file, shard, decoded)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
@@ -171,35 +186,7 @@ def open_source(location: str) -> Source:
     path = plain_file(location)
     with readable(path), path.open("rb") as file:
         is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
-    return ParquetSource(path, location) if is_parquet else JsonlSource(path, location)
-
-
-class JsonlSource(Source):
-    """A file with a JSON object on each line; empty lines are skipped."""
-
-    def index(self, shard_lines: int) -> Index:
-        """See `Source.index`."""
-        ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        with self._opened() as file:
-            for number, (begin, line) in enumerate(_split(file, digest.update), 1):
-                if (number - 1) % shard_lines == 0:
-                    starts[len(starts)] = begin
-                is_empty = is_empty and line is not None and line.isspace()
-                ids.add(number, _custom_id(line or b"{}"))
-            self._check(file)
-        return Index("jsonl", self.state[0], digest.hexdigest(), number, is_empty, starts, ids.duplicates())
-
-    def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
-        """See `Source.read`."""
-        decode = msgspec.json.Decoder(Fields).decode
-        with self._opened() as file:
-            for shard in sorted(shards):
-                file.seek(index.starts[shard])
-                first = shard * shard_lines + 1
-                lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
-                decoded = ((_decoded(at, line, decode), len(line or b"")) for at, (_, line) in enumerate(lines, first))
-                yield from self._chunks(file, shard, decoded)
+    return (ParquetSource if is_parquet else Source)(path, location)
 
 
 def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes | None]]:
@@ -233,17 +220,16 @@ def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields])
         reason = "the lists and objects of the line are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = f"no JSON: {error}"
-    custom_id = _custom_id(line)
-    return Failed(number, None if custom_id is None else str(custom_id), reason)
+    return Failed(number, _custom_id(line), reason)
 
 
 _decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
 
 
-def _custom_id(line: bytes) -> str | int | None:
+def _custom_id(line: bytes) -> str | None:
     """The custom id of a line, even if other fields are malformed; None if the custom id cannot be read."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_custom_id(line).custom_id
+        return _decode_custom_id(line).name
     return None
 
 
@@ -298,8 +284,7 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
             continue
         # Decode up to `MAX_CHUNK_LINES` rows at once, of up to `MAX_CHUNK_BYTES` if all rows have the same size.
         parts = map(group.column, range(group.num_columns))
-        read = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
-        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in read)
+        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in parts)
         rows = max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * group.num_rows // max(1, size)))
         for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
             if is_wanted(batch.num_rows):
@@ -330,7 +315,7 @@ class Preparer:
         if isinstance(line, Failed):
             return line
         number, fields = line
-        custom_id = None if fields.custom_id is None else str(fields.custom_id)
+        custom_id = fields.name
         at = np.searchsorted(self.duplicates, number)
         if number in self.duplicates[at : at + 1]:
             return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
@@ -366,10 +351,5 @@ class Preparer:
                 raise InvalidPrompt(f"the {name} is empty: a score needs a token, and a token before it")
         return ids + continued, len(ids)
 
-    def _encoded(self, text: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        if not isinstance(text, str):
-            return text
-        try:
-            return self.find_tokenizer().encode(text, add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidPrompt(f"the text cannot be encoded: {error}") from error
+    def _encoded(self, text: str | list[int], **options: Any) -> list[int]:
+        return self.find_tokenizer().encode(text, **options) if isinstance(text, str) else text

@@ -24,22 +24,14 @@ from msgspec.structs import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from lmpool import errors
 from lmpool.aio import await_beside, finish
 from lmpool.batch.fetch import named
 from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
 from lmpool.batch.kinds import Kind, parse_kind
-from lmpool.batch.lines import Chunk, Index, Preparer, Source, open_source
+from lmpool.batch.lines import Index, Preparer, Source, open_source
 from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format
 from lmpool.cli import Terminal, say
-from lmpool.errors import (
-    BatchError,
-    InvalidPrompt,
-    ModelMismatch,
-    RequestFailed,
-    SettingsError,
-    UnknownAdapter,
-    WorkerError,
-)
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.model_info import ModelInfo
@@ -124,8 +116,8 @@ class Progress:
         console = Terminal(err=True)
         self._bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task(label, total=None, rates="")
-        self._here = self._positions = 0
-        self._began = self._reported = monotonic()
+        self._done_before = self._positions = 0
+        self._reported = monotonic()
         self.shards = (0, 0)
         self.unplaced = Counter[int]()
 
@@ -133,7 +125,7 @@ class Progress:
     def shown(self, total: int, done: int) -> Iterator[None]:
         """Show the progress of `total` lines or tokens, of which earlier runs computed `done`."""
         self._bar.reset(self._task, total=total, completed=done, rates="")
-        self._began = self._reported = monotonic()
+        self._done_before, self._reported = done, monotonic()
         if self._bar.disable and done:
             say(f"{done} of {total} {self._label} are done already", err=True)
         with nullcontext() if self._bar.disable else self._bar:
@@ -141,17 +133,17 @@ class Progress:
 
     def advance(self, lines: int, positions: int) -> None:
         """Add computed lines and positions to the progress."""
-        self._here += lines
+        self._bar.update(self._task, advance=lines)
         self._positions += positions
         now, task = monotonic(), self._bar.tasks[0]
-        seconds = max(now - self._began, 1e-3)
-        rates = f"{self._here / seconds:.1f} {self._label}/s"
-        if self._positions != self._here:
+        seconds, computed = max(task.elapsed or 0, 1e-3), task.completed - self._done_before
+        rates = f"{computed / seconds:.1f} {self._label}/s"
+        if self._positions != computed:
             rates += f", {self._positions / seconds:.0f} positions/s"
-        self._bar.update(self._task, advance=lines, rates=rates)
+        self._bar.update(self._task, rates=rates)
         if self._bar.disable and task.total and now - self._reported >= _REPORT_INTERVAL_S:
             self._reported = now
-            left = timedelta(seconds=round((task.remaining or 0) * seconds / max(self._here, 1)))
+            left = timedelta(seconds=round(task.time_remaining or 0))
             say(f"{task.completed:.0f} of {task.total:.0f} {self._label}, {rates}, {left} left", err=True)
 
 
@@ -191,7 +183,7 @@ async def begin(producer: Producer, folder: Folder, source: Source, settings: Ba
     options = settings.options
     index = await asyncio.to_thread(source.index, options.shard_lines)
     if index.is_empty:
-        raise SettingsError(f"input: {shown(named(source.location))} is empty")
+        raise errors.SettingsError(f"input: {shown(named(source.location))} is empty")
     await producer.open()
     info, kind = producer.model, settings.kind
     kind.width(info)  # Refuse a kind that does not fit the model before the folder is written.
@@ -209,8 +201,8 @@ async def _qualified(producer: Producer, adapter: str) -> str:
         return ""
     revisions = await producer.adapters()
     if adapter not in revisions:
-        served = ", ".join(revisions) or "none"
-        raise UnknownAdapter(f"the model {producer.model.name!r} has no adapter {shown(adapter)}; it has: {served}")
+        name, served = producer.model.name, ", ".join(revisions) or "none"
+        raise errors.UnknownAdapter(f"the model {name!r} has no adapter {shown(adapter)}; it has: {served}")
     return f"{adapter}@{revisions[adapter]}"
 
 
@@ -276,15 +268,15 @@ class Run:
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
             except BaseException:
-                with suppress(OSError, BatchError):  # Perhaps the run failed because the disk is full.
+                with suppress(OSError, errors.BatchError):  # Perhaps the run failed because the disk is full.
                     await self._sum_up()
                 raise
             await self._sum_up()
         if left := manifest.shards - len(manifest.done):
             gone = f"another program removed or replaced {left} of {manifest.shards} shards"
-            raise BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
-        texts, errors = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
-        return Outcome(texts, errors, manifest.shards, len(resumed))
+            raise errors.BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
+        texts, failed = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
+        return Outcome(texts, failed, manifest.shards, len(resumed))
 
     async def _sum_up(self) -> None:
         with self.folder.explained():
@@ -307,15 +299,10 @@ class Run:
     async def _feed(self, shards: Sequence[int]) -> None:
         """Read and tokenize lines in a thread, and queue items as earlier items are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
-
-        def prepare() -> tuple[Chunk, list[Text | Failed]] | None:
-            for chunk in chunks:
-                return chunk, list(map(self._preparer.prepare, chunk.lines))
-            return None
-
+        ahead = ((chunk, list(map(self._preparer.prepare, chunk.lines))) for chunk in chunks)
         info, loop = self.producer.model, asyncio.get_running_loop()
         limit, number_bytes = _ITEMS_PER_REQUEST * self.settings.concurrency, _NUMBER_BYTES * self._kind.width(info)
-        while (prepared := await asyncio.to_thread(prepare)) is not None:
+        while prepared := await asyncio.to_thread(next, ahead, None):
             chunk, entries = prepared
             for entry in entries:
                 parts, size = [range(0)], _TEXT_BYTES
@@ -346,9 +333,9 @@ class Run:
             self._check_model()
             try:
                 result = await self._kind.request(self.producer, text, item.part, self.settings.adapter)
-            except (InvalidPrompt, WorkerError) as error:
+            except (errors.InvalidPrompt, errors.WorkerError) as error:
                 result = Failed(text.line, text.custom_id, str(error))
-            except RequestFailed as error:  # Name the line: this error ends the run.
+            except errors.RequestFailed as error:  # Name the line: this error ends the run.
                 error.args = (f"line {text.line}: {error}",)
                 raise
             self._check_model()
@@ -362,7 +349,7 @@ class Run:
             return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
-            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
+            raise errors.ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
         self._checked = now
 
     async def _check_adapter(self) -> None:
@@ -372,7 +359,7 @@ class Run:
         began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
         if now != began:
             changed = f"the adapter {adapter!r} has changed ({began}, now {now})"
-            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first adapter is in service again")
+            raise errors.ModelMismatch(f"{changed}. {TRY_AGAIN} when the first adapter is in service again")
 
     async def _watch_adapter(self) -> None:
         while True:

@@ -66,6 +66,11 @@ class HasCustomId(msgspec.Struct):
 
     custom_id: str | int | None = None
 
+    @property
+    def name(self) -> str | None:
+        """The custom id as text; None for none."""
+        return None if self.custom_id is None else str(self.custom_id)
+
 
 class Failed(NamedTuple):
     """A line without a result: its number, from 1, its custom id, and the reason."""
@@ -206,53 +211,50 @@ class SafetensorsWriter(JsonlWriter):
     def __init__(self, file: CheckedFile) -> None:
         super().__init__(file)
         file.seek(_HEADER_BYTES)
+        self._texts: list[Text] = []
+        self._others: list[Columns] = []
         self._column, self._shape, self._code = "", tuple[int, ...](), "F32"
-        self._others: dict[str, list[NDArray[Any]]] = {}
-        self._custom_ids: list[str | None] = []
-        self._small: dict[str, list[int]] = {"positions": [0], "starts": [], "lines": [], "ids": [], "tokens": [0]}
-        self._positions, self._end, self._digest = 0, _HEADER_BYTES, file.digest.copy()
+        self._end, self._digest = _HEADER_BYTES, file.digest.copy()
 
     def add(self, part: Columns) -> None:
         """See `JsonlWriter.add`."""
         (self._column, values), *others = part.items()
         self._shape, self._code = values.shape[1:], _CODES[values.dtype.name]
-        for name, few in others:
-            self._others.setdefault(name, []).append(few)
         self._file.write(np.ascontiguousarray(values).data.cast("B"))
-        self._positions += len(values)
+        self._parts.append(dict(others))
 
     def end_text(self, text: Text) -> None:
         """See `JsonlWriter.end_text`."""
-        small = self._small
-        self._custom_ids.append(text.custom_id)
-        small["positions"].append(self._positions)
-        small["starts"].append(text.span.start)
-        small["lines"].append(text.line)
-        small["ids"] += text.ids
-        small["tokens"].append(len(small["ids"]))
+        self._texts.append(text)
+        self._others += self._parts
+        self._parts = []
         self._end, self._digest = self._file.tell(), self._file.digest.copy()
 
     def drop_text(self) -> None:
         """See `JsonlWriter.drop_text`; parts that are in the file already are removed from it."""
-        self._positions = self._small["positions"][-1]
-        for name, parts in self._others.items():
-            self._others[name] = [np.concatenate(parts)[: self._positions]]
+        self._parts = []
         self._file.seek(self._end)
         self._file.truncate()
         self._file.digest = self._digest.copy()
 
     def close(self) -> None:
         """See `JsonlWriter.close`."""
-        end = self._end - _HEADER_BYTES
-        custom_ids = msgspec.json.encode(self._custom_ids)
+        texts, end, header = self._texts, self._end - _HEADER_BYTES, dict[str, Any]()
+        custom_ids = msgspec.json.encode([text.custom_id for text in texts])
         custom_ids += b" " * (-(end + len(custom_ids)) % 8)  # The next tensor begins at a multiple of 8 bytes.
-        header: dict[str, dict[str, Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {
+            "custom_ids": np.frombuffer(custom_ids, np.uint8),
+            "positions": np.cumsum([0, *(len(text.span) for text in texts)], dtype=np.int64),
+            "starts": np.array([text.span.start for text in texts], np.int64),
+            "lines": np.array([text.line for text in texts], np.int64),
+            "ids": np.array([token for text in texts for token in text.ids], np.int64),
+            "tokens": np.cumsum([0, *(len(text.ids) for text in texts)], dtype=np.int64),
+        }
         if self._column:
-            shape = [self._positions, *self._shape]
+            shape = [int(arrays["positions"][-1]), *self._shape]
             header[self._column] = {"dtype": self._code, "shape": shape, "data_offsets": [0, end]}
-        arrays: dict[str, NDArray[Any]] = {"custom_ids": np.frombuffer(custom_ids, np.uint8)}
-        arrays |= {name: np.array(values, np.int64) for name, values in self._small.items()}
-        arrays |= {name: np.concatenate(parts) for name, parts in self._others.items()}
+        for name in self._others[0] if self._others else ():
+            arrays[name] = np.concatenate([part[name] for part in self._others])
         for name, values in arrays.items():
             begin, end = end, end + values.nbytes
             code = _CODES[values.dtype.name]
@@ -263,11 +265,7 @@ class SafetensorsWriter(JsonlWriter):
         self._file.write_header((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
 
-_WRITERS: dict[str, type[JsonlWriter]] = {
-    "jsonl": JsonlWriter,
-    "parquet": ParquetWriter,
-    "safetensors": SafetensorsWriter,
-}
+_WRITERS = {"jsonl": JsonlWriter, "parquet": ParquetWriter, "safetensors": SafetensorsWriter}
 
 
 def choose_format(is_wide: bool, wanted: str | None) -> str:
@@ -324,8 +322,7 @@ class ShardWriter:
     def discard(self) -> None:
         """Remove the unfinished file."""
         with suppress(OSError):
-            Path(self._file.name).unlink()
-        with suppress(OSError):
+            Path(self._file.name).unlink(missing_ok=True)
             self._file.close()
 
 
@@ -354,7 +351,7 @@ class JsonlReader:
         """The custom ids of all texts."""
         decode = msgspec.json.Decoder(HasCustomId).decode
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            yield str(decode(self._data[begin:end]).custom_id or "")
+            yield decode(self._data[begin:end]).name or ""
 
 
 class ParquetReader:
@@ -388,8 +385,7 @@ class ParquetReader:
 
     def custom_ids(self) -> Iterator[str]:
         """The custom ids of all texts."""
-        for value in self._file.read(columns=["custom_id"]).column(0).to_pylist():
-            yield value or ""
+        return (value or "" for value in self._file.read(columns=["custom_id"]).column(0).to_pylist())
 
 
 class SafetensorsReader:
@@ -403,12 +399,8 @@ class SafetensorsReader:
         for name, entry in header.items():
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
             self._tensors[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        self._custom_ids = self._tensors.pop("custom_ids")
+        self._names = [name or "" for name in json.loads(bytes(self._tensors.pop("custom_ids")))]
         self._small = {name: self._tensors.pop(name) for name in ("positions", "starts", "lines", "ids", "tokens")}
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [name or "" for name in json.loads(bytes(self._custom_ids))]
 
     def answer(self, at: int) -> Answer:
         """The result of one text."""
@@ -460,12 +452,12 @@ class Batch(Sequence[Answer]):
         self._folder = open_folder(self._given)
         self.manifest: Manifest = self._folder.manifest()
         self.manifest.done = done = list(self._folder.done(self.manifest).values())
-        self._ends = np.cumsum([shard.texts for shard in done], dtype=np.int64)
+        self._begins = np.cumsum([0, *(shard.texts for shard in done)])  # The first text of each shard; all texts.
         self.is_finished = self.manifest.finished and len(done) == self.manifest.shards
         self._open: dict[int, Reader] = {}
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._begins[-1])
 
     @overload
     def __getitem__(self, index: int) -> Answer: ...
@@ -478,8 +470,8 @@ class Batch(Sequence[Answer]):
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError(f"{index} is out of range: there are {len(self)} results")
-        shard = int(np.searchsorted(self._ends, at, side="right"))
-        return self._shard(shard).answer(at - (int(self._ends[shard - 1]) if shard else 0))
+        shard = int(np.searchsorted(self._begins, at, side="right")) - 1
+        return self._shard(shard).answer(at - int(self._begins[shard]))
 
     def by_custom_id(self, custom_id: str) -> Answer:
         """The result of the text with a custom id. The first call reads the custom ids of all shards.
@@ -491,7 +483,7 @@ class Batch(Sequence[Answer]):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        names = (name for shard in range(len(self._ends)) for name in self._shard(shard).custom_ids())
+        names = (name for shard in range(len(self.manifest.done)) for name in self._shard(shard).custom_ids())
         return {name: number for number, name in enumerate(names) if name}
 
     def _shard(self, at: int) -> Reader:
@@ -504,7 +496,7 @@ class Batch(Sequence[Answer]):
         return open_batch, (self._given,)
 
     def __repr__(self) -> str:
-        state = "" if self.is_finished else f", {len(self._ends)} of {self.manifest.shards} shards"
+        state = "" if self.is_finished else f", {len(self.manifest.done)} of {self.manifest.shards} shards"
         return f"Batch({named(self._given)!r}, {self.manifest.options.what}, {len(self)} results{state})"
 
 

@@ -23,9 +23,17 @@ import pytest
 import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch.folder import SUBMISSION
-from lmpool.batch.lines import CustomIds, JsonlSource, Line, ParquetSource, Source
+from lmpool.batch.lines import CustomIds, Line, ParquetSource, Source
 from lmpool.batch.shards import Failed
-from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
+from lmpool.errors import (
+    BatchError,
+    BatchRefused,
+    DeadlineExceeded,
+    LMPoolError,
+    SettingsError,
+    TokenOutOfRange,
+    UnknownAdapter,
+)
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
@@ -123,7 +131,7 @@ async def test_a_text_shorter_than_start_is_listed(pool: Pool, tmp_path: Path) -
 def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
-    source = JsonlSource(
+    source = Source(
         write_lines(tmp_path / "in.jsonl", ['{"ids": [1]}', '{"ids": [%s1]}' % ("1," * 100), '{"ids": [2]}' + " " * 28])
     )
     index = source.index(1)
@@ -132,7 +140,7 @@ def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert isinstance(read[1], Failed)
     assert "the line has more than" in read[1].error
     (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # A byte order mark, and no newline at the end.
-    source = JsonlSource(tmp_path / "in.jsonl")
+    source = Source(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
 
@@ -158,7 +166,7 @@ def two_inputs(
 
 def open_input(path: Path) -> Source:
     """The input at a path."""
-    return ParquetSource(path) if path.suffix == ".parquet" else JsonlSource(path)
+    return ParquetSource(path) if path.suffix == ".parquet" else Source(path)
 
 
 @pytest.mark.parametrize("change", ["same size", "cut", "longer"])
@@ -223,8 +231,11 @@ async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_p
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer() as producer:
-        for what, reason in ((f"topk:{V + 1}", "more than V"), (f"targets:1,{V}", f"the target {V} is out of range")):
-            with pytest.raises(SettingsError, match=reason):
+        for what, reason in (
+            (f"topk:{V + 1}", f"what: topk: {V + 1} must be"),
+            (f"targets:1,{V}", f"token id {V} is out of range"),
+        ):
+            with pytest.raises((SettingsError, TokenOutOfRange), match=reason):
                 await run(producer, source, tmp_path / "out", what)
         with pytest.raises(UnknownAdapter, match="has no adapter 'poet'; it has: none"):
             await run(producer, source, tmp_path / "out", "topk:2", adapter="poet")
@@ -449,7 +460,10 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
         ("generate:4,top_p=3", "what: generate: top_p: 3"),
         ("generate:4,seed=-3", "what: generate: seed: -3"),
         (f"generate:4,stop={V}", f"stop: token id {V} is out of range"),
-        ("generate:99", "what: generate:99 is more than 20 tokens"),
+        (
+            "generate:99",
+            "what: generate: 99 must be a whole number from 1 to 20, the tokens of the model's longest prompt",
+        ),
     ],
 )
 async def test_malformed_generations_are_refused_before_a_folder_is_written(
