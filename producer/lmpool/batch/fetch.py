@@ -169,6 +169,10 @@ _COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
 }
 
 
+# First bytes of zip, 7z, lz4 and UTF-16 (with either byte order), none of which is read.
+_UNREADABLE = (b"PK\x03\x04", b"7z\xbc\xaf", b"\x04\x22M\x18", b"\xff\xfe", b"\xfe\xff")
+
+
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
     """Raise errors of reading a file as BatchError."""
@@ -196,6 +200,8 @@ def plain_file(location: str) -> Path:
         raise SettingsError(f"input: {shown(location)} {reason}")
     with readable(path), path.open("rb") as file:
         begins, state = file.read(8), state_of(os.fstat(file.fileno()))
+    if begins.startswith(_UNREADABLE):
+        raise SettingsError(f"input: {shown(named(location))} is zip, 7z, lz4 or UTF-16. Give UTF-8, plain or as gzip")
     opened = next((opened for magic, opened in _COMPRESSED.items() if begins.startswith(magic)), None)
     if opened is None:
         return path

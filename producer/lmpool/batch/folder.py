@@ -41,12 +41,8 @@ _log = logging.getLogger("lmpool.batch")
 MANIFEST, ERRORS, SUBMISSION = "manifest.json", "errors.jsonl", "jobs.json"
 _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
-VERSION = 1
-"""Version of the manifest and of the layout of shards."""
-
-TRY_AGAIN = "Finished shards are kept. Run the same command again"
-"""Advice at the end of an error."""
-
+VERSION = 1  # Version of the manifest and of the layout of shards.
+TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error.
 # errno values of a full disk, a full quota and a file that is too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
@@ -297,15 +293,12 @@ class Folder:
     def write(self, name: str, parts: Iterable[bytes]) -> None:
         """Write a whole file, or leave the older file of that name unchanged."""
         with self.create(name) as file:
-            path = Path(file.name)
             try:
                 file.writelines(parts)
                 sync(file)
-                self.place(path, name)
-            except BaseException:
-                with suppress(OSError):
-                    path.unlink()
-                raise
+                self.place(Path(file.name), name)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
 
     def begin(self, wanted: Manifest) -> Manifest:
         """Begin the wanted run, or continue the run of the folder's manifest if both are the same."""
@@ -374,7 +367,7 @@ class Folder:
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """Write a shard's errors and its note, then move its file into the folder."""
-        name = _errors_name(shard.number)
+        name = f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl"
         if errors:
             self.write(name, errors)
         else:  # An earlier run may have written errors of this shard.
@@ -388,7 +381,7 @@ class Folder:
             return
         manifest.done = list(self.done(manifest).values())
         manifest.finished = len(manifest.done) == manifest.shards
-        if failed := [_errors_name(shard.number) for shard in manifest.done if shard.errors]:
+        if failed := [f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl" for shard in manifest.done if shard.errors]:
             self.write(ERRORS, (self.read(name) or b"" for name in failed))
         else:
             self.remove(ERRORS)
@@ -424,11 +417,9 @@ class Bucket(Folder):
         """See `Folder.listed`."""
         with self._files() as (system, path), suppress(FileNotFoundError):
             here = f"{path}/{folder}".rstrip("/")
-            names = ((str(entry["name"]).strip("/"), entry) for entry in system.ls(here, detail=True))
-            # Some stores list the folder itself too.
-            return {
-                name.rsplit("/", 1)[-1]: int(entry["size"] or 0) for name, entry in names if name != here.strip("/")
-            }
+            sizes = {str(entry["name"]).strip("/"): int(entry["size"] or 0) for entry in system.ls(here, detail=True)}
+            sizes.pop(here.strip("/"), None)  # Some stores list the folder itself too.
+            return {name.rsplit("/", 1)[-1]: size for name, size in sizes.items()}
         return {}
 
     def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
@@ -457,16 +448,8 @@ class Bucket(Folder):
         with self._files() as (system, path):
             return fetch(system, f"{path}/{name}", f"{self.url}/{name}", system.info(f"{path}/{name}"))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Refuse a folder with other files. A store has no locks, so other processes may write too."""
-        self._check_content()
-        yield
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Do nothing: a store has no locks."""
-        yield
+    def _remove_temporary(self, min_age_s: float) -> None:
+        """Do nothing: temporary files are in the temporary folder, as is the lock. A store has no locks."""
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """See `Folder.place_shard`; BatchRefused if another run replaced the manifest."""
@@ -483,10 +466,6 @@ def open_folder(location: str) -> Folder:
         return Folder(Path(location))
     file_system(location)
     return Bucket(location)
-
-
-def _errors_name(number: int) -> str:
-    return f"{_ERRORS_OF_SHARDS}/{number:05}.jsonl"
 
 
 def sync(file: Any) -> None:

@@ -243,6 +243,10 @@ async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_p
             await run(producer, tmp_path / "nothing.jsonl", tmp_path / "out", "topk:2")
         with pytest.raises(SettingsError, match=f"input: '{tmp_path}' is a folder: give one file in it"):
             await run(producer, tmp_path, tmp_path / "out", "topk:2")
+        for data in (b"PK\x03\x04 zip", '{"ids": [1]}'.encode("utf-16")):
+            (tmp_path / "foreign").write_bytes(data)
+            with pytest.raises(SettingsError, match="input: .*foreign' is zip, 7z, lz4 or UTF-16. Give UTF-8"):
+                await run(producer, tmp_path / "foreign", tmp_path / "out", "topk:2")
         with pytest.raises(SettingsError, match="input: '/dev/null' is a pipe or a device.*save its data to a file"):
             await run(producer, "/dev/null", tmp_path / "out", "topk:2")
         assert not (tmp_path / "out").exists(), "a run that is refused leaves no folder"
