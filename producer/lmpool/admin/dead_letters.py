@@ -17,24 +17,14 @@ from lmpool.admin.survey import shortened
 from lmpool.broker import scripts
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, SettingsError
+from lmpool.protocol import job as jobs
 from lmpool.protocol import query as queries
 from lmpool.protocol.adapter import name_of, revision_of
-from lmpool.protocol.job import (
-    Failure,
-    Job,
-    check_encoded,
-    decode_ids,
-    digest_of,
-    query_digest,
-    unpack_failure,
-    unpack_job,
-)
 from lmpool.protocol.keys import JOB_FIELD, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
-_PREFIX = re.compile(r"[0-9]{1,20}(-[0-9]{0,20})?|[0-9a-fA-F]{1,32}")
 _MAX_CANDIDATES = 8  # Max ids in the error for an ambiguous name.
 _MAX_BYTES = 256  # Max bytes shown of a job that cannot be decoded.
 _PAGE = 8  # Dead letters per read: each may contain a job of 16 MB.
@@ -57,8 +47,8 @@ class DeadLetter(NamedTuple):
 
     entry: str
     data: bytes
-    failure: Failure
-    job: Job | None = None
+    failure: jobs.Failure
+    job: jobs.Job | None = None
     query: queries.Query | None = None
     digest: bytes = b""
     fault: str = ""
@@ -73,14 +63,14 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
     """Decode an entry of the stream of dead letters; `fault` names invalid content."""
     data = fields.get(JOB_FIELD, b"")
     try:
-        failure = unpack_failure(fields.get(_FAILURE_FIELD, b""))
+        failure = jobs.unpack_failure(fields.get(_FAILURE_FIELD, b""))
     except ProtocolError as error:
-        failure = Failure("", f"the reason cannot be read: {error}")
-    letter = DeadLetter(entry.decode("ascii"), data, Failure(shortened(failure.kind, 60), shortened(failure.text)))
+        failure = jobs.Failure("", f"the reason cannot be read: {error}")
+    letter = DeadLetter(entry.decode("ascii"), data, jobs.Failure(shortened(failure.kind, 60), shortened(failure.text)))
     try:
-        job = unpack_job(data)
-        prompt = digest_of(job.ids, job.adapter)
-        letter = letter._replace(job=job, digest=query_digest(prompt, job.query) if job.query else prompt)
+        job = jobs.unpack_job(data)
+        prompt = jobs.digest_of(job.ids, job.adapter)
+        letter = letter._replace(job=job, digest=jobs.query_digest(prompt, job.query) if job.query else prompt)
         return letter._replace(query=queries.unpack_query(job.query) if job.query else None)
     except ProtocolError as error:
         return letter._replace(fault=shortened(str(error)))
@@ -125,31 +115,23 @@ class DeadLetters:
         Raises:
             SettingsError: a name matches no dead letter, or several dead letters.
         """
-        letters: dict[str, DeadLetter] = {}
-        matches: dict[str, list[str]] = {}
-        for name in names:
-            if letter := await self._at(name):
-                letters[letter.entry] = letter
-            else:
-                matches[name] = []
-        if any(map(_PREFIX.fullmatch, matches)):
-            async for letter in self.oldest_first():
-                for name, entries in matches.items():
-                    if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
-                        entries.append(letter.entry)
-        for name, entries in matches.items():
-            if not entries:
-                raise SettingsError(f"id: {shortened(name, 60)!r} matches no dead letter: see `lmpool dead list`")
-            if len(entries) > 1:
-                more = f" and {len(entries) - _MAX_CANDIDATES} more" if len(entries) > _MAX_CANDIDATES else ""
-                some = ", ".join(entries[:_MAX_CANDIDATES])
-                raise SettingsError(f"id: {name!r} matches {some}{more}: name one of them")
-            if (letter := await self._at(entries[0])) is None:
-                raise SettingsError(
-                    f"id: {entries[0]} no longer exists: another program has just retried or dropped it"
-                )
-            letters[letter.entry] = letter
-        return list(letters.values())
+        letters = [await self._find(name) for name in names]
+        return list({letter.entry: letter for letter in letters}.values())
+
+    async def _find(self, name: str) -> DeadLetter:
+        if found := await self._at(name):
+            return found
+        entries = []
+        async for letter in self.oldest_first():
+            if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
+                entries.append(letter.entry)
+                found = letter
+        if found is None:
+            raise SettingsError(f"id: {shortened(name, 60)!r} matches no dead letter: see `lmpool dead list`")
+        if len(entries) > 1:
+            more = f" and {len(entries) - _MAX_CANDIDATES} more" if len(entries) > _MAX_CANDIDATES else ""
+            raise SettingsError(f"id: {name!r} matches {', '.join(entries[:_MAX_CANDIDATES])}{more}: name one of them")
+        return found
 
     async def _at(self, entry: str) -> DeadLetter | None:
         is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
@@ -207,7 +189,7 @@ def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> 
     if info.is_trie:
         return ""
     try:
-        check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+        jobs.check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
     except InvalidPrompt as error:
         return str(error)
     if job.adapter and job.adapter not in adapters:
@@ -242,7 +224,7 @@ def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
     if letter.job is None or len(letter.job.ids) % 4:
         begin, dots = letter.data[:_MAX_BYTES].hex(), "…" if len(letter.data) > _MAX_BYTES else ""
         return {"bytes": len(letter.data), "job": begin + dots}
-    return {"ids": decode_ids(letter.job.ids)[:max_ids].tolist()}
+    return {"ids": jobs.decode_ids(letter.job.ids)[:max_ids].tolist()}
 
 
 _DESCRIPTIONS = {

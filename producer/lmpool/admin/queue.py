@@ -9,22 +9,13 @@ from typing import Any, NamedTuple, cast
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from lmpool.admin.dead_letters import read_letter
 from lmpool.broker import scripts
 from lmpool.broker.scripts import MAX_WORKERS, read_lanes, read_queue
-from lmpool.errors import ProtocolError, QueueCleared
+from lmpool.errors import QueueCleared
 from lmpool.producer.client.discovery import Discovery
-from lmpool.protocol.job import Failure, digest_of, query_digest, unpack_job
-from lmpool.protocol.keys import (
-    BULK,
-    BULK_TIME,
-    CONTINUED,
-    CONTINUED_TIME,
-    GROUP,
-    JOB_FIELD,
-    REPLY_CAP,
-    REPLY_TTL_MS,
-    ModelKeys,
-)
+from lmpool.protocol.job import Failure
+from lmpool.protocol.keys import BULK, BULK_TIME, CONTINUED, CONTINUED_TIME, GROUP, REPLY_CAP, REPLY_TTL_MS, ModelKeys
 
 _LATER = b"later"
 _PAGE = 8  # Stream entries per read: a job may have 16 MB.
@@ -111,7 +102,7 @@ async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, byte
     for stream, suffix in await _streams(redis, keys):
         first, newest = "-", cast(Any, await redis.xrevrange(stream, count=1))
         while newest and (page := cast(Any, await redis.xrange(stream, first, newest[0][0], _PAGE))):
-            prompts += [(entry + suffix, _digest(fields.get(JOB_FIELD, b""))) for entry, fields in page]
+            prompts += [(entry + suffix, read_letter(entry, fields).digest) for entry, fields in page]
             first = f"({page[-1][0].decode('ascii')}"
     return prompts
 
@@ -120,15 +111,6 @@ async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
     """Return the streams of a queue, lanes first, each with the suffix that follows its entry ids."""
     lanes: Any = await redis.zrange(keys.lanes, 0, MAX_WORKERS, desc=True)
     return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
-
-
-def _digest(data: bytes) -> bytes:
-    try:
-        job = unpack_job(data)
-        prompt = digest_of(job.ids, job.adapter)
-        return query_digest(prompt, job.query) if job.query else prompt
-    except ProtocolError:
-        return b""
 
 
 async def _held(redis: Redis, stream: bytes) -> int:
@@ -148,8 +130,8 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """
     behind: dict[str, int] = {}
     # Each priority has its own virtual time and its own range of start times (docs/design/queue.md).
-    starts_of_range: dict[str | bytes, float] = {"": -math.inf, CONTINUED: CONTINUED_TIME, BULK: BULK_TIME}
-    for (time, first), last in zip(starts_of_range.items(), (CONTINUED_TIME, BULK_TIME, math.inf), strict=True):
+    ranges = (("", -math.inf, CONTINUED_TIME), (CONTINUED, CONTINUED_TIME, BULK_TIME), (BULK, BULK_TIME, math.inf))
+    for time, first, last in ranges:
         now = max(first, 0.0, float(await redis.zscore(keys.virtual_time, time) or 0))
         starts: Any = await redis.zrevrangebyscore(
             keys.virtual_time, last, first, start=0, num=_MAX_CLIENTS, withscores=True
