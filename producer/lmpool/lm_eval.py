@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +33,11 @@ try:
 except ImportError as error:
     raise ImportError(f"lmpool.lm_eval needs lm-eval>=0.4.10: pip install 'lmpool[lm-eval]' ({error})") from error
 
-T = TypeVar("T")
-R = TypeVar("R")
 _Pair = tuple[Any, list[int], list[int]]
 """lm-eval's key of a request (or None), the context's token ids, and the continuation's; at least one id each."""
+
+_Generation = tuple[int, list[str], list[tuple[str, int]], dict[str, float]]
+"""Max tokens, texts that end a continuation, each text with the number of last tokens to search, and sampling."""
 
 _log = logging.getLogger("lm_eval.models.lmpool")  # A child of lm-eval's logger, which lm-eval configures.
 
@@ -48,15 +49,6 @@ _CERTAINLY_FIRST = -0.69
 _IGNORED = {"max_batch_size", "device", "unknown", "return"}  # Arguments that error messages do not list.
 _DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes by default.
 _SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Options that have no effect at temperature 0.
-
-
-class _Generation(NamedTuple):
-    """A generation: max tokens, texts that end it, each text with the number of last tokens to search, and sampling."""
-
-    max_tokens: int
-    until: list[str]
-    windows: list[tuple[str, int]]
-    sampling: dict[str, float]
 
 
 @register_model("lmpool")
@@ -180,10 +172,9 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
         added = self._add_bos_token if add_special_tokens is None else add_special_tokens
-        ids: list[int] = self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added}))
-        return ids
+        return list(self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added})))
 
-    def _map(self, kind: str, request: Callable[[T], R], items: Sequence[T], disable_tqdm: bool) -> Iterator[R]:
+    def _map(self, kind: str, request: Callable[[Any], Any], items: Sequence[Any], disable_tqdm: bool) -> Iterator[Any]:
         """The results of concurrent requests, in order. The first failure ends all requests."""
         with ThreadPoolExecutor(self._concurrency, "lmpool-lm-eval") as threads:
             results = threads.map(request, items)
@@ -273,8 +264,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         """The most likely next token at each position from `start` on."""
         best = self._producer.positions(ids, start, top=1, adapter=self._adapter)
         assert isinstance(best, TopK)
-        tokens: list[int] = best.ids[:, 0].tolist()
-        return tokens
+        return list(best.ids[:, 0].tolist())
 
     def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:
         arguments = dict(utils.normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
@@ -290,32 +280,33 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
         # As in `hf`, search two more tokens: the model may write a text with more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
-        return _Generation(max_tokens, until, windows, sampling)
+        return max_tokens, until, windows, sampling
 
     def _generate(self, number: int, context: str, wanted: _Generation) -> str:
         """A continuation, requested in pieces."""
+        max_tokens, until, windows, sampling = wanted
         has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
-        ids = self._encode(context, False if has_bos else None)[wanted.max_tokens - self.max_length :]
+        ids = self._encode(context, False if has_bos else None)[max_tokens - self.max_length :]
         ids = ids or [self.prefix_token_id]
         # Workers stop at the tokens of a text that ends the continuation, but other tokens may form the same text.
-        stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in wanted.windows)]
+        stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in windows)]
         stop = list(filter(None, stop))
         made: list[int] = []
         end = None
-        while end is None and len(made) < wanted.max_tokens:
+        while end is None and len(made) < max_tokens:
             # Draw as one request for all tokens would. Without sampling, equal seeds let requests share results.
-            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.sampling["temperature"] else 0
-            begin, size = len(made), min(_PIECE, wanted.max_tokens - len(made))
-            options: dict[str, Any] = {**wanted.sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
+            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if sampling["temperature"] else 0
+            begin, size = len(made), min(_PIECE, max_tokens - len(made))
+            options: dict[str, Any] = {**sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
             (piece,) = self._producer.generate(ids + made, size, **options)
             made += piece.ids.tolist()
             for at in range(begin + 1, len(made) + 1):
-                texts = (text in self.tokenizer.decode(made[max(0, at - last) : at]) for text, last in wanted.windows)
+                texts = (text in self.tokenizer.decode(made[max(0, at - last) : at]) for text, last in windows)
                 if made[at - 1] in self._ends or any(texts):
                     end = at
                     break
         text = self.tokenizer.decode(made[:end], skip_special_tokens=True)
-        return str(utils.postprocess_generated_text(text, wanted.until, self._think_end_token))
+        return str(utils.postprocess_generated_text(text, until, self._think_end_token))
 
 
 def main() -> None:

@@ -25,23 +25,19 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lmpool.embedded import secure
 from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
 
+# Environment variable: a folder whose subfolder `lmpool-batch` is the cache (default: `lmpool/batch` in ~/.cache).
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
-"""Environment variable: a folder whose subfolder `lmpool-batch` is the cache (default: `lmpool/batch` in ~/.cache)."""
-
+# Environment variable: the folder below which jobs may use files (default: the worker's working directory).
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
-"""Environment variable: the folder below which jobs may use files (default: the worker's working directory)."""
-
+# URL schemes to which results may be written, and from which inputs may be read.
 STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""URL schemes to which results may be written, and from which inputs may be read."""
-
-INPUTS = STORES | {"https"}
-"""URL schemes from which a job may read its input. `lmpool batch run` also reads http."""
+INPUTS = STORES | {"https"}  # URL schemes from which a job may read its input. `lmpool batch run` also reads http.
 
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
@@ -155,17 +151,12 @@ def pyarrow(use: str) -> Any:
     return pyarrow
 
 
-def _open_zstd(path: Path) -> IO[bytes]:
-    stream: IO[bytes] = pyarrow(f"input: {path} is compressed by zstd, which").CompressedInputStream(str(path), "zstd")
-    return stream
-
-
 # First bytes of a compressed file -> the function that opens it.
 _COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _open_zstd,
+    b"\x28\xb5\x2f\xfd": lambda path: pyarrow(f"input: {path}: zstd").CompressedInputStream(str(path), "zstd"),
 }
 
 

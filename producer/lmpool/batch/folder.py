@@ -218,7 +218,10 @@ class Folder:
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
-        self._check_content()
+        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
+        others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
+        if others and MANIFEST not in others:
+            raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
         with self._lock(fcntl.LOCK_EX) as lock:
             os.ftruncate(lock, 0)
             os.pwrite(lock, str(os.getpid()).encode(), 0)
@@ -260,13 +263,6 @@ class Folder:
             yield lock
         finally:
             os.close(lock)
-
-    def _check_content(self) -> None:
-        """Refuse a folder that contains files and no manifest."""
-        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
-        others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
-        if others and MANIFEST not in others:
-            raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
 
     def _remove_temporary(self, min_age_s: float) -> None:
         """Remove temporary files of killed processes: files that no process has written for `min_age_s` seconds."""

@@ -20,7 +20,6 @@ from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from time import monotonic
 from typing import Annotated, Any
 
 import msgpack
@@ -47,11 +46,9 @@ try:
 except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
-QUEUE = "arq:lmpool:batch"
-"""The queue of arq for these jobs."""
-
+QUEUE = "arq:lmpool:batch"  # The queue of arq for these jobs.
+# Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`.
 SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
-"""Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`."""
 
 _log = logging.getLogger("lmpool")
 _FUNCTION = "answer_shard"
@@ -61,7 +58,7 @@ _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough fo
 _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and max tries: together ten minutes.
 # Max seconds of a job, and seconds for which arq keeps its result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
-_STEADY_S = 30.0  # An error of the server is logged again if the worker ran for more than this many seconds in between.
+_MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server, each with a line in the log.
 
 
 # The encoding of jobs and results: an exception is encoded as its text.
@@ -169,10 +166,9 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     try:
         return await await_beside(_answer(context, job), [_renew(context)])
     except LMPoolError as error:
-        can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
-        is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
-        # Other errors may pass, such as no worker, no server or another model. The last try raises its error.
-        if is_final or context["job_try"] >= _MAX_TRIES:
+        # Errors that are not about settings or files may pass, such as no worker, no server or another model.
+        may_pass = isinstance(error, BatchRefused) or getattr(error, "may_pass", not isinstance(error, SettingsError))
+        if not may_pass or context["job_try"] >= _MAX_TRIES:
             raise
         raise Retry(defer=_DEFER_S) from error
 
@@ -247,15 +243,11 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix: str = "lmpool"
 
 
-class _Schedule(msgspec.Struct):
-    run: list[Nightly]
-
-
 def read_schedule(path: Path) -> list[Nightly]:
     """The entries of a TOML file, each a table `[[run]]`."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
-    except (OSError, ValueError) as error:
+        return msgspec.toml.decode(path.read_bytes(), type=dict[str, list[Nightly]])["run"]
+    except (OSError, ValueError, KeyError) as error:
         raise SettingsError(f"schedule: {path} is not a list of runs: {error}") from error
 
 
@@ -318,21 +310,16 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 
     async def main(self) -> None:
         """Run jobs. If the server cannot be reached, try again until it answers."""
-        server: Server = self.ctx["server"]
-        logged, pauses = "", delays()
-        while True:
-            began = monotonic()
+        for pause in delays(_MAX_PAUSE_S):
             try:
                 await super().main()
                 return
             except (RedisError, OSError) as error:
-                explained = server.explain(error)
+                explained = self.ctx["server"].explain(error)
                 if is_refusal(error):
                     raise explained from error
-                if str(explained) != logged or monotonic() - began > _STEADY_S:
-                    _log.warning("%s: trying again until it answers", explained)
-                logged = str(explained)
-            await asyncio.sleep(next(pauses))
+                _log.warning("%s: trying again until it answers", explained)
+            await asyncio.sleep(pause)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
         """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired."""

@@ -25,15 +25,10 @@ from lmpool.producer.tokenizer import Tokenizer
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
-"""Max bytes of one line, to bound its memory. A longer line fails."""
-
-MAX_CHUNK_LINES = 256
-"""Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk."""
-
+MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to bound its memory. A longer line fails.
+MAX_CHUNK_LINES = 256  # Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk.
+# Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size.
 MAX_CHUNK_BYTES = 1024 * 1024
-"""Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size."""
-
 # Bytes of one read: little memory, few system calls. Without this limit, pyarrow would read a whole row group.
 _READ_BYTES = 1024 * 1024
 _DIGEST_BYTES = 16  # Bytes of a BLAKE2b digest.

@@ -17,6 +17,8 @@ from fakeredis._helpers import NoResponse, SimpleError, SimpleString
 from fakeredis.aioredis import AsyncFakeSocket
 from redis.asyncio import Redis
 
+_NOTHING: tuple[Any, ...] = (None, {})  # What commands return without a result: XREADGROUP {}, others None.
+
 
 def encode_reply(value: Any, protocol: int) -> bytes:
     """Encode a reply of fakeredis in RESP, version 2 or 3.
@@ -102,14 +104,11 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
         """
         shaped = shape or (lambda value: value)
 
-        def is_nothing(result: Any) -> bool:
-            return result is None or result == {}  # No result: XREADGROUP returns {}, other commands None.
-
         def retry(is_over: bool = False) -> None:
             try:
                 with self._server.lock:
                     result = None if is_over else func(False)
-                    is_done = is_over or not is_nothing(result)
+                    is_done = is_over or result not in _NOTHING
                     reply = shaped(result) if is_done else None
             except SimpleError as error:
                 is_done, reply = True, error
@@ -119,7 +118,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
                 self.resume()
 
         result = func(True)
-        if not is_nothing(result) or self._in_transaction:
+        if result not in _NOTHING or self._in_transaction:
             return shaped(result)
         self.pause()
         self._blocked = True

@@ -29,12 +29,9 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 
-# V of a model without `vocab_size` and `vocabulary`.
-_DEFAULT_V = 512
-# Bytes of shared memory for rows: enough for a test, and quick to allocate.
-_SHM_BYTES = 128 * 2**20
-# Max bytes of the path of the temporary folder: the path of a socket has at most about 100 bytes.
-_MAX_FOLDER_BYTES = 75
+_DEFAULT_V = 512  # V of a model without `vocab_size` and `vocabulary`.
+_SHM_BYTES = 128 * 2**20  # Bytes of shared memory for rows: enough for a test, and quick to allocate.
+_MAX_FOLDER_BYTES = 75  # Max bytes of the temporary folder's path: the path of a socket has at most about 100 bytes.
 # The fields of `SyntheticModel` that are settings of its backend (first tuple) or of its worker (second tuple).
 _OF_BACKEND = ("name", "vocab_size", "seed", "step_ms", "max_batch", "max_prompt_tokens", "encoding", "fail_token")
 _OF_WORKER = ("lease_s", "queue_limit", "row_ttl_s", "with_trie")
@@ -188,12 +185,10 @@ class MemoryWorker:
         had_ended = self._task.done()
         if drains:
             self._worker.stop()
-            self._is_open.set()
-            await asyncio.wait([self._task])
         else:
             self._is_over.set()
-            self._is_open.set()
-            await end_tasks([self._task])
+        self._is_open.set()
+        await (asyncio.wait([self._task]) if drains else end_tasks([self._task]))
         if (drains or had_ended) and not self._task.cancelled():
             self._task.result()
 
