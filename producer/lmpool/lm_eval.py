@@ -46,7 +46,6 @@ _PIECE = 32  # Tokens per request of a continuation. After each request, its tex
 _MAX_OPTIONS = 16  # Max continuations of one context that one thread requests: usual questions have fewer.
 # A token with a higher log-probability is the most likely token: the value is ln 1/2, rounded up.
 _CERTAINLY_FIRST = -0.69
-_IGNORED = {"max_batch_size", "device", "unknown", "return"}  # Arguments that error messages do not list.
 _DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes by default.
 _SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Options that have no effect at temperature 0.
 
@@ -72,8 +71,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         think_end_token: text that ends a model's reasoning; the continuation is cut up to its last occurrence.
         chat_template_args: more arguments of the chat template.
         trust_remote_code: whether code in the tokenizer's repository may run.
-        max_batch_size, device: have no effect, but lm-eval's command passes them.
-        unknown: any other argument is refused.
+        unknown: `max_batch_size` and `device` have no effect, but lm-eval's command passes them; others are refused.
 
     Raises:
         SettingsError: an argument is unknown or malformed, or there is no tokenizer.
@@ -99,25 +97,22 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         think_end_token: str | None = None,
         chat_template_args: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
-        max_batch_size: int | None = None,
-        device: str | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _IGNORED]
-        check_known(unknown, known, "an argument of the model lmpool")
-        for given, value in {"max_batch_size": max_batch_size, "device": device}.items():
-            if value not in (None, _DEFAULT_DEVICE):
+        for given in ("max_batch_size", "device"):
+            if (value := unknown.pop(given, None)) not in (None, _DEFAULT_DEVICE):
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
+        known = [name for name in LmpoolLM.__init__.__annotations__ if name not in ("unknown", "return")]
+        check_known(unknown, known, "an argument of the model lmpool")
         text, self._concurrency = str(batch_size), _CONCURRENCY
         if text != "1" and text.partition(":")[0] != "auto":
             number = int(text) if text.isdecimal() else batch_size
             self._concurrency = check_number("batch_size", number, least=1, note=", or 'auto'")
         self.max_gen_toks: int = check_number("max_gen_toks", max_gen_toks, least=1)
         self._seed: int = check_number("seed", seed, least=0, most=MAX_SEED)
-        self._think_end_token = think_end_token
+        self._adapter, self._think_end_token = adapter, think_end_token
         self._chat_template_args = chat_template_args or {}
-        self._adapter = adapter
         where: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": timeout, "priority": priority}
         self._producer = SyncProducer(name, keep_answers=False, **where)
         info = self._info = self._producer.model
@@ -127,8 +122,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         how |= {"option": "tokenizer", "otherwise": "name one of this machine: tokenizer=<folder>"}
         how |= {"trust_remote_code": trust_remote_code}
         self.tokenizer: Any = load_tokenizer(info, **how) if tokenizer is None else read_tokenizer(tokenizer, **how)
-        self._add_bos_token = add_bos_token
-        self._prefix_token_id = prefix_token_id
+        self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
         ends = [self.eot_token_id, *end_tokens(tokenizer or info.source)]
         self._ends = {token for token in ends if token is not None and token < info.vocab_size}
 

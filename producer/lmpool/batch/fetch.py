@@ -51,6 +51,7 @@ _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
 # Part of the key of a copy if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
+NOT_READABLE = "The input cannot be read"  # Advice at the end of an error.
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -105,15 +106,15 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def explained(url: str, advice: str) -> Iterator[None]:
-    """Raise any error of a file system as BatchError: each package has its own exceptions."""
+def explained(location: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise errors of a file system as BatchError; by default all errors, because each package has its own."""
     try:
         yield
     except LMPoolError:
         raise
-    except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raised = BatchError(f"{named(url)}: {named(text)}. {advice}")
+    except kind as error:
+        text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        raised = BatchError(f"{named(location)}: {named(text)}. {advice}")
         raised.may_pass = not isinstance(error, (FileNotFoundError, PermissionError))
         raise raised from error
 
@@ -164,15 +165,6 @@ _COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
 _UNREADABLE = (b"PK\x03\x04", b"7z\xbc\xaf", b"\x04\x22M\x18", b"\xff\xfe", b"\xfe\xff")
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file as BatchError."""
-    try:
-        yield
-    except OSError as error:
-        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
-
-
 def plain_file(location: str) -> Path:
     """A local, uncompressed copy of the file at a location; the file itself if it is local and not compressed."""
     if is_url(location):
@@ -189,7 +181,7 @@ def plain_file(location: str) -> Path:
         pipe = "is a pipe or a device, which can be read only once: save its data to a file"
         reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
         raise SettingsError(f"input: {shown(location)} {reason}")
-    with readable(path), path.open("rb") as file:
+    with explained(str(path), NOT_READABLE, OSError), path.open("rb") as file:
         begins, state = file.read(8), state_of(os.fstat(file.fileno()))
     if begins.startswith(_UNREADABLE):
         raise SettingsError(f"input: {shown(named(location))} is zip, 7z, lz4 or UTF-16. Give UTF-8, plain or as gzip")
@@ -246,10 +238,9 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     _remove_unused(folder)
     made = folder / f"{path.name}.{secrets.token_hex(4)}.tmp"
     try:
-        make(made)
-        made.replace(path)
-    except OSError as error:
-        raise BatchError(f"{path}: {error.strerror or error}. Choose another folder with {CACHE_VARIABLE}") from error
+        with explained(str(path), f"Choose another folder with {CACHE_VARIABLE}", OSError):
+            make(made)
+            made.replace(path)
     finally:
         made.unlink(missing_ok=True)
     return path

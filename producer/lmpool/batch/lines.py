@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.fetch import absolute, plain_file, pyarrow, readable, state_of
+from lmpool.batch.fetch import NOT_READABLE, absolute, explained, plain_file, pyarrow, state_of
 from lmpool.batch.folder import digest_of_file
 from lmpool.batch.kinds import Kind
 from lmpool.batch.shards import Failed, HasCustomId, Text
@@ -122,7 +122,7 @@ class Source:
 
     def __init__(self, path: Path, location: str = "") -> None:
         self.path, self.location = path, location or str(path)
-        with readable(path):
+        with explained(str(path), NOT_READABLE, OSError):
             self.state = state_of(path.stat())
 
     def index(self, shard_lines: int) -> Index:
@@ -151,7 +151,7 @@ class Source:
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
-        with readable(self.path), self.path.open("rb", buffering=_READ_BYTES) as file:
+        with explained(self.location, NOT_READABLE, OSError), self.path.open("rb", buffering=_READ_BYTES) as file:
             self._check(file)
             yield file
 
@@ -179,7 +179,7 @@ def open_source(location: str) -> Source:
     """The input at a path or a URL: Parquet if it begins with "PAR1" or has the suffix ".parquet", else JSONL."""
     location = absolute(location)
     path = plain_file(location)
-    with readable(path), path.open("rb") as file:
+    with explained(str(path), NOT_READABLE, OSError), path.open("rb") as file:
         is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
     return (ParquetSource if is_parquet else Source)(path, location)
 

@@ -30,7 +30,7 @@ from lmpool.batch.fetch import named
 from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
 from lmpool.batch.kinds import Kind, parse_kind
 from lmpool.batch.lines import Index, Preparer, Source, open_source
-from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format
+from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format, open_writer
 from lmpool.cli import Terminal, say
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
@@ -393,7 +393,7 @@ class Run:
         """Write items of one shard, in a thread. The item at its end moves the shard into the folder."""
         with self.folder.explained():
             for item in ready:
-                writer = self._writer = self._writer or ShardWriter(self.folder, self.manifest, item.shard)
+                writer = self._writer = self._writer or open_writer(self.folder, self.manifest, item.shard)
                 result = item.result.result()
                 if isinstance(result, Failed):
                     writer.fail(result)

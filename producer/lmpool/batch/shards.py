@@ -123,60 +123,100 @@ class CheckedFile(io.BufferedRandom):
         return error
 
 
-class JsonlWriter:
-    """Writes one JSON object per line: line, custom_id, ids, start, and the columns; null stands for minus infinity.
+class ShardWriter:
+    """Writes one shard and the errors of its lines. The parts of a text are kept until the text ends.
 
-    The writers of the other formats are subclasses. A writer keeps the parts of a text until the text ends.
+    This class writes one JSON object per line: line, custom_id, ids, start, and the columns; null stands for minus
+    infinity. Subclasses write other formats: see `open_writer`.
     """
 
-    def __init__(self, file: CheckedFile) -> None:
-        self._file = file
+    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
+        self._folder, self._manifest, self._number = folder, manifest, number
+        self._file = CheckedFile(folder.create(manifest.shard_name(number)))
         self._parts: list[Columns] = []
+        self._errors: list[bytes] = []
+        self._failed_line = self._texts = 0
 
-    def add(self, part: Columns) -> None:
-        """Add the result for the next positions of a text."""
-        self._parts.append(part)
+    def add(self, text: Text, part: Columns, is_last: bool) -> None:
+        """Add the result for the next positions of a text. Parts after a failed part are dropped."""
+        if text.line != self._failed_line:
+            self._parts.append(self._streamed(part))
+            if is_last:
+                self._end_text(text)
+                self._parts = []
+                self._texts += 1
 
-    def end_text(self, text: Text) -> None:
+    def fail(self, failed: Failed) -> None:
+        """Add a line without a result."""
+        if failed.line != self._failed_line:
+            self._drop_text()
+            self._parts = []
+            self._failed_line = failed.line
+            self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
+
+    def place(self) -> Shard:
+        """Move the shard into the folder, unless another run of the same command has already written this shard."""
+        path = Path(self._file.name)
+        self._write_rest()
+        sync(self._file)
+        digest, lines = self._file.read_back()
+        if self._manifest.options.format == "jsonl" and lines != self._texts:
+            raise self._file.damaged(f"it has {lines} lines, and {self._texts} texts have a result")
+        self._file.close()
+        if there := self._folder.done(self._manifest, self._number):
+            self.discard()
+            return there[self._number]
+        shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest)
+        self._folder.place_shard(self._manifest, shard, path, self._errors)
+        return shard
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        with suppress(OSError):
+            Path(self._file.name).unlink(missing_ok=True)
+            self._file.close()
+
+    def _streamed(self, part: Columns) -> Columns:
+        """Write what can be written of a part now; return the columns to keep until the text ends."""
+        return part
+
+    def _end_text(self, text: Text) -> None:
         """Write a text after all its parts were added."""
         columns = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
-        self._parts = []
         self._write(text, columns)
-
-    def drop_text(self) -> None:
-        """Drop the parts of a text that has not ended."""
-        self._parts = []
-
-    def close(self) -> None:
-        """Write the rest of the file."""
 
     def _write(self, text: Text, columns: Columns) -> None:
         head = {"line": text.line, "custom_id": text.custom_id, "ids": text.ids, "start": text.span.start}
         columns_as_lists = {name: values.tolist() for name, values in columns.items()}
         self._file.write(msgspec.json.encode({**head, **columns_as_lists}) + b"\n")
 
+    def _drop_text(self) -> None:
+        """Remove from the file what `_streamed` wrote of a text that has not ended."""
 
-class ParquetWriter(JsonlWriter):
+    def _write_rest(self) -> None:
+        """Write the rest of the file."""
+
+
+class ParquetWriter(ShardWriter):
     """Writes a row for each text: line, custom_id, ids, start, and each column as a list, or as a list of lists."""
 
-    def __init__(self, file: CheckedFile) -> None:
-        super().__init__(file)
+    def __init__(self, *given: Any) -> None:
         self._arrow = pyarrow("format: Parquet")
+        super().__init__(*given)
         self._results: list[tuple[Text, Columns]] = []
         self._numbers = 0
         self._writer: Any = None
-
-    def close(self) -> None:
-        """See `JsonlWriter.close`."""
-        if self._results or self._writer is None:
-            self._write_group()
-        self._writer.close()
 
     def _write(self, text: Text, columns: Columns) -> None:
         self._results.append((text, columns))
         self._numbers += len(text.ids) + sum(values.size for values in columns.values())
         if self._numbers >= _GROUP_NUMBERS:
             self._write_group()
+
+    def _write_rest(self) -> None:
+        if self._results or self._writer is None:
+            self._write_group()
+        self._writer.close()
 
     def _write_group(self) -> None:
         pa, texts = self._arrow, [text for text, _ in self._results]
@@ -205,41 +245,35 @@ class ParquetWriter(JsonlWriter):
         return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
-class SafetensorsWriter(JsonlWriter):
+class SafetensorsWriter(ShardWriter):
     """Writes a safetensors file: the first column part by part, the other columns at the end, from memory."""
 
-    def __init__(self, file: CheckedFile) -> None:
-        super().__init__(file)
-        file.seek(_HEADER_BYTES)
-        self._texts: list[Text] = []
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._file.seek(_HEADER_BYTES)
+        self._ended: list[Text] = []
         self._others: list[Columns] = []
         self._column, self._shape, self._code = "", tuple[int, ...](), "F32"
-        self._end, self._digest = _HEADER_BYTES, file.digest.copy()
+        self._end, self._digest = _HEADER_BYTES, self._file.digest.copy()
 
-    def add(self, part: Columns) -> None:
-        """See `JsonlWriter.add`."""
+    def _streamed(self, part: Columns) -> Columns:
         (self._column, values), *others = part.items()
         self._shape, self._code = values.shape[1:], _CODES[values.dtype.name]
         self._file.write(np.ascontiguousarray(values).data.cast("B"))
-        self._parts.append(dict(others))
+        return dict(others)
 
-    def end_text(self, text: Text) -> None:
-        """See `JsonlWriter.end_text`."""
-        self._texts.append(text)
+    def _end_text(self, text: Text) -> None:
+        self._ended.append(text)
         self._others += self._parts
-        self._parts = []
         self._end, self._digest = self._file.tell(), self._file.digest.copy()
 
-    def drop_text(self) -> None:
-        """See `JsonlWriter.drop_text`; parts that are in the file already are removed from it."""
-        self._parts = []
+    def _drop_text(self) -> None:
         self._file.seek(self._end)
         self._file.truncate()
         self._file.digest = self._digest.copy()
 
-    def close(self) -> None:
-        """See `JsonlWriter.close`."""
-        texts, end, header = self._texts, self._end - _HEADER_BYTES, dict[str, Any]()
+    def _write_rest(self) -> None:
+        texts, end, header = self._ended, self._end - _HEADER_BYTES, dict[str, Any]()
         custom_ids = msgspec.json.encode([text.custom_id for text in texts])
         custom_ids += b" " * (-(end + len(custom_ids)) % 8)  # The next tensor begins at a multiple of 8 bytes.
         arrays: dict[str, NDArray[Any]] = {
@@ -265,7 +299,7 @@ class SafetensorsWriter(JsonlWriter):
         self._file.write_header((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
 
-_WRITERS = {"jsonl": JsonlWriter, "parquet": ParquetWriter, "safetensors": SafetensorsWriter}
+_WRITERS: dict[str, type[ShardWriter]] = {"parquet": ParquetWriter, "safetensors": SafetensorsWriter}
 
 
 def choose_format(is_wide: bool, wanted: str | None) -> str:
@@ -278,59 +312,16 @@ def choose_format(is_wide: bool, wanted: str | None) -> str:
     return wanted or possible[0]
 
 
-class ShardWriter:
-    """Writes one shard and the errors of its lines."""
-
-    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
-        self._folder, self._manifest, self._number = folder, manifest, number
-        self._file = CheckedFile(folder.create(manifest.shard_name(number)))
-        self._results = _WRITERS[manifest.options.format](self._file)
-        self._errors: list[bytes] = []
-        self._failed_line = self._texts = 0
-
-    def add(self, text: Text, part: Columns, is_last: bool) -> None:
-        """Add the result for the next positions of a text. Parts after a failed part are dropped."""
-        if text.line != self._failed_line:
-            self._results.add(part)
-            if is_last:
-                self._results.end_text(text)
-                self._texts += 1
-
-    def fail(self, failed: Failed) -> None:
-        """Add a line without a result."""
-        if failed.line != self._failed_line:
-            self._results.drop_text()
-            self._failed_line = failed.line
-            self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
-
-    def place(self) -> Shard:
-        """Move the shard into the folder, unless another run of the same command has already written this shard."""
-        path = Path(self._file.name)
-        self._results.close()
-        sync(self._file)
-        digest, lines = self._file.read_back()
-        if self._manifest.options.format == "jsonl" and lines != self._texts:
-            raise self._file.damaged(f"it has {lines} lines, and {self._texts} texts have a result")
-        self._file.close()
-        if there := self._folder.done(self._manifest, self._number):
-            self.discard()
-            return there[self._number]
-        shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest)
-        self._folder.place_shard(self._manifest, shard, path, self._errors)
-        return shard
-
-    def discard(self) -> None:
-        """Remove the unfinished file."""
-        with suppress(OSError):
-            Path(self._file.name).unlink(missing_ok=True)
-            self._file.close()
+def open_writer(folder: Folder, manifest: Manifest, number: int) -> ShardWriter:
+    """The writer of a shard, in the format of the run."""
+    return _WRITERS.get(manifest.options.format, ShardWriter)(folder, manifest, number)
 
 
 # Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts, "" for none.
 
 
 class JsonlReader:
-    """Reads a shard that `JsonlWriter` wrote."""
+    """Reads a shard of JSONL."""
 
     def __init__(self, path: Path) -> None:
         self._data = _mapped(path)
