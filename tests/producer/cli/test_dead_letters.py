@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lmpool.admin.dead_letters import DeadLetters, read_letter, summary
+from lmpool.admin.queue import DeadLetters, read_letter, summary
 from lmpool.admin.survey import shortened
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, SettingsError, WorkerError
