@@ -358,6 +358,6 @@ def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
 def _describe(query: queries.Query) -> str:
     """The kind of a query and its options; of options in bytes, only the names."""
     kind = type(query).__name__.removesuffix("Query").lower()
-    given = ((name, value) for name, value in msgspec.structs.asdict(query).items() if value)
+    given = ((name, value) for name, value in msgspec.structs.asdict(query).items() if value not in (b"", ""))
     options = (name if isinstance(value, bytes) else f"{name}={value}" for name, value in given)
     return shortened(" ".join([kind, *options]), _MAX_DESCRIPTION)

@@ -1,4 +1,4 @@
-"""Read an input, JSONL or Parquet: find where shards begin and which custom ids repeat, and make texts of lines."""
+"""Read the lines of an input, JSONL or Parquet; find where shards begin and which custom ids repeat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -18,12 +17,8 @@ from numpy.typing import NDArray
 
 from lmpool.batch.fetch import NOT_READABLE, absolute, explained, plain_file, pyarrow, state_of
 from lmpool.batch.folder import digest_of_file
-from lmpool.batch.kinds import Kind
-from lmpool.batch.shards import Failed, HasCustomId, Text
-from lmpool.errors import BatchError, InvalidPrompt
-from lmpool.producer.tokenizer import Tokenizer
-from lmpool.protocol.job import encode_prompt
-from lmpool.protocol.model_info import ModelInfo
+from lmpool.batch.shards import Failed, HasCustomId
+from lmpool.errors import BatchError
 
 MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to bound its memory. A longer line fails.
 MAX_CHUNK_LINES = 256  # Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk.
@@ -293,58 +288,3 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
                             line = Failed(row + 1, None, f"unusable: {error}")
                         yield shard, line, row_bytes
             at += batch.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Preparer:
-    """Turns lines into texts with results from `start` on. Use it in a thread, because tokenizing takes time."""
-
-    kind: Kind
-    start: int
-    info: ModelInfo
-    find_tokenizer: Callable[[], Tokenizer]
-    duplicates: NDArray[np.int64]
-
-    def prepare(self, line: Line | Failed) -> Text | Failed:
-        """The text of a line, or the reason why it has none."""
-        if isinstance(line, Failed):
-            return line
-        number, fields = line
-        custom_id = fields.name
-        at = np.searchsorted(self.duplicates, number)
-        if number in self.duplicates[at : at + 1]:
-            return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
-        try:
-            ids, start = self._ids(fields)
-            encode_prompt(ids, vocab_size=self.info.vocab_size, max_tokens=self.info.max_prompt_tokens)
-            if start >= len(ids):
-                raise InvalidPrompt(f"start {start} is beyond the text, which has {len(ids)} tokens")
-            if not (span := self.kind.span(len(ids), start)):
-                raise InvalidPrompt("a text of 1 token has no score: a score needs a token before it")
-            return Text(number, custom_id, ids, span)
-        except InvalidPrompt as error:
-            return Failed(number, custom_id, str(error))
-
-    def _ids(self, fields: Fields) -> tuple[list[int], int]:
-        """The token ids of a line, and the first position for which a result is wanted."""
-        body = fields.body or Body()
-        given = {name: getattr(fields, name) for name in ("text", "ids", "prompt")}
-        given |= {"body.prompt": body.prompt, "body.input": body.input}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) != 1:
-            there = f"it has {' and '.join(named)}" if named else "it has none of them"
-            raise InvalidPrompt(f"a line needs one of {', '.join(given)}: {there}")
-        ids = self._encoded(given[named[0]])
-        if fields.continuation is None:
-            return ids, self.start
-        if not self.kind.has_continuations or named != ["prompt"]:
-            raise InvalidPrompt("continuation: only --what scores accepts it, together with a prompt")
-        # A continuation gets no special tokens: they belong at the beginning of a text.
-        continued = self._encoded(fields.continuation, add_special_tokens=False)
-        for name, some in (("prompt", ids), ("continuation", continued)):
-            if not some:
-                raise InvalidPrompt(f"the {name} is empty: a score needs a token, and a token before it")
-        return ids + continued, len(ids)
-
-    def _encoded(self, text: str | list[int], **options: Any) -> list[int]:
-        return self.find_tokenizer().encode(text, **options) if isinstance(text, str) else text

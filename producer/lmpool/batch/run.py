@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -29,11 +30,12 @@ from lmpool.aio import await_beside, finish
 from lmpool.batch.fetch import named
 from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
 from lmpool.batch.kinds import Kind, parse_kind
-from lmpool.batch.lines import Index, Preparer, Source, open_source
+from lmpool.batch.lines import Body, Fields, Index, Line, Source, open_source
 from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format, open_writer
 from lmpool.cli import Terminal, say
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
 
@@ -247,16 +249,13 @@ class Run:
         self._has_room = asyncio.Event()
         self._checked: ModelInfo | None = None
         self._writer: ShardWriter | None = None
-        loop = asyncio.get_running_loop()
+        self._info, self._loop = self.producer.model, asyncio.get_running_loop()
 
-        @cache
-        def tokenizer() -> Tokenizer:
-            # Called in a thread; the producer belongs to the event loop.
-            found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
-            return asyncio.run_coroutine_threadsafe(found, loop).result()
-
-        duplicates = self.index.duplicates
-        self._preparer = Preparer(self._kind, self.settings.start, self.producer.model, tokenizer, duplicates)
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        # Called in a thread; the producer belongs to the event loop.
+        found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
+        return asyncio.run_coroutine_threadsafe(found, self._loop).result()
 
     async def run(self) -> Outcome:
         """Compute all shards that are not done."""
@@ -296,11 +295,55 @@ class Run:
 
     # Requests
 
+    def _prepare(self, line: Line | Failed) -> Text | Failed:
+        """The text of a line, or the reason why it has none. Called in a thread, because tokenizing takes time."""
+        if isinstance(line, Failed):
+            return line
+        (number, fields), info = line, self._info
+        custom_id = fields.name
+        at = np.searchsorted(self.index.duplicates, number)
+        if number in self.index.duplicates[at : at + 1]:
+            return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
+        try:
+            ids, start = self._ids(fields)
+            encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            if start >= len(ids):
+                raise errors.InvalidPrompt(f"start {start} is beyond the text, which has {len(ids)} tokens")
+            if not (span := self._kind.span(len(ids), start)):
+                raise errors.InvalidPrompt("a text of 1 token has no score: a score needs a token before it")
+            return Text(number, custom_id, ids, span)
+        except errors.InvalidPrompt as error:
+            return Failed(number, custom_id, str(error))
+
+    def _ids(self, fields: Fields) -> tuple[list[int], int]:
+        """The token ids of a line, and the first position for which a result is wanted."""
+        body = fields.body or Body()
+        given = {name: getattr(fields, name) for name in ("text", "ids", "prompt")}
+        given |= {"body.prompt": body.prompt, "body.input": body.input}
+        used = [name for name, value in given.items() if value is not None]
+        if len(used) != 1:
+            there = f"it has {' and '.join(used)}" if used else "it has none of them"
+            raise errors.InvalidPrompt(f"a line needs one of {', '.join(given)}: {there}")
+        ids = self._encoded(given[used[0]])
+        if fields.continuation is None:
+            return ids, self.settings.start
+        if not self._kind.has_continuations or used != ["prompt"]:
+            raise errors.InvalidPrompt("continuation: only --what scores accepts it, together with a prompt")
+        # A continuation gets no special tokens: they belong at the beginning of a text.
+        continued = self._encoded(fields.continuation, add_special_tokens=False)
+        for name, some in (("prompt", ids), ("continuation", continued)):
+            if not some:
+                raise errors.InvalidPrompt(f"the {name} is empty: a score needs a token, and a token before it")
+        return ids + continued, len(ids)
+
+    def _encoded(self, text: str | list[int], **options: Any) -> list[int]:
+        return self._tokenizer.encode(text, **options) if isinstance(text, str) else text
+
     async def _feed(self, shards: Sequence[int]) -> None:
         """Read and tokenize lines in a thread, and queue items as earlier items are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
-        ahead = ((chunk, list(map(self._preparer.prepare, chunk.lines))) for chunk in chunks)
-        info, loop = self.producer.model, asyncio.get_running_loop()
+        ahead = ((chunk, list(map(self._prepare, chunk.lines))) for chunk in chunks)
+        info, loop = self._info, self._loop
         limit, number_bytes = _ITEMS_PER_REQUEST * self.settings.concurrency, _NUMBER_BYTES * self._kind.width(info)
         while prepared := await asyncio.to_thread(next, ahead, None):
             chunk, entries = prepared
