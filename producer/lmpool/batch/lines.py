@@ -135,13 +135,12 @@ class Source:
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """The lines of some shards, in order."""
-        decode = msgspec.json.Decoder(Fields).decode
         with self._opened() as file:
             for shard in sorted(shards):
                 file.seek(index.starts[shard])
                 first = shard * shard_lines + 1
                 lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
-                decoded = ((_decoded(at, line, decode), len(line or b"")) for at, (_, line) in enumerate(lines, first))
+                decoded = ((_decoded(at, line), len(line or b"")) for at, (_, line) in enumerate(lines, first))
                 yield from self._chunks(file, shard, decoded)
 
     @contextmanager
@@ -197,13 +196,17 @@ def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[
         yield begin, None
 
 
-def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields]) -> Line | Failed | None:
+_decode = msgspec.json.Decoder(Fields).decode
+_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
+
+
+def _decoded(number: int, line: bytes | None) -> Line | Failed | None:
     if line is None:
         return Failed(number, None, f"the line has more than {MAX_LINE_BYTES >> 20} MiB")
     if line.isspace():
         return None
     try:
-        return Line(number, decode(line))
+        return Line(number, _decode(line))
     except msgspec.ValidationError as error:
         reason = f"unusable: {error}"
     except RecursionError:
@@ -211,9 +214,6 @@ def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = f"no JSON: {error}"
     return Failed(number, _custom_id(line), reason)
-
-
-_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
 
 
 def _custom_id(line: bytes) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -266,20 +266,14 @@ class Run:
         with self.progress.shown(self.index.lines, lines_done):
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
-            except BaseException:
-                with suppress(OSError, errors.BatchError):  # Perhaps the run failed because the disk is full.
-                    await self._sum_up()
-                raise
-            await self._sum_up()
+            finally:
+                with self.folder.explained():
+                    await finish(asyncio.to_thread(self.folder.sum_up, manifest, is_over=True))
         if left := manifest.shards - len(manifest.done):
             gone = f"another program removed or replaced {left} of {manifest.shards} shards"
             raise errors.BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
         texts, failed = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
         return Outcome(texts, failed, manifest.shards, len(resumed))
-
-    async def _sum_up(self) -> None:
-        with self.folder.explained():
-            await finish(asyncio.to_thread(self.folder.sum_up, self.manifest, is_over=True))
 
     async def run_shards(self, shards: Sequence[int]) -> None:
         """Compute some shards."""
