@@ -44,17 +44,11 @@ _KEPT_MS = 3_600_000  # Milliseconds until the waiting key of a retried job expi
 
 
 class Cleared(NamedTuple):
-    """The result of clearing a queue.
-
-    Attributes:
-        removed: prompts that were removed.
-        held: prompts that workers hold; they will be computed.
-        queued: prompts that clients submitted during the call and that remain.
-    """
+    """The result of clearing a queue."""
 
     removed: int
-    held: int
-    queued: int
+    held: int  # Prompts that workers hold; they will be computed.
+    queued: int  # Prompts that clients submitted during the call and that remain.
 
 
 async def count_queue(redis: Redis, discovery: Discovery, keys: ModelKeys, model: str) -> dict[str, Any]:
@@ -161,25 +155,15 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
 
 
 class DeadLetter(NamedTuple):
-    """One job that was given up.
+    """One job that was given up."""
 
-    Attributes:
-        entry: its id in the stream, "MS-N": MS is the time when the job was given up, in milliseconds since 1970.
-        data: the job as it was queued.
-        failure: the failure for which the job was given up.
-        job: the decoded `data`; None if it cannot be decoded.
-        query: the query of the job; None if the job requests a row.
-        digest: the digest that the job's clients waited for; b"" if the job cannot be decoded.
-        fault: why no worker can compute the job; "" if the job can be retried.
-    """
-
-    entry: str
-    data: bytes
+    entry: str  # Its id in the stream, "MS-N": MS is the time when it was given up, in milliseconds since 1970.
+    data: bytes  # The job as it was queued.
     failure: jobs.Failure
-    job: jobs.Job | None = None
-    query: queries.Query | None = None
-    digest: bytes = b""
-    fault: str = ""
+    job: jobs.Job | None = None  # The decoded `data`; None if it cannot be decoded.
+    query: queries.Query | None = None  # None if the job requests a row.
+    digest: bytes = b""  # The digest that the job's clients waited for; b"" if the job cannot be decoded.
+    fault: str = ""  # Why no worker can compute the job; "" if the job can be retried.
 
     @property
     def given_up(self) -> float:

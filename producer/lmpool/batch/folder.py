@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -102,27 +102,17 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct):
-    """The run of an output folder.
+    """The run of an output folder."""
 
-    Attributes:
-        version: version of the layout.
-        lmpool: the release of lmpool that began the run.
-        input, model, options: see `Input`, `Model` and `Options`.
-        columns: columns of each result: name -> type, shape and meaning.
-        shards: number of shards of the run.
-        finished: whether all shards are done.
-        done: the shards that are done; in manifest.json, all shards of a finished run or none.
-    """
-
-    version: int
-    lmpool: str
+    version: int  # Version of the layout.
+    lmpool: str  # The release of lmpool that began the run.
     input: Input
     model: Model
     options: Options
-    columns: dict[str, str]
-    shards: int
-    finished: bool = False
-    done: list[Shard] = []
+    columns: dict[str, str]  # Columns of each result: name -> type, shape and meaning.
+    shards: int  # Number of shards of the run.
+    finished: bool = False  # Whether all shards are done.
+    done: list[Shard] = []  # The shards that are done; in manifest.json, all shards of a finished run or none.
 
     @property
     def run(self) -> str:
@@ -223,8 +213,8 @@ class Folder:
         if others and MANIFEST not in others:
             raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
         with self._lock(fcntl.LOCK_EX) as lock:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            lock.truncate()
+            print(os.getpid(), end="", file=lock, flush=True)
             try:
                 self._remove_temporary(0)  # No other process writes now.
                 yield
@@ -243,7 +233,7 @@ class Folder:
             yield
 
     @contextmanager
-    def _lock(self, how: int) -> Iterator[int]:
+    def _lock(self, how: int) -> Iterator[TextIO]:
         with self.explained():
             # Another user could make this user overwrite other files through links in a folder.
             for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
@@ -253,16 +243,14 @@ class Folder:
                     if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
                         users = f"user {others.pop()}, and this is user {os.geteuid()}"
                         raise BatchRefused(f"{path} belongs to {users}. Give a folder of your own")
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
+            lock = os.fdopen(os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+        with lock:
             try:
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
+                owner = lock.read(32) or "unknown"
                 raise BatchRefused(f"another run (process {owner}) writes to {self.location}. Wait for it") from None
             yield lock
-        finally:
-            os.close(lock)
 
     def _remove_temporary(self, min_age_s: float) -> None:
         """Remove temporary files of killed processes: files that no process has written for `min_age_s` seconds."""

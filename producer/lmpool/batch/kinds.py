@@ -30,25 +30,16 @@ def positions_from(length: int, start: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of request.
+    """A kind of request."""
 
-    Attributes:
-        what: the value of `--what`, with defaults filled in.
-        columns: returns a model's columns, name -> type, shape and meaning; n is the number of positions.
-        request: see `Request`.
-        width: returns the numbers per position of a result; raises SettingsError if the kind does not fit the model.
-        is_wide: whether results are too large for text. Their shards are safetensors; the first column is streamed.
-        span: returns the positions that have results, for a text's length and a start.
-        has_continuations: whether a line may have a prompt and a continuation; only the continuation gets results.
-    """
-
-    what: str
-    columns: Callable[[ModelInfo], dict[str, str]]
+    what: str  # The value of `--what`, with defaults filled in.
+    columns: Callable[[ModelInfo], dict[str, str]]  # Name -> type, shape and meaning; n is the number of positions.
     request: Request
+    # Returns the numbers per position of a result, or raises an error if the kind does not fit the model.
     width: Callable[[ModelInfo], int]
-    is_wide: bool = False
-    span: Callable[[int, int], range] = positions_from
-    has_continuations: bool = False
+    is_wide: bool = False  # Results are too large for text: shards are safetensors, with the first column streamed.
+    span: Callable[[int, int], range] = positions_from  # The positions with results, for a text's length and a start.
+    has_continuations: bool = False  # A line may have a prompt and a continuation; only the latter gets results.
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
         """Split positions into parts whose results have at most 8 MiB each, so that several results fit into memory."""

@@ -64,25 +64,15 @@ class Chunk(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An input after one pass over it.
+    """An input after one pass over it."""
 
-    Attributes:
-        format: "jsonl" or "parquet".
-        size: size of the input in bytes.
-        digest: 128-bit BLAKE2b of the input, hexadecimal.
-        lines: number of lines.
-        is_empty: whether all lines are empty.
-        starts: number of a shard -> its first byte in a JSONL file, or its first row in a Parquet file.
-        duplicates: numbers of the lines whose custom id an earlier line has, ascending, int64.
-    """
-
-    format: str
-    size: int
-    digest: str
+    format: str  # "jsonl" or "parquet".
+    size: int  # Bytes of the input.
+    digest: str  # 128-bit BLAKE2b of the input, hexadecimal.
     lines: int
-    is_empty: bool
-    starts: dict[int, int]
-    duplicates: NDArray[np.int64]
+    is_empty: bool  # Whether all lines are empty.
+    starts: dict[int, int]  # Number of a shard -> its first byte in a JSONL file, or its first row in a Parquet file.
+    duplicates: NDArray[np.int64]  # Numbers of the lines whose custom id an earlier line has, ascending.
 
 
 class CustomIds:

@@ -66,23 +66,14 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        what: kind of request, such as "topk:32" (`lmpool.batch.kinds`).
-        start: first position of each text; a negative start counts from the end of the text.
-        format: format of the shards; None for the default of the kind.
-        shard_lines: lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
-        adapter: name of the model's adapter; "" for none.
-        concurrency: number of concurrent requests.
-    """
-
-    what: str
-    start: int = 0
-    format: str | None = None
-    shard_lines: int = 0
-    adapter: str = ""
-    concurrency: int = 512
+    what: str  # Kind of request, such as "topk:32" (`lmpool.batch.kinds`).
+    start: int = 0  # First position of each text; a negative start counts from the end of the text.
+    format: str | None = None  # Format of the shards; None for the default of the kind.
+    shard_lines: int = 0  # Lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
+    adapter: str = ""  # Name of the model's adapter; "" for none.
+    concurrency: int = 512  # Number of concurrent requests.
 
     def __post_init__(self) -> None:
         check_number("start", self.start, least=-(2**31), most=2**31)
@@ -155,19 +146,12 @@ def counted(number: int, thing: str) -> str:
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Attributes:
-        texts: number of lines that have a result.
-        errors: number of lines that have no result; `errors.jsonl` lists these lines.
-        shards: number of shards.
-        resumed: number of shards that earlier runs computed.
-    """
-
-    texts: int
-    errors: int
+    texts: int  # Lines that have a result.
+    errors: int  # Lines that have no result; `errors.jsonl` lists these lines.
     shards: int
-    resumed: int
+    resumed: int  # Shards that earlier runs computed.
 
 
 async def run_batch(
@@ -210,23 +194,14 @@ async def _qualified(producer: Producer, adapter: str) -> str:
 
 @dataclass(slots=True)
 class _Item:
-    """A part of a text, a line without a result, or the end of a shard; items are written in order.
-
-    Attributes:
-        shard: number of the shard.
-        entry: the text or the failed line; None for the end of the shard.
-        result: future of the result of this part.
-        part: range of the text's positions that this part requests.
-        is_last: whether the line ends with this part.
-        size: estimated bytes of the item in memory.
-    """
+    """A part of a text, a line without a result, or the end of a shard; items are written in order."""
 
     shard: int
-    entry: Text | Failed | None
+    entry: Text | Failed | None  # The text or the failed line; None for the end of the shard.
     result: asyncio.Future[Columns | Failed | None]
-    part: range = range(0)
-    is_last: bool = False
-    size: int = 0
+    part: range = range(0)  # The positions of the text that this part requests.
+    is_last: bool = False  # Whether the line ends with this part.
+    size: int = 0  # Estimated bytes of the item in memory.
 
 
 @dataclass(eq=False)
