@@ -11,6 +11,7 @@ processes may read it, and stores URLs with their passwords.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import hashlib
 import lzma
@@ -49,6 +50,8 @@ _FILE_URL = re.compile(r"(file|local)://(?=/)")
 _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
+# errno values of a full disk, a full quota and a file that is too large.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Part of the key of a copy if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
 NOT_READABLE = "The input cannot be read"  # Advice at the end of an error.
@@ -107,15 +110,18 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def explained(location: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Raise errors of a file system as BatchError; by default all errors, because each package has its own."""
+    """Raise errors of this machine's files (OSError), or by default any error of a store's package, as BatchError."""
     try:
         yield
     except LMPoolError:
         raise
     except kind as error:
         text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
-        raised = BatchError(f"{named(location)}: {named(text)}. {advice}")
-        raised.may_pass = not isinstance(error, (FileNotFoundError, PermissionError))
+        remedy = "Free some space. " if getattr(error, "errno", None) in _FULL else ""
+        raised = BatchError(f"{named(location)}: {named(text)}. {remedy}{advice}")
+        # A file of this machine was removed: another try lists the files again. A store may answer later.
+        is_missing = isinstance(error, FileNotFoundError)
+        raised.may_pass = is_missing if kind is OSError else not (is_missing or isinstance(error, PermissionError))
         raise raised from error
 
 

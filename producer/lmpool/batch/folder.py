@@ -16,7 +16,6 @@ another size than its note says, is computed again.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -43,8 +42,6 @@ _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1  # Version of the manifest and of the layout of shards.
 TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error.
-# errno values of a full disk, a full quota and a file that is too large.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
 _MAX_WRITING_S = 86_400
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
@@ -148,6 +145,8 @@ class Folder:
         location: the path or URL without secrets, for messages.
     """
 
+    _errors: type[Exception] = OSError  # The errors that `explained` expects.
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.location = self.url = str(path)
@@ -157,14 +156,8 @@ class Folder:
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Raise errors of the disk or the store as BatchError."""
-        try:
+        with explained(self.url, TRY_AGAIN, self._errors):
             yield
-        except OSError as error:
-            remedy = "Free some space" if error.errno in _FULL else "Fix this"
-            raised = BatchError(f"{self.location}: {error.strerror or error}. {remedy}. {TRY_AGAIN}")
-            # The folder or a file was removed. Another try may succeed, because it lists the files again.
-            raised.may_pass = isinstance(error, FileNotFoundError)
-            raise raised from error
 
     def listed(self, folder: str = "") -> dict[str, int]:
         """The files in this folder, or in one of its subfolders: name -> size in bytes."""
@@ -380,16 +373,12 @@ class Bucket(Folder):
     shard, the first complete file is kept.
     """
 
+    _errors = Exception  # The package of each store has its own.
+
     def __init__(self, url: str) -> None:
         super().__init__(temporary_folder(self))
         self.url = url.rstrip("/")
         self.location = named(self.url)
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """See `Folder.explained`."""
-        with explained(self.url, TRY_AGAIN):
-            yield
 
     @contextmanager
     def _files(self) -> Iterator[tuple[Any, str]]:

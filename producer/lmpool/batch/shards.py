@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import mmap
 import os
 import sys
@@ -294,7 +293,7 @@ class SafetensorsWriter(ShardWriter):
             code = _CODES[values.dtype.name]
             header[name] = {"dtype": code, "shape": list(values.shape), "data_offsets": [begin, end]}
             self._file.write(values.tobytes())
-        text = json.dumps(header).encode()
+        text = msgspec.json.encode(header)
         assert len(text) <= _HEADER_BYTES - 8
         self._file.write_header((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
@@ -317,7 +316,7 @@ def open_writer(folder: Folder, manifest: Manifest, number: int) -> ShardWriter:
     return _WRITERS.get(manifest.options.format, ShardWriter)(folder, manifest, number)
 
 
-# Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts, "" for none.
+# Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts. None is no id.
 
 
 class JsonlReader:
@@ -336,13 +335,13 @@ class JsonlReader:
                 values[name] = np.array(listed, np.int64 if name.endswith("ids") else np.float32)
                 if not name.endswith("ids"):  # null becomes NaN, which no result contains.
                     values[name][np.isnan(values[name])] = -np.inf
-        return {**values, "custom_id": values["custom_id"] or ""}
+        return values
 
-    def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all texts."""
+    def custom_ids(self) -> Iterator[str | None]:
+        """The custom ids of all texts; None for none."""
         decode = msgspec.json.Decoder(HasCustomId).decode
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            yield decode(self._data[begin:end]).name or ""
+            yield decode(self._data[begin:end]).name
 
 
 class ParquetReader:
@@ -362,8 +361,7 @@ class ParquetReader:
             self._group, self._table = group, self._file.read_row_group(group).combine_chunks()
         table: Any = self._table
         row = at - int(self._ends[group])
-        values = {name: self._value(table.column(name).chunk(0)[row]) for name in table.column_names}
-        return {**values, "custom_id": values["custom_id"] or ""}
+        return {name: self._value(table.column(name).chunk(0)[row]) for name in table.column_names}
 
     def _value(self, scalar: Any) -> Any:
         """The value of a cell: a number, a text, or an array (n,) or (n, k) that is a view of the table."""
@@ -374,9 +372,9 @@ class ParquetReader:
             return np.asarray(values)
         return np.asarray(values.flatten()).reshape(-1, values.type.list_size)
 
-    def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all texts."""
-        return (value or "" for value in self._file.read(columns=["custom_id"]).column(0).to_pylist())
+    def custom_ids(self) -> Iterator[str | None]:
+        """The custom ids of all texts; None for none."""
+        return iter(self._file.read(columns=["custom_id"]).column(0).to_pylist())
 
 
 class SafetensorsReader:
@@ -385,12 +383,12 @@ class SafetensorsReader:
     def __init__(self, path: Path) -> None:
         data = np.frombuffer(_mapped(path), np.uint8)
         size = int(data[:8].view("<u8")[0])
-        header: dict[str, dict[str, Any]] = json.loads(bytes(data[8 : 8 + size]))
+        header: dict[str, dict[str, Any]] = msgspec.json.decode(data[8 : 8 + size].tobytes())
         self._tensors: dict[str, NDArray[Any]] = {}
         for name, entry in header.items():
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
             self._tensors[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        self._names = [name or "" for name in json.loads(bytes(self._tensors.pop("custom_ids")))]
+        self._names = msgspec.json.decode(self._tensors.pop("custom_ids").tobytes())
         self._small = {name: self._tensors.pop(name) for name in ("positions", "starts", "lines", "ids", "tokens")}
 
     def answer(self, at: int) -> Answer:
@@ -405,8 +403,8 @@ class SafetensorsReader:
         line, start = int(small["lines"][at]), int(small["starts"][at])
         return {"line": line, "custom_id": self._names[at], "ids": small["ids"][tokens], "start": start, **columns}
 
-    def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all texts."""
+    def custom_ids(self) -> Iterator[str | None]:
+        """The custom ids of all texts; None for none."""
         return iter(self._names)
 
 
@@ -462,7 +460,8 @@ class Batch(Sequence[Answer]):
         if not 0 <= at < len(self):
             raise IndexError(f"{index} is out of range: there are {len(self)} results")
         shard = int(np.searchsorted(self._begins, at, side="right")) - 1
-        return self._shard(shard).answer(at - int(self._begins[shard]))
+        answer = self._shard(shard).answer(at - int(self._begins[shard]))
+        return {**answer, "custom_id": answer["custom_id"] or ""}
 
     def by_custom_id(self, custom_id: str) -> Answer:
         """The result of the text with a custom id. The first call reads the custom ids of all shards.

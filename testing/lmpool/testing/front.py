@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -45,7 +44,7 @@ def encode_reply(value: Any, protocol: int) -> bytes:
         case str() | float():
             return encode_reply(str(value).encode(), protocol)
         case dict():
-            items: list[Any] = list(chain.from_iterable(value.items()))
+            items = [part for item in value.items() for part in item]
             head = b"%%%d\r\n" % len(value) if is_3 else b"*%d\r\n" % len(items)
         case list() | tuple() | set() | frozenset():
             items = list(value)
