@@ -29,7 +29,7 @@ from lmpool import errors
 from lmpool.aio import await_beside, finish
 from lmpool.batch.fetch import named
 from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
-from lmpool.batch.kinds import Kind, parse_kind
+from lmpool.batch.kinds import parse_kind
 from lmpool.batch.lines import Body, Fields, Index, Line, Source, open_source
 from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format, open_writer
 from lmpool.cli import Terminal, say
@@ -82,14 +82,9 @@ class BatchSettings(msgspec.Struct, frozen=True):
         _ = self.options  # Refuse malformed kinds and formats now.
 
     @property
-    def kind(self) -> Kind:
-        """The kind of request."""
-        return parse_kind(self.what)
-
-    @property
     def options(self) -> Options:
         """The options that decide the output, in addition to the input and the model."""
-        kind = self.kind
+        kind = parse_kind(self.what)
         lines = self.shard_lines or (_WIDE_LINES if kind.is_wide else _NARROW_LINES)
         return Options(kind.what, self.start, choose_format(kind.is_wide, self.format), lines)
 
@@ -171,7 +166,7 @@ async def begin(producer: Producer, folder: Folder, source: Source, settings: Ba
     if index.is_empty:
         raise errors.SettingsError(f"input: {shown(named(source.location))} is empty")
     await producer.open()
-    info, kind = producer.model, settings.kind
+    info, kind = producer.model, parse_kind(settings.what)
     kind.width(info)  # Refuse a kind that does not fit the model before the folder is written.
     fields = {name: getattr(info, name) for name in Model.__struct_fields__ if name != "adapter"}
     model = Model(**fields, adapter=await _qualified(producer, settings.adapter))
@@ -217,7 +212,7 @@ class Run:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._kind = self.settings.kind
+        self._kind = parse_kind(self.settings.what)
         self._items: asyncio.Queue[_Item] = asyncio.Queue()  # Items to be written, in order.
         self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items to be requested.
         self._pending_items = self._pending_bytes = 0
