@@ -89,9 +89,9 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
     assert ended.returncode == 3, ended.stderr
     assert f"4 results in 7 shards in {tmp_path / 'out'}; {len(BAD)} lines without one: see" in ended.stdout
     assert "the first of them: line 5: no JSON: " in ended.stderr
-    told = errors(tmp_path / "out")
-    assert [number for number, _, _ in told] == list(range(5, 5 + len(BAD)))
-    for (line, reason), (_, custom_id, error) in zip(BAD, told, strict=True):
+    found = errors(tmp_path / "out")
+    assert [number for number, _, _ in found] == list(range(5, 5 + len(BAD)))
+    for (line, reason), (_, custom_id, error) in zip(BAD, found, strict=True):
         assert reason in error
         expected = line.get("custom_id") if isinstance(line, dict) else None
         assert custom_id == (expected if isinstance(expected, str) else None)
@@ -373,15 +373,15 @@ def test_the_status_of_a_run_needs_no_arq(pool: Pool, tmp_path: Path) -> None:
     (output / "shard-00001.jsonl").unlink()
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
-    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
-    assert told == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
+    printed = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert printed == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
     # A submitted run has jobs, but arq is not installed here.
     (output / SUBMISSION).write_text("{}")
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("2 of 3 shards done (jobs are not shown: batch: its queue needs arq: pip install")
-    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
-    assert told == {"shards": 3, "done": 2, "queued": None, "under_way": None, "failed": None}
+    printed = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert printed == {"shards": 3, "done": 2, "queued": None, "under_way": None, "failed": None}
     ended = run_lmpool("batch", "status", str(tmp_path))
     assert (ended.returncode, "is not an output folder of `lmpool batch`" in ended.stderr) == (2, True)
 

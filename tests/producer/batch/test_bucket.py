@@ -58,8 +58,8 @@ async def test_a_run_writes_the_same_output_to_a_bucket_as_to_a_folder(
         for mine, yours in zip(here, copy, strict=True):
             assert all(np.array_equal(yours[name], value) for name, value in mine.items())
     assert there.by_custom_id("text-25")["ids"].tolist() == TEXTS[25]
-    told = run_lmpool("batch", "status", f"{bucket.url}/out", "--json")
-    assert json.loads(told.stdout) == {"shards": 6, "done": 6, "queued": 0, "under_way": 0, "failed": {}}
+    printed = run_lmpool("batch", "status", f"{bucket.url}/out", "--json")
+    assert json.loads(printed.stdout) == {"shards": 6, "done": 6, "queued": 0, "under_way": 0, "failed": {}}
 
 
 def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:

@@ -61,9 +61,9 @@ async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Pat
             await asyncio.to_thread(until, partial(is_in_place, tmp_path / "out", after), f"{after} shards are done")
             client.end()
         ended = await asyncio.to_thread(run_lmpool, *arguments(pool, source, tmp_path / "out", *options, "--json"))
-        told = json.loads(ended.stdout)
-    assert told["resumed"] >= kills
-    assert told["texts"] == len(TEXTS)
+        printed = json.loads(ended.stdout)
+    assert printed["resumed"] >= kills
+    assert printed["texts"] == len(TEXTS)
     # At most two texts for each concurrent request are requested and not yet written.
     assert len(TEXTS) <= backend.texts <= len(TEXTS) + kills * (SHARD_LINES + 2 * concurrency)
 
@@ -256,10 +256,10 @@ async def test_a_stopped_run_prints_how_many_lines_will_be_computed_again(pool: 
         backend.gate.shut()
         client.signal(signal.SIGINT)
         assert await asyncio.to_thread(client.wait) == 130
-    told = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
-    assert told, client.text
+    printed = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
+    assert printed, client.text
     # A text is requested only when the text `concurrency` lines before it has its result.
-    assert 10 - concurrency <= int(told[1]) <= backend.texts
+    assert 10 - concurrency <= int(printed[1]) <= backend.texts
 
 
 async def test_a_changed_model_ends_the_run(pool: Pool, tmp_path: Path) -> None:
