@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import groupby
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,10 +33,11 @@ try:
 except ImportError as error:
     raise ImportError(f"lmpool.lm_eval needs lm-eval>=0.4.10: pip install 'lmpool[lm-eval]' ({error})") from error
 
-T = TypeVar("T")
-R = TypeVar("R")
 _Pair = tuple[Any, list[int], list[int]]
 """lm-eval's key of a request (or None), the context's token ids, and the continuation's; at least one id each."""
+
+_Generation = tuple[int, list[str], list[tuple[str, int]], dict[str, float]]
+"""Max tokens, texts that end a continuation, each text with the number of last tokens to search, and sampling."""
 
 _log = logging.getLogger("lm_eval.models.lmpool")  # A child of lm-eval's logger, which lm-eval configures.
 
@@ -45,18 +46,8 @@ _PIECE = 32  # Tokens per request of a continuation. After each request, its tex
 _MAX_OPTIONS = 16  # Max continuations of one context that one thread requests: usual questions have fewer.
 # A token with a higher log-probability is the most likely token: the value is ln 1/2, rounded up.
 _CERTAINLY_FIRST = -0.69
-_IGNORED = {"max_batch_size", "device", "unknown", "return"}  # Arguments that error messages do not list.
 _DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes by default.
 _SAMPLING_OPTIONS = {"top_p", "top_k", "min_p", "typical_p"}  # Options that have no effect at temperature 0.
-
-
-class _Generation(NamedTuple):
-    """A generation: max tokens, texts that end it, each text with the number of last tokens to search, and sampling."""
-
-    max_tokens: int
-    until: list[str]
-    windows: list[tuple[str, int]]
-    sampling: dict[str, float]
 
 
 @register_model("lmpool")
@@ -80,8 +71,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         think_end_token: text that ends a model's reasoning; the continuation is cut up to its last occurrence.
         chat_template_args: more arguments of the chat template.
         trust_remote_code: whether code in the tokenizer's repository may run.
-        max_batch_size, device: have no effect, but lm-eval's command passes them.
-        unknown: any other argument is refused.
+        unknown: `max_batch_size` and `device` have no effect, but lm-eval's command passes them; others are refused.
 
     Raises:
         SettingsError: an argument is unknown or malformed, or there is no tokenizer.
@@ -107,25 +97,22 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         think_end_token: str | None = None,
         chat_template_args: dict[str, Any] | None = None,
         trust_remote_code: bool = False,
-        max_batch_size: int | None = None,
-        device: str | None = None,
         **unknown: Any,
     ) -> None:
         super().__init__()
-        known = [name for name in LmpoolLM.__init__.__annotations__ if name not in _IGNORED]
-        check_known(unknown, known, "an argument of the model lmpool")
-        for given, value in {"max_batch_size": max_batch_size, "device": device}.items():
-            if value not in (None, _DEFAULT_DEVICE):
+        for given in ("max_batch_size", "device"):
+            if (value := unknown.pop(given, None)) not in (None, _DEFAULT_DEVICE):
                 _log.warning("%s=%s: has no effect, the pool's workers decide", given, value)
+        known = [name for name in LmpoolLM.__init__.__annotations__ if name not in ("unknown", "return")]
+        check_known(unknown, known, "an argument of the model lmpool")
         text, self._concurrency = str(batch_size), _CONCURRENCY
         if text != "1" and text.partition(":")[0] != "auto":
             number = int(text) if text.isdecimal() else batch_size
             self._concurrency = check_number("batch_size", number, least=1, note=", or 'auto'")
         self.max_gen_toks: int = check_number("max_gen_toks", max_gen_toks, least=1)
         self._seed: int = check_number("seed", seed, least=0, most=MAX_SEED)
-        self._think_end_token = think_end_token
+        self._adapter, self._think_end_token = adapter, think_end_token
         self._chat_template_args = chat_template_args or {}
-        self._adapter = adapter
         where: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": timeout, "priority": priority}
         self._producer = SyncProducer(name, keep_answers=False, **where)
         info = self._info = self._producer.model
@@ -135,8 +122,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         how |= {"option": "tokenizer", "otherwise": "name one of this machine: tokenizer=<folder>"}
         how |= {"trust_remote_code": trust_remote_code}
         self.tokenizer: Any = load_tokenizer(info, **how) if tokenizer is None else read_tokenizer(tokenizer, **how)
-        self._add_bos_token = add_bos_token
-        self._prefix_token_id = prefix_token_id
+        self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
         ends = [self.eot_token_id, *end_tokens(tokenizer or info.source)]
         self._ends = {token for token in ends if token is not None and token < info.vocab_size}
 
@@ -180,10 +166,9 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
         added = self._add_bos_token if add_special_tokens is None else add_special_tokens
-        ids: list[int] = self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added}))
-        return ids
+        return list(self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added})))
 
-    def _map(self, kind: str, request: Callable[[T], R], items: Sequence[T], disable_tqdm: bool) -> Iterator[R]:
+    def _map(self, kind: str, request: Callable[[Any], Any], items: Sequence[Any], disable_tqdm: bool) -> Iterator[Any]:
         """The results of concurrent requests, in order. The first failure ends all requests."""
         with ThreadPoolExecutor(self._concurrency, "lmpool-lm-eval") as threads:
             results = threads.map(request, items)
@@ -273,8 +258,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         """The most likely next token at each position from `start` on."""
         best = self._producer.positions(ids, start, top=1, adapter=self._adapter)
         assert isinstance(best, TopK)
-        tokens: list[int] = best.ids[:, 0].tolist()
-        return tokens
+        return list(best.ids[:, 0].tolist())
 
     def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:
         arguments = dict(utils.normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
@@ -290,32 +274,33 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
         # As in `hf`, search two more tokens: the model may write a text with more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
-        return _Generation(max_tokens, until, windows, sampling)
+        return max_tokens, until, windows, sampling
 
     def _generate(self, number: int, context: str, wanted: _Generation) -> str:
         """A continuation, requested in pieces."""
+        max_tokens, until, windows, sampling = wanted
         has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
-        ids = self._encode(context, False if has_bos else None)[wanted.max_tokens - self.max_length :]
+        ids = self._encode(context, False if has_bos else None)[max_tokens - self.max_length :]
         ids = ids or [self.prefix_token_id]
         # Workers stop at the tokens of a text that ends the continuation, but other tokens may form the same text.
-        stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in wanted.windows)]
+        stop = [*([token] for token in self._ends), *(self._encode(text, False) for text, _ in windows)]
         stop = list(filter(None, stop))
         made: list[int] = []
         end = None
-        while end is None and len(made) < wanted.max_tokens:
+        while end is None and len(made) < max_tokens:
             # Draw as one request for all tokens would. Without sampling, equal seeds let requests share results.
-            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if wanted.sampling["temperature"] else 0
-            begin, size = len(made), min(_PIECE, wanted.max_tokens - len(made))
-            options: dict[str, Any] = {**wanted.sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
+            seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if sampling["temperature"] else 0
+            begin, size = len(made), min(_PIECE, max_tokens - len(made))
+            options: dict[str, Any] = {**sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
             (piece,) = self._producer.generate(ids + made, size, **options)
             made += piece.ids.tolist()
             for at in range(begin + 1, len(made) + 1):
-                texts = (text in self.tokenizer.decode(made[max(0, at - last) : at]) for text, last in wanted.windows)
+                texts = (text in self.tokenizer.decode(made[max(0, at - last) : at]) for text, last in windows)
                 if made[at - 1] in self._ends or any(texts):
                     end = at
                     break
         text = self.tokenizer.decode(made[:end], skip_special_tokens=True)
-        return str(utils.postprocess_generated_text(text, wanted.until, self._think_end_token))
+        return str(utils.postprocess_generated_text(text, until, self._think_end_token))
 
 
 def main() -> None:

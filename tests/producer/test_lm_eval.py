@@ -176,8 +176,8 @@ def requests(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:
 def longest(model: LmpoolLM) -> tuple[str, str]:
     """Return the longest generated text of 40 tokens, and its context."""
     contexts = [TEXT[: 3 * at] for at in range(1, 20)]
-    asked = requests("generate_until", *((context, {"until": [], "max_gen_toks": 40}) for context in contexts))
-    return max(zip(contexts, model.generate_until(asked), strict=True), key=lambda pair: len(pair[1]))
+    questions = requests("generate_until", *((context, {"until": [], "max_gen_toks": 40}) for context in contexts))
+    return max(zip(contexts, model.generate_until(questions), strict=True), key=lambda pair: len(pair[1]))
 
 
 def evaluate(model: Any, tasks: Path, **options: Any) -> Any:
@@ -253,14 +253,14 @@ def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: 
     (said,) = ours._producer.generate(ours.tok_encode("The mill"), 8, temperature=0)
     likely = said.ids.tolist()
     context = ours.tok_encode("The mill")
-    asked: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
+    questions: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
     # The second most likely token in place of the most likely one.
     for size in range(8):
         second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
-        asked.append((None, context, [*likely[:size], int(second)]))
-    answers = ours._loglikelihood_tokens(asked)
+        questions.append((None, context, [*likely[:size], int(second)]))
+    answers = ours._loglikelihood_tokens(questions)
     assert [is_greedy for _, is_greedy in answers] == [True] * 8 + [False] * 8
-    assert_same(answers, theirs._loglikelihood_tokens(asked))
+    assert_same(answers, theirs._loglikelihood_tokens(questions))
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_generated_texts_end_where_they_end_in_transformers(
 ) -> None:
     ours, theirs = pooled(served, folder), hf(folder)
     contexts = [TEXT[at * 5 : at * 9 + 1] for at in range(24)] + [TEXT]
-    asked = requests("generate_until", *((context, {"max_gen_toks": 40, **arguments}) for context in contexts))
+    questions = requests("generate_until", *((context, {"max_gen_toks": 40, **arguments}) for context in contexts))
     if "max_new_tokens" in arguments:
-        asked = requests("generate_until", *((context, arguments) for context in contexts))
-    texts = ours.generate_until(asked)
-    assert texts == theirs.generate_until(asked)
+        questions = requests("generate_until", *((context, arguments) for context in contexts))
+    texts = ours.generate_until(questions)
+    assert texts == theirs.generate_until(questions)
     assert len(set(texts)) > 3
     # Some texts end early and some late.
     assert len({len(text) for text in texts}) > 3
@@ -291,16 +291,16 @@ def test_generated_texts_end_where_they_end_in_transformers(
 
 def test_samples_depend_on_the_seed_and_the_request(served: Pool, folder: Path) -> None:
     arguments = {"until": [], "do_sample": True, "temperature": 1.0, "top_p": 0.99, "max_gen_toks": 40}
-    asked = requests("generate_until", *[("The mill", arguments)] * 6)
+    questions = requests("generate_until", *[("The mill", arguments)] * 6)
     ours = pooled(served, folder, seed=5)
-    texts = ours.generate_until(asked)
+    texts = ours.generate_until(questions)
     for at in range(6):
         how: Any = {"seed": 5 + (at << 32), "temperature": 1.0, "top_p": 0.99, "stop": [1, 2]}
         (made,) = ours._producer.generate(ours.tok_encode("The mill"), 40, **how)
         assert texts[at] == ours.tokenizer.decode(made.ids.tolist(), skip_special_tokens=True)
     assert len(set(texts)) == 6
-    assert pooled(served, folder, seed=5, batch_size=2).generate_until(asked) == texts
-    assert pooled(served, folder, seed=6).generate_until(asked) != texts
+    assert pooled(served, folder, seed=5, batch_size=2).generate_until(questions) == texts
+    assert pooled(served, folder, seed=6).generate_until(questions) != texts
 
 
 def test_settings_work_as_in_lm_evals_own_model(served: Pool, marked: Path) -> None:
@@ -314,11 +314,11 @@ def test_settings_work_as_in_lm_evals_own_model(served: Pool, marked: Path) -> N
         assert_same(ours.loglikelihood_rolling(texts), theirs.loglikelihood_rolling(texts))
         assert ours.loglikelihood_rolling(texts) != plain.loglikelihood_rolling(texts)
     context, whole = longest(plain)
-    asked = requests("generate_until", (context, {"until": [], "max_gen_toks": 40}))
+    questions = requests("generate_until", (context, {"until": [], "max_gen_toks": 40}))
     mark = next(letter for letter in whole[5:] if letter.isprintable())
-    (answer,) = pooled(served, marked, think_end_token=mark).generate_until(asked)
+    (answer,) = pooled(served, marked, think_end_token=mark).generate_until(questions)
     assert answer == whole.split(mark)[-1].lstrip() != whole
-    assert hf(marked, think_end_token=mark).generate_until(asked) == [answer]
+    assert hf(marked, think_end_token=mark).generate_until(questions) == [answer]
 
 
 def test_a_text_that_ends_early_is_one_request(served: Pool, folder: Path) -> None:
@@ -349,23 +349,23 @@ def test_lm_evals_cache_has_the_results_of_an_interrupted_evaluation(pool: Pool,
         "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
     }
     # The results that the model itself recorded, without the ones that lm-eval records at the end.
-    answers = {kind: getattr(ours, kind)(asked) for kind, asked in kinds.items()}
+    answers = {kind: getattr(ours, kind)(questions) for kind, questions in kinds.items()}
     ours._producer.close()
-    assert {kind: getattr(cached, kind)(asked) for kind, asked in kinds.items()} == answers
+    assert {kind: getattr(cached, kind)(questions) for kind, questions in kinds.items()} == answers
 
 
 def test_an_adapter_changes_the_results(pool: Pool, folder: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tmp_path / "warm", "warm")
-    asked = requests("loglikelihood", ("The mill", " sang"))
+    questions = requests("loglikelihood", ("The mill", " sang"))
     written = requests("generate_until", ("The mill", {"until": [], "max_gen_toks": 20}))
     ours = pooled(pool, folder, "--adapters", f"warm={adapter}", adapter="warm")
     theirs = hf(folder, peft=str(adapter))
-    assert_same(ours.loglikelihood(asked), theirs.loglikelihood(asked))
+    assert_same(ours.loglikelihood(questions), theirs.loglikelihood(questions))
     assert ours.generate_until(written) == theirs.generate_until(written)
     plain = pooled(pool, folder)
-    assert ours.loglikelihood(asked) != plain.loglikelihood(asked)
+    assert ours.loglikelihood(questions) != plain.loglikelihood(questions)
     with pytest.raises(UnknownAdapter):
-        pooled(pool, folder, adapter="cold").loglikelihood(asked)
+        pooled(pool, folder, adapter="cold").loglikelihood(questions)
 
 
 def test_lm_evals_command_runs_on_a_pool(served: Pool, folder: Path, tasks: Path, tmp_path: Path) -> None:
@@ -424,13 +424,13 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
         ours.loglikelihood(requests("loglikelihood", ("a", "b" * 65)))
 
 
-@pytest.mark.parametrize(("device", "is_told"), [("cuda:0", False), ("cpu", True), (None, False)])
+@pytest.mark.parametrize(("device", "is_logged"), [("cuda:0", False), ("cpu", True), (None, False)])
 def test_a_device_has_no_effect_and_is_logged(
-    served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_told: bool
+    served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_logged: bool
 ) -> None:
     """lm-eval's command passes "cuda:0" if the user named no device."""
     pooled(served, folder, device=device)
-    assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_told
+    assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_logged
 
 
 def test_a_model_without_a_tokenizer_needs_the_tokenizer_option(pool: Pool, folder: Path) -> None:

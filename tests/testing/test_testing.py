@@ -79,17 +79,17 @@ async def test_rows_can_be_read_from_shared_memory(tmp_path: Path, monkeypatch: 
     try:
         with pool(model) as memory:
             async with Producer(redis=memory.url, cache_bytes=0) as producer:
-                asked = 0
+                number = 0
 
                 async def is_shared() -> bool:
-                    nonlocal asked
-                    asked += 1
-                    assert (await producer.logprobs([asked]) == model.row([asked])).all()
+                    nonlocal number
+                    number += 1
+                    assert (await producer.logprobs([number]) == model.row([number])).all()
                     return producer._counters.shared.rows > 0
 
                 await until_async(is_shared, "rows come through shared memory once it is made")
                 before = producer._counters.shared.rows
-                assert (await producer.logprobs([asked]) == model.row([asked])).all()
+                assert (await producer.logprobs([number]) == model.row([number])).all()
                 assert producer._counters.shared.rows == before + 1
         assert list(place.glob("*/*")) == []
     finally:
@@ -134,7 +134,7 @@ def test_other_processes_can_connect(memory: MemoryPool) -> None:
 async def test_a_prompt_of_several_clients_is_computed_once(memory: MemoryPool) -> None:
     memory.worker.stall()
     producers = [Producer(redis=memory.url) for _ in range(5)]
-    asked = [asyncio.ensure_future(producer.logprobs([1, 2, 3])) for producer in producers]
+    requested = [asyncio.ensure_future(producer.logprobs([1, 2, 3])) for producer in producers]
     waiting = Keys().model("synthetic").waiting + b"*"
 
     async def all_wait() -> bool:
@@ -143,7 +143,7 @@ async def test_a_prompt_of_several_clients_is_computed_once(memory: MemoryPool) 
     await until_async(all_wait, "all clients wait for the same prompt")
     assert jobs(memory) == 1
     memory.worker.resume()
-    for row in await asyncio.gather(*asked):
+    for row in await asyncio.gather(*requested):
         np.testing.assert_array_equal(row, TINY.row([1, 2, 3]))
     for producer in producers:
         await producer.close()
@@ -211,8 +211,8 @@ async def test_trie_calls_are_answered() -> None:
         trie = await producer.trie()
         truth = answers_of(trie.structure)
         for prompt in prompts:  # By reference: the worker of the model computes the sums.
-            told = truth.of("sum", np.exp(model.row(prompt)))
-            np.testing.assert_allclose(await trie.weight_sum(prompt=prompt), told, rtol=1e-6)
+            expected = truth.of("sum", np.exp(model.row(prompt)))
+            np.testing.assert_allclose(await trie.weight_sum(prompt=prompt), expected, rtol=1e-6)
         memory.serve_tries()
         other = await producer.trie(words(4, 30))
         weights = draw_weights(1, 30)
@@ -226,10 +226,10 @@ async def test_trie_calls_are_answered() -> None:
 async def test_a_failing_prompt_does_not_affect_other_prompts() -> None:
     model = SyntheticModel(vocab_size=20, fail_token=13)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
-        beside = asyncio.create_task(producer.logprobs([1]))
+        other = asyncio.create_task(producer.logprobs([1]))
         with pytest.raises(WorkerError, match="13"):
             await producer.logprobs([1, 13])
-        np.testing.assert_array_equal(await beside, model.row([1]))
+        np.testing.assert_array_equal(await other, model.row([1]))
 
 
 async def test_a_stalled_worker_returns_rows_after_resume(memory: MemoryPool) -> None:
@@ -237,9 +237,9 @@ async def test_a_stalled_worker_returns_rows_after_resume(memory: MemoryPool) ->
         memory.worker.stall()
         with pytest.raises(DeadlineExceeded):
             await producer.logprobs([1], timeout=SHORT)
-        asked = asyncio.ensure_future(producer.logprobs([2]))
+        requested = asyncio.ensure_future(producer.logprobs([2]))
         memory.worker.resume()
-        np.testing.assert_array_equal(await asked, TINY.row([2]))
+        np.testing.assert_array_equal(await requested, TINY.row([2]))
 
 
 async def test_a_step_takes_step_ms() -> None:
@@ -253,20 +253,20 @@ async def test_a_full_queue_refuses() -> None:
     model = SyntheticModel(vocab_size=8, queue_limit=2, max_batch=1)
     async with pool(model) as memory, Producer(redis=memory.url, when_full="raise") as producer:
         memory.worker.stall()
-        asked = [asyncio.ensure_future(producer.logprobs([i])) for i in range(2)]
+        requested = [asyncio.ensure_future(producer.logprobs([i])) for i in range(2)]
         await until_async(lambda: _holds(jobs(memory) == 2), "the queue is full")
         with pytest.raises(QueueFull):
             await producer.logprobs([2])
         memory.worker.resume()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requested)
 
 
 async def test_a_cancelled_request_is_removed_from_the_queue(memory: MemoryPool) -> None:
     memory.worker.kill()
     async with Producer(redis=memory.url) as producer:
-        asked = asyncio.ensure_future(producer.logprobs([1]))
+        requested = asyncio.ensure_future(producer.logprobs([1]))
         await until_async(lambda: _holds(jobs(memory) == 1), "the prompt is queued")
-        asked.cancel()
+        requested.cancel()
         await until_async(lambda: _holds(jobs(memory) == 0), "the prompt is removed")
 
 
@@ -282,11 +282,11 @@ async def test_another_worker_takes_over_the_jobs_of_a_killed_worker() -> None:
     model = SyntheticModel(vocab_size=16, lease_s=SHORT)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         memory.worker.stall()
-        asked = asyncio.ensure_future(producer.batch_logprobs([[i] for i in range(16)]))
+        requested = asyncio.ensure_future(producer.batch_logprobs([[i] for i in range(16)]))
         await until_async(lambda: _holds(held(memory) == 16), "the worker holds all prompts")
         memory.worker.kill()
         memory.serve(model)
-        for i, row in enumerate(await asked):
+        for i, row in enumerate(await requested):
             np.testing.assert_array_equal(row, model.row([i]))
         await until_async(lambda: _holds(jobs(memory) == 0), "the queue is empty")
 
@@ -295,11 +295,11 @@ async def test_a_stopped_worker_finishes_its_prompts() -> None:
     model = SyntheticModel(vocab_size=16, max_batch=4)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         memory.worker.stall()
-        asked = asyncio.ensure_future(producer.batch_logprobs([[i] for i in range(8)]))
+        requested = asyncio.ensure_future(producer.batch_logprobs([[i] for i in range(8)]))
         await until_async(lambda: _holds(held(memory) == 8), "the worker holds all prompts")
         await asyncio.to_thread(memory.worker.stop)
         assert held(memory) == jobs(memory) == 0
-        np.testing.assert_array_equal((await asked)[5], model.row([5]))
+        np.testing.assert_array_equal((await requested)[5], model.row([5]))
         with pytest.raises(UnknownModel):
             await Producer("synthetic", redis=memory.url).open()
 

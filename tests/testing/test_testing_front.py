@@ -89,9 +89,9 @@ async def test_replies_have_the_types_of_a_server(raw: RawCommandConnection) -> 
 
 async def test_strings_and_statuses_differ_on_a_connection_for_rows(server: Server) -> None:
     raw = RawRowCommands(await server.open())
-    stored, told = raw.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), raw.call((b"GET", b"k"))
+    stored, received = raw.set([RowWrite(b"k", b"OK", memoryview(b""), True)], 60_000), raw.call((b"GET", b"k"))
     assert await stored == [None]
-    assert await told == b"OK"
+    assert await received == b"OK"
     raw.close()
 
 

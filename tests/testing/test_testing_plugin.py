@@ -21,7 +21,7 @@ from lmpool.errors import UnknownModel
 from lmpool.producer import Producer, SyncProducer
 from lmpool.testing import MemoryPool, SyntheticModel
 
-def ask():
+def request_row():
     with SyncProducer() as producer:
         return producer.logprobs([1, 2])
 
@@ -32,7 +32,7 @@ def test_a_row(lmpool_pool):
 
 def test_the_environment(lmpool_environment, lmpool_pool):
     assert lmpool_environment is lmpool_pool
-    assert (ask() == lmpool_pool.model.row([1, 2])).all()
+    assert (request_row() == lmpool_pool.model.row([1, 2])).all()
 
 def test_the_environment_is_as_before():
     assert "LMPOOL_REDIS_URL" not in os.environ

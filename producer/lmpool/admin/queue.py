@@ -1,51 +1,54 @@
-"""The queue of a model: count its prompts and clients, and clear it."""
+"""The queue of a model and its dead letters, the jobs that workers gave up: count, clear, list, retry and drop.
+
+Any program with access to the queue may have written a job, so this code validates every field.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import re
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import starmap
 from typing import Any, NamedTuple, cast
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
+from lmpool.admin.survey import shortened
 from lmpool.broker import scripts
-from lmpool.broker.scripts import MAX_WORKERS, read_lanes, read_queue
-from lmpool.errors import ProtocolError, QueueCleared
+from lmpool.broker.registries import AdapterRegistry
+from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, QueueCleared, SettingsError
 from lmpool.producer.client.discovery import Discovery
-from lmpool.protocol.job import Failure, digest_of, query_digest, unpack_job
-from lmpool.protocol.keys import (
-    BULK,
-    BULK_TIME,
-    CONTINUED,
-    CONTINUED_TIME,
-    GROUP,
-    JOB_FIELD,
-    REPLY_CAP,
-    REPLY_TTL_MS,
-    ModelKeys,
-)
+from lmpool.protocol import job as jobs
+from lmpool.protocol import keys as key_names
+from lmpool.protocol import query as queries
+from lmpool.protocol.adapter import name_of, revision_of
+from lmpool.protocol.keys import BULK, BULK_TIME, CONTINUED, CONTINUED_TIME, ModelKeys
+from lmpool.protocol.model_info import ModelInfo
 
 _LATER = b"later"
 _PAGE = 8  # Stream entries per read: a job may have 16 MB.
 _SCAN_COUNT = 1000  # Digests of the backlog per ZSCAN.
-_REMOVED_PER_CALL = 50  # Prompts per script call: removing a prompt takes several times as long as adding a prompt.
+_CLEARED_PER_CALL = 50  # Prompts per script call: removing a prompt takes several times as long as adding a prompt.
 _MAX_ROUNDS = 3  # Max passes over the queue, so that clearing ends even if clients keep submitting.
 _MAX_CLIENTS = 50  # Max clients listed per priority.
+_FAILURE_FIELD = b"e"
+_ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
+_MAX_CANDIDATES = 8  # Max ids in the error for an ambiguous name.
+_MAX_BYTES = 256  # Max bytes shown of a job that cannot be decoded.
+_MAX_DESCRIPTION = 200  # Max characters that describe a query.
+_DROPPED_PER_CALL = 500  # Max dead letters per XDEL, so that other clients wait less than a millisecond.
+_KEPT_MS = 3_600_000  # Milliseconds until the waiting key of a retried job expires: no client waits for the job.
 
 
 class Cleared(NamedTuple):
-    """The result of clearing a queue.
-
-    Attributes:
-        removed: prompts that were removed.
-        held: prompts that workers hold; they will be computed.
-        queued: prompts that clients submitted during the call and that remain.
-    """
+    """The result of clearing a queue."""
 
     removed: int
-    held: int
-    queued: int
+    held: int  # Prompts that workers hold; they will be computed.
+    queued: int  # Prompts that clients submitted during the call and that remain.
 
 
 async def count_queue(redis: Redis, discovery: Discovery, keys: ModelKeys, model: str) -> dict[str, Any]:
@@ -60,7 +63,7 @@ async def count_queue(redis: Redis, discovery: Discovery, keys: ModelKeys, model
         "held": sum([await _held(redis, stream) for stream, _ in await _streams(redis, keys)]),
         "backlog": int(await redis.zcard(keys.backlog)),
         "bulk": int(await redis.zcount(keys.backlog, BULK_TIME, "+inf")),
-        "lanes": await read_lanes(redis, keys),
+        "lanes": await scripts.read_lanes(redis, keys),
         "age_s": state.age_s,
         "clients": await _clients(redis, keys),
     }
@@ -79,16 +82,16 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         RedisError, OSError: the server cannot be used.
     """
     text = f"an operator has cleared the queue of {model!r} (`lmpool queue clear`): submit the request again if needed"
-    failure, lease_ms = Failure(QueueCleared.__name__, text).pack(), int(lease_s * 1000)
+    failure, lease_ms = jobs.Failure(QueueCleared.__name__, text).pack(), int(lease_s * 1000)
     removed = queued = 0
     for _ in range(_MAX_ROUNDS):
         gone = held = 0
         prompts = await _list_prompts(redis, keys)
-        for at in range(0, len(prompts), _REMOVED_PER_CALL):
-            portion = prompts[at : at + _REMOVED_PER_CALL]
+        for at in range(0, len(prompts), _CLEARED_PER_CALL):
+            portion = prompts[at : at + _CLEARED_PER_CALL]
             while portion:
                 names = [keys.jobs, keys.waiting, *(keys.waiting + digest for _, digest in portion)]
-                head = [GROUP, failure, REPLY_CAP, REPLY_TTL_MS, lease_ms]
+                head = [key_names.GROUP, failure, key_names.REPLY_CAP, key_names.REPLY_TTL_MS, lease_ms]
                 args = [*head, *(entry for entry, _ in portion)]
                 now_gone, now_held, again = await scripts.CLEAR(redis, names, args)
                 gone, held = gone + now_gone, held + now_held
@@ -97,7 +100,7 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
         if not gone:
             break
     else:
-        queued = (await read_queue(redis, keys)).depth - held
+        queued = (await scripts.read_queue(redis, keys)).depth - held
     return Cleared(removed, held, max(0, queued))
 
 
@@ -111,24 +114,15 @@ async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, byte
     for stream, suffix in await _streams(redis, keys):
         first, newest = "-", cast(Any, await redis.xrevrange(stream, count=1))
         while newest and (page := cast(Any, await redis.xrange(stream, first, newest[0][0], _PAGE))):
-            prompts += [(entry + suffix, _digest(fields.get(JOB_FIELD, b""))) for entry, fields in page]
+            prompts += [(entry + suffix, read_letter(entry, fields).digest) for entry, fields in page]
             first = f"({page[-1][0].decode('ascii')}"
     return prompts
 
 
 async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
     """Return the streams of a queue, lanes first, each with the suffix that follows its entry ids."""
-    lanes: Any = await redis.zrange(keys.lanes, 0, MAX_WORKERS, desc=True)
+    lanes: Any = await redis.zrange(keys.lanes, 0, scripts.MAX_WORKERS, desc=True)
     return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
-
-
-def _digest(data: bytes) -> bytes:
-    try:
-        job = unpack_job(data)
-        prompt = digest_of(job.ids, job.adapter)
-        return query_digest(prompt, job.query) if job.query else prompt
-    except ProtocolError:
-        return b""
 
 
 async def _held(redis: Redis, stream: bytes) -> int:
@@ -138,7 +132,7 @@ async def _held(redis: Redis, stream: bytes) -> int:
         if "no such key" in str(error):
             return 0  # No worker has served the model yet.
         raise
-    return sum(int(group["pending"]) for group in groups if group["name"] == GROUP.encode())
+    return sum(int(group["pending"]) for group in groups if group["name"] == key_names.GROUP.encode())
 
 
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
@@ -148,8 +142,8 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """
     behind: dict[str, int] = {}
     # Each priority has its own virtual time and its own range of start times (docs/design/queue.md).
-    starts_of_range: dict[str | bytes, float] = {"": -math.inf, CONTINUED: CONTINUED_TIME, BULK: BULK_TIME}
-    for (time, first), last in zip(starts_of_range.items(), (CONTINUED_TIME, BULK_TIME, math.inf), strict=True):
+    ranges = (("", -math.inf, CONTINUED_TIME), (CONTINUED, CONTINUED_TIME, BULK_TIME), (BULK, BULK_TIME, math.inf))
+    for time, first, last in ranges:
         now = max(first, 0.0, float(await redis.zscore(keys.virtual_time, time) or 0))
         starts: Any = await redis.zrevrangebyscore(
             keys.virtual_time, last, first, start=0, num=_MAX_CLIENTS, withscores=True
@@ -158,3 +152,196 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
         counts = {name.decode("utf-8", "replace").removeprefix(prefix): int(start - now) for name, start in starts}
         behind |= {name: count for name, count in counts.items() if count > 0 and not name.startswith("owed")}
     return behind
+
+
+class DeadLetter(NamedTuple):
+    """One job that was given up."""
+
+    entry: str  # Its id in the stream, "MS-N": MS is the time when it was given up, in milliseconds since 1970.
+    data: bytes  # The job as it was queued.
+    failure: jobs.Failure
+    job: jobs.Job | None = None  # The decoded `data`; None if it cannot be decoded.
+    query: queries.Query | None = None  # None if the job requests a row.
+    digest: bytes = b""  # The digest that the job's clients waited for; b"" if the job cannot be decoded.
+    fault: str = ""  # Why no worker can compute the job; "" if the job can be retried.
+
+    @property
+    def given_up(self) -> float:
+        """Time at which the job was given up, in seconds since 1970."""
+        return int(self.entry.partition("-")[0]) / 1000
+
+
+def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
+    """Decode an entry of the stream of dead letters; `fault` names invalid content."""
+    data = fields.get(key_names.JOB_FIELD, b"")
+    try:
+        failure = jobs.unpack_failure(fields.get(_FAILURE_FIELD, b""))
+    except ProtocolError as error:
+        failure = jobs.Failure("", f"the reason cannot be read: {error}")
+    letter = DeadLetter(entry.decode("ascii"), data, jobs.Failure(shortened(failure.kind, 60), shortened(failure.text)))
+    try:
+        job = jobs.unpack_job(data)
+        prompt = jobs.digest_of(job.ids, job.adapter)
+        letter = letter._replace(job=job, digest=jobs.query_digest(prompt, job.query) if job.query else prompt)
+        return letter._replace(query=queries.unpack_query(job.query) if job.query else None)
+    except ProtocolError as error:
+        return letter._replace(fault=shortened(str(error)))
+
+
+class DeadLetters:
+    """The dead letters of one model; `redis` is a redis-py client for control messages."""
+
+    def __init__(self, redis: Redis, keys: ModelKeys) -> None:
+        self._redis, self._keys = redis, keys
+
+    async def count(self) -> int:
+        """Return the number of dead letters."""
+        return int(await self._redis.xlen(self._keys.dead))
+
+    async def newest(self, limit: int) -> list[DeadLetter]:
+        """Return at most `limit` dead letters, the newest first."""
+        letters: list[DeadLetter] = []
+        while len(letters) < limit:
+            last = f"({letters[-1].entry}" if letters else "+"
+            page: Any = await self._redis.xrevrange(self._keys.dead, last, "-", min(_PAGE, limit - len(letters)))
+            if not page:
+                break
+            letters += starmap(read_letter, page)
+        return letters
+
+    async def oldest_first(self) -> AsyncGenerator[DeadLetter, None]:
+        """Iterate over all current dead letters, the oldest first, with a few dead letters in memory at a time."""
+        first, page = "-", cast(Any, None)
+        for newest in await self.newest(1):
+            while page := await self._redis.xrange(self._keys.dead, first, newest.entry, _PAGE):
+                for letter in starmap(read_letter, page):
+                    yield letter
+                first = f"({letter.entry}"
+
+    async def find(self, names: Sequence[str]) -> list[DeadLetter]:
+        """Return the dead letters with these names, each once.
+
+        Args:
+            names: ids or digests (in hexadecimal), or unambiguous prefixes of either.
+
+        Raises:
+            SettingsError: a name matches no dead letter, or several dead letters.
+        """
+        letters = [await self._find(name) for name in names]
+        return list({letter.entry: letter for letter in letters}.values())
+
+    async def _find(self, name: str) -> DeadLetter:
+        if found := await self._at(name):
+            return found
+        entries = []
+        async for letter in self.oldest_first():
+            if name and (letter.entry.startswith(name) or letter.digest.hex().startswith(name.lower())):
+                entries.append(letter.entry)
+                found = letter
+        if found is None:
+            raise SettingsError(f"id: {shortened(name, 60)!r} matches no dead letter: see `lmpool dead list`")
+        if len(entries) > 1:
+            more = f" and {len(entries) - _MAX_CANDIDATES} more" if len(entries) > _MAX_CANDIDATES else ""
+            raise SettingsError(f"id: {name!r} matches {', '.join(entries[:_MAX_CANDIDATES])}{more}: name one of them")
+        return found
+
+    async def _at(self, entry: str) -> DeadLetter | None:
+        is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
+        found: Any = await self._redis.xrange(self._keys.dead, entry, entry, 1) if is_id else []
+        return next(starmap(read_letter, found), None)
+
+    async def drop(self, entries: Sequence[str]) -> int:
+        """Delete the dead letters with these ids; return how many existed."""
+        parts = [entries[at : at + _DROPPED_PER_CALL] for at in range(0, len(entries), _DROPPED_PER_CALL)]
+        return sum([await self._redis.xdel(self._keys.dead, *part) for part in parts])
+
+    async def drop_all(self) -> int:
+        """Delete all dead letters; return how many existed."""
+        return int(await self._redis.xtrim(self._keys.dead, maxlen=0, approximate=False))
+
+    async def retry(self, letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> bool:
+        """Queue a job again, with its delivery count set to zero; a worker then caches its row.
+
+        Args:
+            letter: the dead letter of the job.
+            info: the info of the model that is served now.
+            adapters: qualified names of the registered adapters; see `served_adapters`.
+
+        Returns:
+            False if the same prompt is already in flight.
+
+        Raises:
+            LMPoolError: no worker can compute the job, or the queue is full; the dead letter stays.
+        """
+        reason = _refusal(letter, info, adapters)
+        if not reason:
+            keys = [self._keys.jobs, self._keys.dead, self._keys.waiting + letter.digest]
+            outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, info.queue_limit, _KEPT_MS])
+            if outcome in (b"Q", b"J"):
+                return bool(outcome == b"Q")
+            reason = "another program has just retried or dropped it"
+            if outcome == b"F":
+                reason = f"the queue is at its limit of {info.queue_limit} prompts: retry later"
+        raise LMPoolError(f"{letter.entry}: {reason}")
+
+    async def served_adapters(self, info: ModelInfo) -> set[str]:
+        """Return the qualified names of the registered adapters."""
+        known = await AdapterRegistry(self._redis, self._keys, info.fingerprint).read()
+        return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
+
+
+def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> str:
+    """Return why a job cannot be queued again; "" if it can."""
+    if letter.fault or letter.job is None:
+        return f"the job cannot be decoded, so no worker can compute it: {letter.fault}"
+    job = letter.job
+    if job.fingerprint != info.fingerprint:
+        fingerprint = shortened(job.fingerprint, 60)
+        return f"it is for another model of this name: its fingerprint is {fingerprint}, not {info.fingerprint}"
+    if info.is_trie:
+        return ""
+    try:
+        jobs.check_encoded(job.ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+    except InvalidPrompt as error:
+        return str(error)
+    if job.adapter and job.adapter not in adapters:
+        name, revision = shortened(name_of(job.adapter), 60), shortened(revision_of(job.adapter), 60)
+        return f"the adapter {name!r} of revision {revision!r} is no longer registered"
+    return ""
+
+
+def summary(letter: DeadLetter) -> dict[str, Any]:
+    """Describe a dead letter, as JSON and tables show it."""
+    job = letter.job
+    try:
+        given_up = datetime.fromtimestamp(letter.given_up, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):  # The program that adds an entry may choose its id.
+        given_up = "at an impossible time"
+    return {
+        "id": letter.entry,
+        "given_up": given_up,
+        "error": letter.failure.kind,
+        "reason": letter.failure.text,
+        "fault": letter.fault,
+        "digest": letter.digest.hex(),
+        "tokens": None if job is None else len(job.ids) // 4,
+        "adapter": "" if job is None else shortened(job.adapter, 170),
+        "asked": "" if job is None or letter.fault else "row" if letter.query is None else _describe(letter.query),
+        "fingerprint": "" if job is None else shortened(job.fingerprint, 60),
+    }
+
+
+def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
+    """Return the token ids of a dead letter, or the first bytes of a job that cannot be decoded."""
+    if letter.job is None or len(letter.job.ids) % 4:
+        begin, dots = letter.data[:_MAX_BYTES].hex(), "…" if len(letter.data) > _MAX_BYTES else ""
+        return {"bytes": len(letter.data), "job": begin + dots}
+    return {"ids": jobs.decode_ids(letter.job.ids)[:max_ids].tolist()}
+
+
+def _describe(query: queries.Query) -> str:
+    """The kind of a query and its options; of options in bytes, only the names."""
+    kind = type(query).__name__.removesuffix("Query").lower()
+    given = ((name, value) for name, value in msgspec.structs.asdict(query).items() if value not in (b"", ""))
+    options = (name if isinstance(value, bytes) else f"{name}={value}" for name, value in given)
+    return shortened(" ".join([kind, *options]), _MAX_DESCRIPTION)

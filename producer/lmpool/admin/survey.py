@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from redis.asyncio import Redis
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import ResponseError
 
 from lmpool.broker.scripts import QueueState, read_lanes
 from lmpool.broker.server import Server
@@ -19,17 +19,12 @@ from lmpool.protocol.keys import Keys
 Survey = list[dict[str, Any]]
 """One entry per model, as `lmpool status --json` prints it."""
 
-SILENT = "silent"
-"""State of a worker whose last two heartbeats are missing: it may have been killed."""
-
-MAX_TEXT = 500
-"""Max characters shown of a text from the server; longer texts are cut."""
-
+SILENT = "silent"  # State of a worker whose last two heartbeats are missing: it may have been killed.
+MAX_TEXT = 500  # Max characters shown of a text from the server; longer texts are cut.
 _SILENT_SHARE = 2 / 5  # Share of a lease after which a worker without heartbeats is silent: workers send five a lease.
+# Heartbeat fields that describe the last interval; a silent worker has no current values.
 _INTERVAL_FIELDS = ("rows_per_s", "batch", "p50_s", "p99_s")
-"""Heartbeat fields that describe the last interval; a silent worker has no current values."""
-_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")
-"""Heartbeat fields that stay texts even if they look like numbers."""
+_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")  # These stay texts even if they look like numbers.
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
 
 
@@ -39,13 +34,8 @@ async def survey(server: Server, keys: Keys) -> Survey:
     Raises:
         ServerError: the server cannot be used.
     """
-    redis = server.client()
-    try:
+    async with server.connected() as redis:
         return await read_survey(redis, keys)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await redis.aclose()
 
 
 async def read_survey(redis: Redis, keys: Keys) -> Survey:
@@ -95,11 +85,12 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
 
 
 def _worker(worker: WorkerInfo, silent_s: float | None, lane: int | None) -> dict[str, Any]:
-    typed: dict[str, Any] = {name: text or None for name, text in worker.fields.items()}
+    fields: dict[str, Any] = {"id": worker.worker_id, "state": None}
     for name, text in worker.fields.items():
+        fields[name] = text or None
         if name not in _TEXT_FIELDS and _NUMBER.fullmatch(text):
-            typed[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
-    fields = {"id": worker.worker_id, "state": None, **typed, "lane": lane, "silent_s": silent_s}
+            fields[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
+    fields |= {"lane": lane, "silent_s": silent_s}
     lease_s = number(worker.fields, "lease_s")
     if silent_s is not None and lease_s is not None and silent_s > _SILENT_SHARE * lease_s:
         fields |= {"state": SILENT, **dict.fromkeys(_INTERVAL_FIELDS)}

@@ -5,28 +5,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import typer
-from redis.exceptions import RedisError
 
 from lmpool.aio import gather
 from lmpool.batch.fetch import FILES_VARIABLE, named
 from lmpool.batch.folder import ERRORS, SUBMISSION, open_folder
 from lmpool.batch.kinds import KINDS_HELP
-from lmpool.batch.run import BatchSettings, Pool, Progress, counted, run_batch
-from lmpool.broker.server import Server
+from lmpool.batch.run import BatchSettings, Outcome, Pool, Progress, counted, run_batch
 from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
 from lmpool.producer import Producer
-from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits, check_served, run, when_absent
+from lmpool.producer.cli import options
+from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits
 from lmpool.producer.tokenizer import find_tokenizer
-
-T = TypeVar("T")
 
 SOME_FAILED = 3
 """Exit code when some lines have no result. The code is 2 for errors or if no line has any, 4 for refused folders."""
@@ -47,34 +45,47 @@ _FILES = "Jobs read and write files below this folder only (default: LMPOOL_BATC
 
 Source = Annotated[str, typer.Argument(metavar="IN", help=_IN)]
 Output = Annotated[str, typer.Argument(metavar="OUT", help=_OUT)]
-What = Annotated[str, typer.Option(help=f"The request for every text: {KINDS_HELP}.")]
-Start = Annotated[int, typer.Option(help="First position of each text; -1 is the last position, and so on.")]
-Format = Annotated[str | None, typer.Option("--format", help="jsonl (default) or parquet; rows are safetensors.")]
-ShardLines = Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, or 64 for rows.")]
-Adapter = Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")]
-Concurrency = Annotated[int, typer.Option(help="Concurrent requests.")]
-Patience = Annotated[float, typer.Option("--timeout", help="Seconds that a request may take before the run ends.")]
 
 
-class _Client(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class _RequestOptions:
     """The options of the commands that send requests."""
 
-    pool: Pool
-    redis: str | None
-    waits: bool | None
+    adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = ""
+    model: ModelName = None
+    redis: RedisUrl = None
+    prefix: Prefix = "lmpool"
+    timeout: Annotated[float, typer.Option(help="Seconds that a request may take before the run ends.")] = 3600.0
+    waits: Waits = None
 
-    def run(self, work: Callable[[Producer], Coroutine[Any, Any, T]]) -> T:
-        """Run a coroutine with a producer, which is closed at the end; raises as `check_served`."""
-        producer = self.pool.producer(self.redis, when_absent(self.waits))
+    @property
+    def pool(self) -> Pool:
+        return Pool(self.model, self.prefix, self.timeout)
 
-        async def closing() -> T:
-            try:
-                await check_served(self.pool.model, self.redis, self.pool.prefix, self.waits)
-                return await work(producer)
-            finally:
-                await producer.close()
+    @asynccontextmanager
+    async def producer(self) -> AsyncIterator[Producer]:
+        """A producer that is not open yet; raises as `check_served`."""
+        producer = self.pool.producer(self.redis, options.when_absent(self.waits))
+        try:
+            await options.check_served(self.model, self.redis, self.prefix, self.waits)
+            yield producer
+        finally:
+            await producer.close()
 
-        return run(closing())
+
+@dataclass(frozen=True, kw_only=True)
+class _RunOptions(_RequestOptions):
+    """The options of a run."""
+
+    what: Annotated[str, typer.Option(help=f"The request for every text: {KINDS_HELP}.")]
+    start: Annotated[int, typer.Option(help="First position of each text; -1 is the last position, and so on.")] = 0
+    format: Annotated[str | None, typer.Option(help="jsonl (default) or parquet; rows are safetensors.")] = None
+    shard_lines: Annotated[int, typer.Option(help="Lines of a shard; 0 for 1,024, or 64 for rows.")] = 0
+    concurrency: Annotated[int, typer.Option(help="Concurrent requests.")] = 512
+
+    @property
+    def settings(self) -> BatchSettings:
+        return BatchSettings(**{name: getattr(self, name) for name in BatchSettings.__struct_fields__})
 
 
 def register(app: typer.Typer) -> None:
@@ -83,43 +94,27 @@ def register(app: typer.Typer) -> None:
     app.command()(perplexity)
 
 
-def _run_or_submit(name: str, does: Callable[..., None], epilog: str) -> None:
-    """Add a command with the options of a run."""
-
-    def command(
-        source: Source,
-        output: Output,
-        what: What,
-        start: Start = 0,
-        shard_format: Format = None,
-        shard_lines: ShardLines = 0,
-        adapter: Adapter = "",
-        concurrency: Concurrency = 512,
-        model: ModelName = None,
-        redis: RedisUrl = None,
-        prefix: Prefix = "lmpool",
-        timeout: Patience = 3600.0,
-        waits: Waits = None,
-        as_json: AsJson = False,
-    ) -> None:
-        settings = BatchSettings(what, start, shard_format, shard_lines, adapter, concurrency)
-        does(source, output, settings, _Client(Pool(model, prefix, timeout), redis, waits), as_json)
-
-    batch_app.command(name, help=does.__doc__, epilog=epilog)(command)
-
-
-def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
+@batch_app.command("run", epilog=_EXIT_CODES)
+@options.with_options
+def run(at: _RunOptions, source: Source, output: Output, as_json: AsJson = False) -> None:
     """Request a result for every line of IN, and write shards to OUT. The same command again continues the run."""
-    progress = Progress()
+    settings, progress = at.settings, Progress()
+
+    async def compute() -> Outcome:
+        async with at.producer() as producer:
+            return await run_batch(producer, source, output, settings, progress)
+
     try:
-        outcome = client.run(lambda producer: run_batch(producer, source, output, settings, progress))
+        outcome = options.run(compute())
     except (KeyboardInterrupt, typer.Exit):  # A signal ended the run, which has closed its producer.
         done, shards = progress.shards
         cancelled = "its queued prompts are cancelled"
         so_far = f"after {done} of {counted(shards, 'shard')}; {cancelled}" if shards else "before its first request"
-        again = counted(lines, "computed line") if (lines := sum(progress.unplaced.values())) else ""
-        lost = f"; {again} of unfinished shards will be computed again (fewer with a smaller --shard-lines)"
-        say(f"lmpool: stopped {so_far}; run the same command to continue{lost if again else ''}", err=True)
+        lost = ""
+        if lines := sum(progress.unplaced.values()):
+            again = "of unfinished shards will be computed again (fewer with a smaller --shard-lines)"
+            lost = f"; {counted(lines, 'computed line')} {again}"
+        say(f"lmpool: stopped {so_far}; run the same command to continue{lost}", err=True)
         raise
     where = f"{named(output).rstrip('/')}/{ERRORS}"
     if as_json:
@@ -136,22 +131,20 @@ def _run(source: str, output: str, settings: BatchSettings, client: _Client, as_
         raise typer.Exit(SOME_FAILED)
 
 
-def _submit(source: str, output: str, settings: BatchSettings, client: _Client, as_json: bool) -> None:
+@batch_app.command(epilog="Needs the extra bulk. `lmpool batch worker` runs the jobs and needs the same files.")
+@options.with_options
+async def submit(at: _RunOptions, source: Source, output: Output, as_json: AsJson = False) -> None:
     """Queue a job for each unfinished shard, for `lmpool batch worker`. The same command again queues missing jobs."""
-    jobs = _jobs()
-    given = jobs.Submission(source, settings, client.pool)
-    queued = client.run(
-        lambda producer: _with_queue(client.redis, lambda arq: jobs.submit(producer, arq, given, output))
-    )
+    from lmpool.batch import jobs
+
+    submission = jobs.Submission(source, at.settings, at.pool)
+    async with at.producer() as producer, jobs.connected(at.redis) as arq:
+        queued = await jobs.submit(producer, arq, submission, output)
     if as_json:
         say_json(queued)
     else:
         total = counted(queued["shards"], "shard")
         say(f"{counted(queued['jobs'], 'job')} queued, and {queued['there']} before; {queued['done']} of {total} done")
-
-
-_run_or_submit("run", _run, _EXIT_CODES)
-_run_or_submit("submit", _submit, "Needs the extra bulk. `lmpool batch worker` runs the jobs and needs the same files.")
 
 
 @batch_app.command()
@@ -164,7 +157,8 @@ def worker(
     redis: RedisUrl = None,
 ) -> None:
     """Run the jobs that `lmpool batch submit` queued, until Ctrl-C. Any number of workers may run."""
-    jobs = _jobs()
+    from lmpool.batch import jobs
+
     logging.basicConfig(level=logging.INFO)
     logging.getLogger().handlers[0].setFormatter(LogFormatter("%(asctime)s %(message)s", "%H:%M:%S"))
     jobs.BatchWorker(**jobs.worker_options(redis, schedule, jobs_at_once, lease_s, files), burst=burst).run()
@@ -184,7 +178,9 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
     # A folder of `batch run` has no jobs, so its status needs neither a server nor arq.
     if left and SUBMISSION in folder.listed():
         try:
-            states, note = run(_with_queue(redis, lambda arq: _jobs().find_jobs(arq, folder, manifest, left)))
+            from lmpool.batch import jobs
+
+            states, note = options.run(jobs.find_jobs(redis, folder, manifest, left))
             if note:
                 say(f"lmpool: {note}", err=True)
             text += f", {states['under_way']} in progress, {states['queued']} queued"
@@ -204,49 +200,50 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
 @batch_app.command()
 def cancel(output: Output, redis: RedisUrl = None) -> None:
     """Remove the queued jobs of OUT and stop its running jobs. Finished shards are kept. OUT need not exist."""
-    cancelled = run(_with_queue(redis, lambda arq: _jobs().cancel(arq, output)))
-    say(f"{counted(cancelled, 'job')} cancelled")
-
-
-def _jobs() -> ModuleType:
-    """Import the module of the jobs, which needs arq."""
     from lmpool.batch import jobs
 
-    return jobs
+    say(f"{counted(options.run(jobs.cancel(redis, output)), 'job')} cancelled")
 
 
-async def _with_queue(redis: str | None, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine with the client of arq."""
-    connect, server = _jobs().connect, Server(redis)
-    arq = connect(server)
-    try:
-        return await work(arq)
-    except (RedisError, OSError) as error:
-        raise server.explain(error) from error
-    finally:
-        await arq.aclose(close_connection_pool=True)
-
-
-def perplexity(
+@options.with_options
+async def perplexity(
+    at: _RequestOptions,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A text in UTF-8.")],
     window: Annotated[int, typer.Option(min=0, help="Tokens of one forward at most (default: at most 2,048).")] = 0,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that are read again (default: half a window).")] = 0,
-    adapter: Adapter = "",
-    model: ModelName = None,
-    redis: RedisUrl = None,
-    prefix: Prefix = "lmpool",
-    timeout: Patience = 3600.0,
-    waits: Waits = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the perplexity of a text file, and its bits per byte."""
     try:
-        text = file.read_text("utf-8")
+        text = await asyncio.to_thread(file.read_text, "utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SettingsError(f"file: {file} cannot be read: {reason}") from error
-    client = _Client(Pool(model, prefix, timeout), redis, waits)
-    found = client.run(lambda producer: _perplexity_of(producer, text, window, overlap, adapter))
+    async with at.producer() as producer:
+        await producer.open()
+        most = producer.model.max_prompt_tokens
+        window = window or min(_WINDOW, most)
+        overlap = overlap or max(1, window // 2)
+        if not 1 <= overlap < window <= most:
+            raise SettingsError(f"window: {window} must be more than the overlap, {overlap}, and at most {most}")
+        tokenizer = await find_tokenizer(producer, "file", "a text cannot be scored without it")
+        ids = await asyncio.to_thread(tokenizer.encode, text)
+        if len(ids) < 2:
+            raise SettingsError("file: it has less than two tokens; a score needs a token before it")
+        pairs, progress, sums = windows(ids, window, overlap), Progress("tokens"), list[float]()
+
+        async def send() -> None:
+            for context, continuation in pairs:
+                scores = await producer.score(context, continuation, adapter=at.adapter)
+                sums.append(-float(scores.sum(dtype="float64")))
+                progress.advance(len(scores), len(scores))
+
+        with progress.shown(len(ids) - 1, 0):
+            await gather([send() for _ in range(_CONCURRENCY)])
+    nats = math.fsum(sums)
+    mean, bits = nats / (len(ids) - 1), nats / math.log(2) / len(text.encode("utf-8"))
+    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp of more than 709 does not fit into a float.
+    found = {"tokens": len(ids) - 1, "nats_per_token": mean, "perplexity": perplexity, "bits_per_byte": bits}
     if as_json:
         say_json(found)
         return
@@ -262,32 +259,3 @@ def windows(ids: list[int], window: int, overlap: int) -> Iterator[tuple[list[in
         end = min(len(ids), first + window)
         yield ids[first:start], ids[start:end]
         start = end
-
-
-async def _perplexity_of(producer: Producer, text: str, window: int, overlap: int, adapter: str) -> dict[str, float]:
-    """Score all tokens of a text except the first, in overlapping windows; a window or overlap of 0 is the default."""
-    await producer.open()
-    most = producer.model.max_prompt_tokens
-    window = window or min(_WINDOW, most)
-    overlap = overlap or max(1, window // 2)
-    if not 1 <= overlap < window <= most:
-        raise SettingsError(f"window: {window} must be more than the overlap, {overlap}, and at most {most}")
-    tokenizer = await find_tokenizer(producer, "file", "a text cannot be scored without it")
-    ids = await asyncio.to_thread(tokenizer.encode, text)
-    if len(ids) < 2:
-        raise SettingsError("file: it has less than two tokens; a score needs a token before it")
-    pairs, progress = windows(ids, window, overlap), Progress("tokens")
-    sums: list[float] = []
-
-    async def send() -> None:
-        for context, continuation in pairs:
-            scores = await producer.score(context, continuation, adapter=adapter)
-            sums.append(-float(scores.sum(dtype="float64")))
-            progress.advance(len(scores), len(scores))
-
-    with progress.shown(len(ids) - 1, 0):
-        await gather([send() for _ in range(_CONCURRENCY)])
-    nats = math.fsum(sums)
-    mean, bits = nats / (len(ids) - 1), nats / math.log(2) / len(text.encode("utf-8"))
-    perplexity = math.exp(mean) if mean < 700 else math.inf  # exp of more than 709 does not fit into a float.
-    return {"tokens": len(ids) - 1, "nats_per_token": mean, "perplexity": perplexity, "bits_per_byte": bits}

@@ -11,6 +11,7 @@ processes may read it, and stores URLs with their passwords.
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import hashlib
 import lzma
@@ -25,23 +26,19 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from lmpool.embedded import secure
 from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
 
+# Environment variable: a folder whose subfolder `lmpool-batch` is the cache (default: `lmpool/batch` in ~/.cache).
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
-"""Environment variable: a folder whose subfolder `lmpool-batch` is the cache (default: `lmpool/batch` in ~/.cache)."""
-
+# Environment variable: the folder below which jobs may use files (default: the worker's working directory).
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
-"""Environment variable: the folder below which jobs may use files (default: the worker's working directory)."""
-
+# URL schemes to which results may be written, and from which inputs may be read.
 STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
-"""URL schemes to which results may be written, and from which inputs may be read."""
-
-INPUTS = STORES | {"https"}
-"""URL schemes from which a job may read its input. `lmpool batch run` also reads http."""
+INPUTS = STORES | {"https"}  # URL schemes from which a job may read its input. `lmpool batch run` also reads http.
 
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
@@ -53,8 +50,11 @@ _FILE_URL = re.compile(r"(file|local)://(?=/)")
 _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
+# errno values of a full disk, a full quota and a file that is too large.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Part of the key of a copy if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
+NOT_READABLE = "The input cannot be read"  # Advice at the end of an error.
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -109,16 +109,19 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def explained(url: str, advice: str) -> Iterator[None]:
-    """Raise any error of a file system as BatchError: each package has its own exceptions."""
+def explained(location: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Raise errors of this machine's files (OSError), or by default any error of a store's package, as BatchError."""
     try:
         yield
     except LMPoolError:
         raise
-    except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raised = BatchError(f"{named(url)}: {named(text)}. {advice}")
-        raised.may_pass = not isinstance(error, (FileNotFoundError, PermissionError))
+    except kind as error:
+        text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        remedy = "Free some space. " if getattr(error, "errno", None) in _FULL else ""
+        raised = BatchError(f"{named(location)}: {named(text)}. {remedy}{advice}")
+        # A file of this machine was removed: another try lists the files again. A store may answer later.
+        is_missing = isinstance(error, FileNotFoundError)
+        raised.may_pass = is_missing if kind is OSError else not (is_missing or isinstance(error, PermissionError))
         raise raised from error
 
 
@@ -155,27 +158,17 @@ def pyarrow(use: str) -> Any:
     return pyarrow
 
 
-def _open_zstd(path: Path) -> IO[bytes]:
-    stream: IO[bytes] = pyarrow(f"input: {path} is compressed by zstd, which").CompressedInputStream(str(path), "zstd")
-    return stream
-
-
 # First bytes of a compressed file -> the function that opens it.
 _COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
     b"\x1f\x8b": gzip.GzipFile,
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ\x00": lzma.LZMAFile,
-    b"\x28\xb5\x2f\xfd": _open_zstd,
+    b"\x28\xb5\x2f\xfd": lambda path: pyarrow(f"input: {path}: zstd").CompressedInputStream(str(path), "zstd"),
 }
 
 
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Raise errors of reading a file as BatchError."""
-    try:
-        yield
-    except OSError as error:
-        raise BatchError(f"{path} cannot be read: {error.strerror or error}") from error
+# First bytes of zip, 7z, lz4 and UTF-16 (with either byte order), none of which is read.
+_UNREADABLE = (b"PK\x03\x04", b"7z\xbc\xaf", b"\x04\x22M\x18", b"\xff\xfe", b"\xfe\xff")
 
 
 def plain_file(location: str) -> Path:
@@ -194,8 +187,10 @@ def plain_file(location: str) -> Path:
         pipe = "is a pipe or a device, which can be read only once: save its data to a file"
         reason = _IS_FOLDER if path.is_dir() else pipe if path.exists() else "does not exist"
         raise SettingsError(f"input: {shown(location)} {reason}")
-    with readable(path), path.open("rb") as file:
+    with explained(str(path), NOT_READABLE, OSError), path.open("rb") as file:
         begins, state = file.read(8), state_of(os.fstat(file.fileno()))
+    if begins.startswith(_UNREADABLE):
+        raise SettingsError(f"input: {shown(named(location))} is zip, 7z, lz4 or UTF-16. Give UTF-8, plain or as gzip")
     opened = next((opened for magic, opened in _COMPRESSED.items() if begins.startswith(magic)), None)
     if opened is None:
         return path
@@ -249,10 +244,9 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     _remove_unused(folder)
     made = folder / f"{path.name}.{secrets.token_hex(4)}.tmp"
     try:
-        make(made)
-        made.replace(path)
-    except OSError as error:
-        raise BatchError(f"{path}: {error.strerror or error}. Choose another folder with {CACHE_VARIABLE}") from error
+        with explained(str(path), f"Choose another folder with {CACHE_VARIABLE}", OSError):
+            make(made)
+            made.replace(path)
     finally:
         made.unlink(missing_ok=True)
     return path

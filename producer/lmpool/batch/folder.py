@@ -16,7 +16,6 @@ another size than its note says, is computed again.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -29,7 +28,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedRandom
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -41,14 +40,8 @@ _log = logging.getLogger("lmpool.batch")
 MANIFEST, ERRORS, SUBMISSION = "manifest.json", "errors.jsonl", "jobs.json"
 _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
-VERSION = 1
-"""Version of the manifest and of the layout of shards."""
-
-TRY_AGAIN = "Finished shards are kept. Run the same command again"
-"""Advice at the end of an error."""
-
-# errno values of a full disk, a full quota and a file that is too large.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+VERSION = 1  # Version of the manifest and of the layout of shards.
+TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error.
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
 _MAX_WRITING_S = 86_400
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
@@ -106,27 +99,17 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct):
-    """The run of an output folder.
+    """The run of an output folder."""
 
-    Attributes:
-        version: version of the layout.
-        lmpool: the release of lmpool that began the run.
-        input, model, options: see `Input`, `Model` and `Options`.
-        columns: columns of each result: name -> type, shape and meaning.
-        shards: number of shards of the run.
-        finished: whether all shards are done.
-        done: the shards that are done; in manifest.json, all shards of a finished run or none.
-    """
-
-    version: int
-    lmpool: str
+    version: int  # Version of the layout.
+    lmpool: str  # The release of lmpool that began the run.
     input: Input
     model: Model
     options: Options
-    columns: dict[str, str]
-    shards: int
-    finished: bool = False
-    done: list[Shard] = []
+    columns: dict[str, str]  # Columns of each result: name -> type, shape and meaning.
+    shards: int  # Number of shards of the run.
+    finished: bool = False  # Whether all shards are done.
+    done: list[Shard] = []  # The shards that are done; in manifest.json, all shards of a finished run or none.
 
     @property
     def run(self) -> str:
@@ -162,6 +145,8 @@ class Folder:
         location: the path or URL without secrets, for messages.
     """
 
+    _errors: type[Exception] = OSError  # The errors that `explained` expects.
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.location = self.url = str(path)
@@ -171,14 +156,8 @@ class Folder:
     @contextmanager
     def explained(self) -> Iterator[None]:
         """Raise errors of the disk or the store as BatchError."""
-        try:
+        with explained(self.url, TRY_AGAIN, self._errors):
             yield
-        except OSError as error:
-            remedy = "Free some space" if error.errno in _FULL else "Fix this"
-            raised = BatchError(f"{self.location}: {error.strerror or error}. {remedy}. {TRY_AGAIN}")
-            # The folder or a file was removed. Another try may succeed, because it lists the files again.
-            raised.may_pass = isinstance(error, FileNotFoundError)
-            raise raised from error
 
     def listed(self, folder: str = "") -> dict[str, int]:
         """The files in this folder, or in one of its subfolders: name -> size in bytes."""
@@ -222,10 +201,13 @@ class Folder:
         made = [path for path in (self.path, *self.path.parents) if not path.exists()]
         with self.explained():
             self.path.mkdir(parents=True, exist_ok=True)
-        self._check_content()
+        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
+        others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
+        if others and MANIFEST not in others:
+            raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
         with self._lock(fcntl.LOCK_EX) as lock:
-            os.ftruncate(lock, 0)
-            os.pwrite(lock, str(os.getpid()).encode(), 0)
+            lock.truncate()
+            print(os.getpid(), end="", file=lock, flush=True)
             try:
                 self._remove_temporary(0)  # No other process writes now.
                 yield
@@ -244,7 +226,7 @@ class Folder:
             yield
 
     @contextmanager
-    def _lock(self, how: int) -> Iterator[int]:
+    def _lock(self, how: int) -> Iterator[TextIO]:
         with self.explained():
             # Another user could make this user overwrite other files through links in a folder.
             for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
@@ -254,23 +236,14 @@ class Folder:
                     if others := {path.lstat().st_uid, path.stat().st_uid} - {os.geteuid(), 0}:
                         users = f"user {others.pop()}, and this is user {os.geteuid()}"
                         raise BatchRefused(f"{path} belongs to {users}. Give a folder of your own")
-            lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
-        try:
+            lock = os.fdopen(os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644), "r+")
+        with lock:
             try:
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.read(lock, 32).decode("ascii", "replace") or "unknown"
+                owner = lock.read(32) or "unknown"
                 raise BatchRefused(f"another run (process {owner}) writes to {self.location}. Wait for it") from None
             yield lock
-        finally:
-            os.close(lock)
-
-    def _check_content(self) -> None:
-        """Refuse a folder that contains files and no manifest."""
-        own = {_LOCK, ERRORS, SUBMISSION, _ERRORS_OF_SHARDS, _NOTES}
-        others = [name for name in self.listed() if name not in own and not _TEMPORARY.fullmatch(name)]
-        if others and MANIFEST not in others:
-            raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
 
     def _remove_temporary(self, min_age_s: float) -> None:
         """Remove temporary files of killed processes: files that no process has written for `min_age_s` seconds."""
@@ -297,15 +270,12 @@ class Folder:
     def write(self, name: str, parts: Iterable[bytes]) -> None:
         """Write a whole file, or leave the older file of that name unchanged."""
         with self.create(name) as file:
-            path = Path(file.name)
             try:
                 file.writelines(parts)
                 sync(file)
-                self.place(path, name)
-            except BaseException:
-                with suppress(OSError):
-                    path.unlink()
-                raise
+                self.place(Path(file.name), name)
+            finally:
+                Path(file.name).unlink(missing_ok=True)
 
     def begin(self, wanted: Manifest) -> Manifest:
         """Begin the wanted run, or continue the run of the folder's manifest if both are the same."""
@@ -374,7 +344,7 @@ class Folder:
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """Write a shard's errors and its note, then move its file into the folder."""
-        name = _errors_name(shard.number)
+        name = f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl"
         if errors:
             self.write(name, errors)
         else:  # An earlier run may have written errors of this shard.
@@ -388,7 +358,7 @@ class Folder:
             return
         manifest.done = list(self.done(manifest).values())
         manifest.finished = len(manifest.done) == manifest.shards
-        if failed := [_errors_name(shard.number) for shard in manifest.done if shard.errors]:
+        if failed := [f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl" for shard in manifest.done if shard.errors]:
             self.write(ERRORS, (self.read(name) or b"" for name in failed))
         else:
             self.remove(ERRORS)
@@ -403,16 +373,12 @@ class Bucket(Folder):
     shard, the first complete file is kept.
     """
 
+    _errors = Exception  # The package of each store has its own.
+
     def __init__(self, url: str) -> None:
         super().__init__(temporary_folder(self))
         self.url = url.rstrip("/")
         self.location = named(self.url)
-
-    @contextmanager
-    def explained(self) -> Iterator[None]:
-        """See `Folder.explained`."""
-        with explained(self.url, TRY_AGAIN):
-            yield
 
     @contextmanager
     def _files(self) -> Iterator[tuple[Any, str]]:
@@ -424,11 +390,9 @@ class Bucket(Folder):
         """See `Folder.listed`."""
         with self._files() as (system, path), suppress(FileNotFoundError):
             here = f"{path}/{folder}".rstrip("/")
-            names = ((str(entry["name"]).strip("/"), entry) for entry in system.ls(here, detail=True))
-            # Some stores list the folder itself too.
-            return {
-                name.rsplit("/", 1)[-1]: int(entry["size"] or 0) for name, entry in names if name != here.strip("/")
-            }
+            sizes = {str(entry["name"]).strip("/"): int(entry["size"] or 0) for entry in system.ls(here, detail=True)}
+            sizes.pop(here.strip("/"), None)  # Some stores list the folder itself too.
+            return {name.rsplit("/", 1)[-1]: size for name, size in sizes.items()}
         return {}
 
     def read_all(self, names: Iterable[str]) -> Iterator[bytes]:
@@ -457,16 +421,8 @@ class Bucket(Folder):
         with self._files() as (system, path):
             return fetch(system, f"{path}/{name}", f"{self.url}/{name}", system.info(f"{path}/{name}"))
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Refuse a folder with other files. A store has no locks, so other processes may write too."""
-        self._check_content()
-        yield
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        """Do nothing: a store has no locks."""
-        yield
+    def _remove_temporary(self, min_age_s: float) -> None:
+        """Do nothing: temporary files are in the temporary folder, as is the lock. A store has no locks."""
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """See `Folder.place_shard`; BatchRefused if another run replaced the manifest."""
@@ -483,10 +439,6 @@ def open_folder(location: str) -> Folder:
         return Folder(Path(location))
     file_system(location)
     return Bucket(location)
-
-
-def _errors_name(number: int) -> str:
-    return f"{_ERRORS_OF_SHARDS}/{number:05}.jsonl"
 
 
 def sync(file: Any) -> None:

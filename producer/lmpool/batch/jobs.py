@@ -15,12 +15,11 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import lru_cache, partial
 from pathlib import Path
-from time import monotonic
 from typing import Annotated, Any
 
 import msgpack
@@ -29,9 +28,9 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from lmpool.aio import await_beside, delays
-from lmpool.batch.fetch import FILES_VARIABLE, absolute, check_locations, named
+from lmpool.batch.fetch import FILES_VARIABLE, check_locations, named
 from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file, open_folder
-from lmpool.batch.lines import Index, Source, open_source
+from lmpool.batch.lines import Index, open_source
 from lmpool.batch.run import BatchSettings, Pool, Progress, Run, begin, counted
 from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
@@ -47,11 +46,9 @@ try:
 except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
-QUEUE = "arq:lmpool:batch"
-"""The queue of arq for these jobs."""
-
+QUEUE = "arq:lmpool:batch"  # The queue of arq for these jobs.
+# Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`.
 SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
-"""Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`."""
 
 _log = logging.getLogger("lmpool")
 _FUNCTION = "answer_shard"
@@ -61,7 +58,7 @@ _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough fo
 _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and max tries: together ten minutes.
 # Max seconds of a job, and seconds for which arq keeps its result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
-_STEADY_S = 30.0  # An error of the server is logged again if the worker ran for more than this many seconds in between.
+_MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server, each with a line in the log.
 
 
 # The encoding of jobs and results: an exception is encoded as its text.
@@ -85,12 +82,20 @@ class ShardJob(Submission, frozen=True):
     shard: int
 
 
-def connect(server: Server) -> ArqRedis:
+def connect(server: Server, client: Any = None) -> ArqRedis:
     """The client of arq for a server; SettingsError for a cluster, which arq cannot use."""
     if server.is_cluster:
         raise SettingsError("redis: arq cannot use a cluster. Give a single server for the jobs")
-    pool = server.client().connection_pool
+    pool = (client or server.client()).connection_pool
     return ArqRedis(pool, job_serializer=_packed, job_deserializer=_unpacked, default_queue_name=QUEUE)
+
+
+@asynccontextmanager
+async def connected(redis: str | None) -> AsyncIterator[ArqRedis]:
+    """The client of arq for a command; it is closed after the block, and its errors become exceptions of lmpool."""
+    server = Server(redis)
+    async with server.connected() as client:
+        yield connect(server, client)
 
 
 async def submit(producer: Producer, arq: ArqRedis, submission: Submission, output: str) -> dict[str, int]:
@@ -161,10 +166,9 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     try:
         return await await_beside(_answer(context, job), [_renew(context)])
     except LMPoolError as error:
-        can_pass = isinstance(error, BatchRefused) or (isinstance(error, BatchError) and error.may_pass)
-        is_final = isinstance(error, (SettingsError, BatchError)) and not can_pass
-        # Other errors may pass, such as no worker, no server or another model. The last try raises its error.
-        if is_final or context["job_try"] >= _MAX_TRIES:
+        # Errors that are not about settings or files may pass, such as no worker, no server or another model.
+        may_pass = isinstance(error, BatchRefused) or getattr(error, "may_pass", not isinstance(error, SettingsError))
+        if not may_pass or context["job_try"] >= _MAX_TRIES:
             raise
         raise Retry(defer=_DEFER_S) from error
 
@@ -178,7 +182,11 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
         raise SettingsError(f"job {context['job_id']} does not fit the manifest of {folder.location}. Submit it again")
     index = Index(**{**job.index, "duplicates": np.array(job.index["duplicates"], np.int64)})
     async with context["reading"]:  # Under this lock, jobs that begin together fetch and digest their input once.
-        source = await asyncio.to_thread(_same_source, job.source, index)
+        source = await asyncio.to_thread(open_source, job.source)
+        digest = await asyncio.to_thread(_digest, source.path, source.state)
+    if digest != index.digest:
+        changed = f"has the digest {digest} and had {index.digest} when it was submitted"
+        raise BatchError(f"{named(job.source)} {changed}. Submit it again")
     producer = await _producer_of(context, job.pool)
     with folder.shared():
         # The shard may be done already, if a worker was killed before it ended this job.
@@ -187,16 +195,6 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
         with folder.explained():
             await asyncio.to_thread(folder.sum_up, manifest)
     return {"done": job.shard}
-
-
-def _same_source(location: str, index: Index) -> Source:
-    """Open the input; BatchError if it is not the submitted input."""
-    source = open_source(location)
-    digest = _digest(source.path, source.state)
-    if digest != index.digest:
-        changed = f"has the digest {digest} and had {index.digest} when it was submitted"
-        raise BatchError(f"{named(location)} {changed}. Submit it again")
-    return source
 
 
 @lru_cache(maxsize=64)  # Max inputs per worker whose digests are cached.
@@ -245,15 +243,11 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix: str = "lmpool"
 
 
-class _Schedule(msgspec.Struct):
-    run: list[Nightly]
-
-
 def read_schedule(path: Path) -> list[Nightly]:
     """The entries of a TOML file, each a table `[[run]]`."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
-    except (OSError, ValueError) as error:
+        return msgspec.toml.decode(path.read_bytes(), type=dict[str, list[Nightly]])["run"]
+    except (OSError, ValueError, KeyError) as error:
         raise SettingsError(f"schedule: {path} is not a list of runs: {error}") from error
 
 
@@ -316,21 +310,16 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 
     async def main(self) -> None:
         """Run jobs. If the server cannot be reached, try again until it answers."""
-        server: Server = self.ctx["server"]
-        logged, pauses = "", delays()
-        while True:
-            began = monotonic()
+        for pause in delays(_MAX_PAUSE_S):
             try:
                 await super().main()
                 return
             except (RedisError, OSError) as error:
-                explained = server.explain(error)
+                explained = self.ctx["server"].explain(error)
                 if is_refusal(error):
                     raise explained from error
-                if str(explained) != logged or monotonic() - began > _STEADY_S:
-                    _log.warning("%s: trying again until it answers", explained)
-                logged = str(explained)
-            await asyncio.sleep(next(pauses))
+                _log.warning("%s: trying again until it answers", explained)
+            await asyncio.sleep(pause)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
         """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired."""
@@ -352,74 +341,74 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 
 
 async def find_jobs(
-    arq: ArqRedis, folder: Folder, manifest: Manifest, shards: Sequence[int]
+    redis: str | None, folder: Folder, manifest: Manifest, shards: Sequence[int]
 ) -> tuple[dict[str, Any], str]:
     """Count jobs "queued" and "under_way", with the errors of "failed" jobs; queue jobs again that the server lost.
 
     The returned text is a note about jobs that the server lost; "" for none.
     """
-    queued, under_way, failed, lost = 0, 0, dict[int, str](), list[int]()
-    for some in _in_parts(shards):
-        async with arq.pipeline(transaction=True) as pipe:  # As `arq.jobs.Job.status`, for many jobs.
-            for shard in some:
-                name = job_name(folder, manifest, shard)
-                pipe.get(result_key_prefix + name)
-                pipe.exists(in_progress_key_prefix + name)
-                pipe.zscore(QUEUE, name)
-                pipe.exists(job_key_prefix + name)
-            replies = await pipe.execute()
-        columns = (replies[at::4] for at in range(4))
-        for shard, result, is_under_way, score, is_defined in zip(some, *columns, strict=True):
-            value = None if result is None else deserialize_result(result, deserializer=_unpacked).result
-            if isinstance(value, dict):
-                failed[shard] = value.get("left", "it is gone")
-            elif value is not None and value != _EXPIRED:
-                failed[shard] = str(value) or "cancelled"
-            elif is_under_way:
-                under_way += 1
-            elif score is not None and is_defined:
-                queued += 1
-            else:
-                lost.append(shard)
-    note = ""
-    with folder.explained():
-        data = await asyncio.to_thread(folder.read, SUBMISSION)  # The file is empty after `cancel`.
+    queued, under_way, failed, lost, note = 0, 0, dict[int, str](), list[int](), ""
+    async with connected(redis) as arq:
+        for some in _in_parts(shards):
+            async with arq.pipeline(transaction=True) as pipe:  # As `arq.jobs.Job.status`, for many jobs.
+                for name in (job_name(folder, manifest, shard) for shard in some):
+                    pipe.get(result_key_prefix + name)
+                    pipe.exists(in_progress_key_prefix + name)
+                    pipe.zscore(QUEUE, name)
+                    pipe.exists(job_key_prefix + name)
+                replies = await pipe.execute()
+            columns = (replies[at::4] for at in range(4))
+            for shard, result, is_under_way, score, is_defined in zip(some, *columns, strict=True):
+                value = None if result is None else deserialize_result(result, deserializer=_unpacked).result
+                if isinstance(value, dict):
+                    failed[shard] = value.get("left", "it is gone")
+                elif value is not None and value != _EXPIRED:
+                    failed[shard] = str(value) or "cancelled"
+                elif is_under_way:
+                    under_way += 1
+                elif score is not None and is_defined:
+                    queued += 1
+                else:
+                    lost.append(shard)
+        with folder.explained():
+            # The file is empty after `cancel`.
+            if data := await asyncio.to_thread(folder.read, SUBMISSION) if lost else None:
+                done = await asyncio.to_thread(folder.done, manifest)  # Jobs may have ended since the replies.
+                lost = [shard for shard in lost if shard not in done]
         if lost and data:
-            done = await asyncio.to_thread(folder.done, manifest)  # Jobs may have ended since the replies.
-            lost = [shard for shard in lost if shard not in done]
-    if lost and data:
-        note = f"the server lost {counted(len(lost), 'job')}"
-        try:
-            submission = msgspec.json.decode(data, type=Submission)
-            if not submission.source:
-                raise BatchError("the URL of the input has a secret in it, which only the jobs had")
-            with folder.shared():
-                source = await asyncio.to_thread(open_source, submission.source)
-                index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
-                if index.digest != manifest.input.digest:
-                    raise BatchError(f"{submission.source} has changed since it was submitted")
-                queued += await _queue(arq, folder, manifest, index, submission, lost)
-            note += ": queued again"
-        except LMPoolError as error:
-            note += f", which cannot be queued again: {error}. Submit the input again"
+            note = f"the server lost {counted(len(lost), 'job')}"
+            try:
+                submission = msgspec.json.decode(data, type=Submission)
+                if not submission.source:
+                    raise BatchError("the URL of the input has a secret in it, which only the jobs had")
+                with folder.shared():
+                    source = await asyncio.to_thread(open_source, submission.source)
+                    index = await asyncio.to_thread(source.index, manifest.options.shard_lines)
+                    if index.digest != manifest.input.digest:
+                        raise BatchError(f"{submission.source} has changed since it was submitted")
+                    queued += await _queue(arq, folder, manifest, index, submission, lost)
+                note += ": queued again"
+            except LMPoolError as error:
+                note += f", which cannot be queued again: {error}. Submit the input again"
     return {"queued": queued, "under_way": under_way, "failed": failed}, note
 
 
-async def cancel(arq: ArqRedis, output: str) -> int:
+async def cancel(redis: str | None, output: str) -> int:
     """Remove a folder's queued jobs and stop its running jobs; return their number. The folder need not exist."""
-    folder = await asyncio.to_thread(open_folder, absolute(output))
+    folder = await asyncio.to_thread(open_folder, output)
     prefix = _prefix(folder).encode()
-    ours = [name.decode() for name in await arq.zrange(QUEUE, 0, -1) if name.startswith(prefix)]
-    for some in _in_parts(ours):
-        are_under_way = await arq.mget([in_progress_key_prefix + name for name in some])
-        async with arq.pipeline(transaction=True) as pipe:
-            for name, mark in zip(some, are_under_way, strict=True):
-                if mark is not None:  # As `Job.abort`, without waiting for the end of each job.
-                    pipe.zadd(abort_jobs_ss, {name: timestamp_ms()})
-                else:
-                    pipe.zrem(QUEUE, name)
-                    pipe.delete(job_key_prefix + name)
-            await pipe.execute()
+    async with connected(redis) as arq:
+        ours = [name.decode() for name in await arq.zrange(QUEUE, 0, -1) if name.startswith(prefix)]
+        for some in _in_parts(ours):
+            are_under_way = await arq.mget([in_progress_key_prefix + name for name in some])
+            async with arq.pipeline(transaction=True) as pipe:
+                for name, mark in zip(some, are_under_way, strict=True):
+                    if mark is not None:  # As `Job.abort`, without waiting for the end of each job.
+                        pipe.zadd(abort_jobs_ss, {name: timestamp_ms()})
+                    else:
+                        pipe.zrem(QUEUE, name)
+                        pipe.delete(job_key_prefix + name)
+                await pipe.execute()
     if SUBMISSION in await asyncio.to_thread(folder.listed):
         with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the folder too.
             await asyncio.to_thread(folder.write, SUBMISSION, [])

@@ -13,11 +13,14 @@ from numpy.typing import NDArray
 from lmpool.batch.shards import Columns, Text
 from lmpool.errors import BatchError, SettingsError
 from lmpool.producer import Producer, TopK
-from lmpool.producer.options import read_sampling, read_stops
+from lmpool.producer.options import check_k, read_sampling, read_stops, read_targets
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import MAX_ANSWER, MAX_SEED
 from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
-from lmpool.settings import shown
+from lmpool.settings import check_number, shown
+
+Request = Callable[[Producer, Text, range, str], Awaitable[Columns]]
+"""Requests the result for some positions of a text, with an adapter ("" for none)."""
 
 
 def positions_from(length: int, start: int) -> range:
@@ -27,25 +30,16 @@ def positions_from(length: int, start: int) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of request.
+    """A kind of request."""
 
-    Attributes:
-        what: the value of `--what`, with defaults filled in.
-        columns: returns a model's columns, name -> type, shape and meaning; n is the number of positions.
-        request: requests the result for some positions of a text, with an adapter ("" for none).
-        width: returns the numbers per position of a result; raises SettingsError if the kind does not fit the model.
-        is_wide: whether results are too large for text. Their shards are safetensors; the first column is streamed.
-        span: returns the positions that have results, for a text's length and a start.
-        has_continuations: whether a line may have a prompt and a continuation; only the continuation gets results.
-    """
-
-    what: str
-    columns: Callable[[ModelInfo], dict[str, str]]
-    request: Callable[[Producer, Text, range, str], Awaitable[Columns]]
+    what: str  # The value of `--what`, with defaults filled in.
+    columns: Callable[[ModelInfo], dict[str, str]]  # Name -> type, shape and meaning; n is the number of positions.
+    request: Request
+    # Returns the numbers per position of a result, or raises an error if the kind does not fit the model.
     width: Callable[[ModelInfo], int]
-    is_wide: bool = False
-    span: Callable[[int, int], range] = positions_from
-    has_continuations: bool = False
+    is_wide: bool = False  # Results are too large for text: shards are safetensors, with the first column streamed.
+    span: Callable[[int, int], range] = positions_from  # The positions with results, for a text's length and a start.
+    has_continuations: bool = False  # A line may have a prompt and a continuation; only the latter gets results.
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
         """Split positions into parts whose results have at most 8 MiB each, so that several results fit into memory."""
@@ -53,24 +47,29 @@ class Kind:
         return [range(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
 
-def _topk(given: str) -> Kind:
-    count = _count(given, "topk", "of tokens, such as topk:32")
+def _request_positions(**options: Any) -> Request:
+    """The request whose values at every position are selected by these options of `Producer.positions`."""
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        best = await producer.positions(text.ids[: part.stop], part.start, top=count, adapter=adapter)
-        assert isinstance(best, TopK)
-        return {"logprobs": best.values, "top_ids": best.ids}
+        found = await producer.positions(text.ids[: part.stop], part.start, adapter=adapter, **options)
+        if isinstance(found, TopK):
+            return {"logprobs": found.values, "top_ids": found.ids}
+        return {"logprobs": np.asarray(found)}
 
-    def width(info: ModelInfo) -> int:
-        if count > info.vocab_size:
-            raise SettingsError(f"what: topk:{count} is more than V = {info.vocab_size}, the model's vocabulary")
-        return 2 * count
+    return request
 
+
+def _topk(given: str) -> Kind:
+    count = _count(given, "topk", "of tokens, such as topk:32")
     columns = {
         "logprobs": f"float32 (n, {count}): log-probabilities, highest first",
         "top_ids": f"int64 (n, {count}): token ids of the log-probabilities",
     }
-    return Kind(f"topk:{count}", lambda _: columns, request, width)
+
+    def width(info: ModelInfo) -> int:
+        return 2 * check_k(count, info.vocab_size, "what: topk")
+
+    return Kind(f"topk:{count}", lambda _: columns, _request_positions(top=count), width)
 
 
 def _targets(given: str) -> Kind:
@@ -78,20 +77,13 @@ def _targets(given: str) -> Kind:
         targets = list(map(int, given.split(",")))
     except ValueError:
         raise SettingsError(f"what: targets:{given} needs token ids, such as targets:260,504") from None
-
-    async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        values = await producer.positions(text.ids[: part.stop], part.start, targets=targets, adapter=adapter)
-        return {"logprobs": np.asarray(values)}
+    columns = {"logprobs": f"float32 (n, {len(targets)}): log-probabilities of the targets"}
 
     def width(info: ModelInfo) -> int:
-        for target in targets:
-            if not 0 <= target < info.vocab_size:
-                limit = f"this model's ids go from 0 to {info.vocab_size - 1}"
-                raise SettingsError(f"what: the target {target} is out of range: {limit}")
-        return len(targets)
+        return len(read_targets(targets, info.vocab_size, "what: targets"))
 
-    columns = {"logprobs": f"float32 (n, {len(targets)}): log-probabilities of the targets"}
-    return Kind(f"targets:{','.join(map(str, targets))}", lambda _: columns, request, width)
+    what = f"targets:{','.join(map(str, targets))}"
+    return Kind(what, lambda _: columns, _request_positions(targets=targets), width)
 
 
 async def _request_scores(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
@@ -121,16 +113,14 @@ def _narrow(values: NDArray[np.float32], encoding: Encoding) -> NDArray[Any]:
     is_bf16 = encoding is Encoding.BF16
     numbers: NDArray[Any] = narrow_to_bf16(values) if is_bf16 else values.astype(np.float16)
     if not np.array_equal(widen_bf16(numbers) if is_bf16 else numbers.astype(np.float32), values, equal_nan=True):
-        name = "bfloat16" if is_bf16 else "float16"
-        raise BatchError(f"the workers returned numbers that do not fit into {name}, the dtype of their model")
+        raise BatchError(f"the workers returned numbers that do not fit into {encoding.name}, as their model's do")
     return numbers
 
 
 async def _request_rows(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-    ids, encoding = text.ids[: part.stop], _sixteen_bits(producer.model)
-    if encoding is None:
-        return {"logprobs": np.asarray(await producer.positions(ids, part.start, full=True, adapter=adapter))}
-    found = await producer.positions(ids, part.start, full=True, mode="logits", adapter=adapter)
+    if (encoding := _sixteen_bits(producer.model)) is None:
+        return await _request_positions(full=True)(producer, text, part, adapter)
+    found = await producer.positions(text.ids[: part.stop], part.start, full=True, mode="logits", adapter=adapter)
     logits: NDArray[np.float32] = np.asarray(found)
 
     def narrowed() -> Columns:
@@ -166,18 +156,19 @@ def _generate(given: str) -> Kind:
     limit, _, options = given.partition(",")
     count = _count(limit, "generate", "of tokens at most, such as generate:64 or generate:64,temperature=0.7,seed=1")
     chosen: dict[str, Any] = {}
+    readers: dict[str, Any] = {"temperature": float, "top_p": float, "seed": int}
+    readers["stop"] = lambda text: list(map(int, text.split()))  # Token ids, separated by spaces.
     for option in options.split(",") if options else ():
         name, _, value = option.partition("=")
         try:
-            chosen[name] = _GENERATE_OPTIONS[name](value)
+            chosen[name] = readers[name](value)
         except (KeyError, ValueError):
             known = "temperature=0.7, top_p=0.9, seed=1, stop=2"
             raise SettingsError(f"what: {shown(option)} is none of {known}") from None
     try:
-        read_sampling(chosen.get("temperature", 1.0), chosen.get("top_p", 1.0), chosen.get("seed"))
+        seed = read_sampling(chosen.get("temperature", 1.0), chosen.get("top_p", 1.0), chosen.pop("seed", 0)).seed
     except SettingsError as error:
         raise SettingsError(f"what: generate: {error}") from error
-    seed = int(chosen.pop("seed", 0))
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # This line's seed in a `batch_generate` of all lines.
@@ -185,9 +176,9 @@ def _generate(given: str) -> Kind:
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 
     def width(info: ModelInfo) -> int:
-        if count > info.max_prompt_tokens:
-            longest = f"{info.max_prompt_tokens} tokens, the model's longest prompt"
-            raise SettingsError(f"what: generate:{count} is more than {longest}")
+        check_number(
+            "what: generate", count, 1, info.max_prompt_tokens, note=", the tokens of the model's longest prompt"
+        )
         read_stops(chosen.get("stop", ()), info.vocab_size)
         return 2 * count
 
@@ -198,14 +189,6 @@ def _generate(given: str) -> Kind:
     what = ",".join([f"generate:{count}", f"seed={seed}", *(f"{name}={chosen[name]}" for name in sorted(chosen))])
     return Kind(what, lambda _: columns, request, width, span=lambda length, _: range(length - 1, length))
 
-
-# Readers of the options of `generate`, separated by commas; `stop` has token ids, separated by spaces.
-_GENERATE_OPTIONS: dict[str, Callable[[str], Any]] = {
-    "temperature": float,
-    "top_p": float,
-    "seed": int,
-    "stop": lambda text: list(map(int, text.split())),
-}
 
 _KINDS: dict[str, Kind | Callable[[str], Kind]] = {
     "topk": _topk,

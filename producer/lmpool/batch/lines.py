@@ -1,4 +1,4 @@
-"""Read an input, JSONL or Parquet: find where shards begin and which custom ids repeat, and make texts of lines."""
+"""Read the lines of an input, JSONL or Parquet; find where shards begin and which custom ids repeat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -16,24 +15,15 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.fetch import absolute, plain_file, pyarrow, readable, state_of
+from lmpool.batch.fetch import NOT_READABLE, absolute, explained, plain_file, pyarrow, state_of
 from lmpool.batch.folder import digest_of_file
-from lmpool.batch.kinds import Kind
-from lmpool.batch.shards import Failed, HasCustomId, Text
-from lmpool.errors import BatchError, InvalidPrompt
-from lmpool.producer.tokenizer import Tokenizer
-from lmpool.protocol.job import encode_prompt
-from lmpool.protocol.model_info import ModelInfo
+from lmpool.batch.shards import Failed, HasCustomId
+from lmpool.errors import BatchError
 
-MAX_LINE_BYTES = 64 * 1024 * 1024
-"""Max bytes of one line, to bound its memory. A longer line fails."""
-
-MAX_CHUNK_LINES = 256
-"""Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk."""
-
+MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to bound its memory. A longer line fails.
+MAX_CHUNK_LINES = 256  # Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk.
+# Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size.
 MAX_CHUNK_BYTES = 1024 * 1024
-"""Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size."""
-
 # Bytes of one read: little memory, few system calls. Without this limit, pyarrow would read a whole row group.
 _READ_BYTES = 1024 * 1024
 _DIGEST_BYTES = 16  # Bytes of a BLAKE2b digest.
@@ -48,10 +38,9 @@ class Body(msgspec.Struct):
     input: str | list[int] | None = None
 
 
-class Fields(msgspec.Struct):
+class Fields(HasCustomId):
     """The fields of a line that are read; other fields are ignored."""
 
-    custom_id: str | int | None = None
     text: str | None = None
     ids: list[int] | None = None
     prompt: str | list[int] | None = None
@@ -75,25 +64,15 @@ class Chunk(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An input after one pass over it.
+    """An input after one pass over it."""
 
-    Attributes:
-        format: "jsonl" or "parquet".
-        size: size of the input in bytes.
-        digest: 128-bit BLAKE2b of the input, hexadecimal.
-        lines: number of lines.
-        is_empty: whether all lines are empty.
-        starts: number of a shard -> its first byte in a JSONL file, or its first row in a Parquet file.
-        duplicates: numbers of the lines whose custom id an earlier line has, ascending, int64.
-    """
-
-    format: str
-    size: int
-    digest: str
+    format: str  # "jsonl" or "parquet".
+    size: int  # Bytes of the input.
+    digest: str  # 128-bit BLAKE2b of the input, hexadecimal.
     lines: int
-    is_empty: bool
-    starts: dict[int, int]
-    duplicates: NDArray[np.int64]
+    is_empty: bool  # Whether all lines are empty.
+    starts: dict[int, int]  # Number of a shard -> its first byte in a JSONL file, or its first row in a Parquet file.
+    duplicates: NDArray[np.int64]  # Numbers of the lines whose custom id an earlier line has, ascending.
 
 
 class CustomIds:
@@ -120,28 +99,43 @@ class CustomIds:
 
 
 class Source:
-    """An input, which must not change until the whole input was read. One pass over the input finds the shards.
+    """An input with a JSON object on each line, or a subclass for another format; empty lines are skipped.
 
-    Its methods raise BatchError if the file cannot be read, or has changed since the `Source` was made. `location` is
-    the user's path or URL; `path` is a local file with the data.
+    The input must not change until it was read: the methods raise BatchError if the file cannot be read, or has changed
+    since the `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.
     """
 
     def __init__(self, path: Path, location: str = "") -> None:
         self.path, self.location = path, location or str(path)
-        with readable(path):
+        with explained(str(path), NOT_READABLE, OSError):
             self.state = state_of(path.stat())
 
     def index(self, shard_lines: int) -> Index:
         """Read the whole input, and return its index."""
-        raise NotImplementedError
+        ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
+        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+        with self._opened() as file:
+            for number, (begin, line) in enumerate(_split(file, digest.update), 1):
+                if (number - 1) % shard_lines == 0:
+                    starts[len(starts)] = begin
+                is_empty = is_empty and line is not None and line.isspace()
+                ids.add(number, _custom_id(line or b"{}"))
+            self._check(file)
+        return Index("jsonl", self.state[0], digest.hexdigest(), number, is_empty, starts, ids.duplicates())
 
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """The lines of some shards, in order."""
-        raise NotImplementedError
+        with self._opened() as file:
+            for shard in sorted(shards):
+                file.seek(index.starts[shard])
+                first = shard * shard_lines + 1
+                lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
+                decoded = ((_decoded(at, line), len(line or b"")) for at, (_, line) in enumerate(lines, first))
+                yield from self._chunks(file, shard, decoded)
 
     @contextmanager
     def _opened(self) -> Iterator[BinaryIO]:
-        with readable(self.path), self.path.open("rb", buffering=_READ_BYTES) as file:
+        with explained(self.location, NOT_READABLE, OSError), self.path.open("rb", buffering=_READ_BYTES) as file:
             self._check(file)
             yield file
 
@@ -169,37 +163,9 @@ def open_source(location: str) -> Source:
     """The input at a path or a URL: Parquet if it begins with "PAR1" or has the suffix ".parquet", else JSONL."""
     location = absolute(location)
     path = plain_file(location)
-    with readable(path), path.open("rb") as file:
+    with explained(str(path), NOT_READABLE, OSError), path.open("rb") as file:
         is_parquet = path.suffix == ".parquet" or file.read(4) == b"PAR1"
-    return ParquetSource(path, location) if is_parquet else JsonlSource(path, location)
-
-
-class JsonlSource(Source):
-    """A file with a JSON object on each line; empty lines are skipped."""
-
-    def index(self, shard_lines: int) -> Index:
-        """See `Source.index`."""
-        ids, starts, number, is_empty = CustomIds(), dict[int, int](), 0, True
-        digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-        with self._opened() as file:
-            for number, (begin, line) in enumerate(_split(file, digest.update), 1):
-                if (number - 1) % shard_lines == 0:
-                    starts[len(starts)] = begin
-                is_empty = is_empty and line is not None and line.isspace()
-                ids.add(number, _custom_id(line or b"{}"))
-            self._check(file)
-        return Index("jsonl", self.state[0], digest.hexdigest(), number, is_empty, starts, ids.duplicates())
-
-    def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
-        """See `Source.read`."""
-        decode = msgspec.json.Decoder(Fields).decode
-        with self._opened() as file:
-            for shard in sorted(shards):
-                file.seek(index.starts[shard])
-                first = shard * shard_lines + 1
-                lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
-                decoded = ((_decoded(at, line, decode), len(line or b"")) for at, (_, line) in enumerate(lines, first))
-                yield from self._chunks(file, shard, decoded)
+    return (ParquetSource if is_parquet else Source)(path, location)
 
 
 def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[tuple[int, bytes | None]]:
@@ -220,30 +186,30 @@ def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[
         yield begin, None
 
 
-def _decoded(number: int, line: bytes | None, decode: Callable[[bytes], Fields]) -> Line | Failed | None:
+_decode = msgspec.json.Decoder(Fields).decode
+_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
+
+
+def _decoded(number: int, line: bytes | None) -> Line | Failed | None:
     if line is None:
         return Failed(number, None, f"the line has more than {MAX_LINE_BYTES >> 20} MiB")
     if line.isspace():
         return None
     try:
-        return Line(number, decode(line))
+        return Line(number, _decode(line))
     except msgspec.ValidationError as error:
         reason = f"unusable: {error}"
     except RecursionError:
         reason = "the lists and objects of the line are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = f"no JSON: {error}"
-    custom_id = _custom_id(line)
-    return Failed(number, None if custom_id is None else str(custom_id), reason)
+    return Failed(number, _custom_id(line), reason)
 
 
-_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
-
-
-def _custom_id(line: bytes) -> str | int | None:
+def _custom_id(line: bytes) -> str | None:
     """The custom id of a line, even if other fields are malformed; None if the custom id cannot be read."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_custom_id(line).custom_id
+        return _decode_custom_id(line).name
     return None
 
 
@@ -298,8 +264,7 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
             continue
         # Decode up to `MAX_CHUNK_LINES` rows at once, of up to `MAX_CHUNK_BYTES` if all rows have the same size.
         parts = map(group.column, range(group.num_columns))
-        read = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
-        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in read)
+        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in parts)
         rows = max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * group.num_rows // max(1, size)))
         for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
             if is_wanted(batch.num_rows):
@@ -313,63 +278,3 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
                             line = Failed(row + 1, None, f"unusable: {error}")
                         yield shard, line, row_bytes
             at += batch.num_rows
-
-
-@dataclass(frozen=True, slots=True)
-class Preparer:
-    """Turns lines into texts with results from `start` on. Use it in a thread, because tokenizing takes time."""
-
-    kind: Kind
-    start: int
-    info: ModelInfo
-    find_tokenizer: Callable[[], Tokenizer]
-    duplicates: NDArray[np.int64]
-
-    def prepare(self, line: Line | Failed) -> Text | Failed:
-        """The text of a line, or the reason why it has none."""
-        if isinstance(line, Failed):
-            return line
-        number, fields = line
-        custom_id = None if fields.custom_id is None else str(fields.custom_id)
-        at = np.searchsorted(self.duplicates, number)
-        if number in self.duplicates[at : at + 1]:
-            return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
-        try:
-            ids, start = self._ids(fields)
-            encode_prompt(ids, vocab_size=self.info.vocab_size, max_tokens=self.info.max_prompt_tokens)
-            if start >= len(ids):
-                raise InvalidPrompt(f"start {start} is beyond the text, which has {len(ids)} tokens")
-            if not (span := self.kind.span(len(ids), start)):
-                raise InvalidPrompt("a text of 1 token has no score: a score needs a token before it")
-            return Text(number, custom_id, ids, span)
-        except InvalidPrompt as error:
-            return Failed(number, custom_id, str(error))
-
-    def _ids(self, fields: Fields) -> tuple[list[int], int]:
-        """The token ids of a line, and the first position for which a result is wanted."""
-        body = fields.body or Body()
-        given = {name: getattr(fields, name) for name in ("text", "ids", "prompt")}
-        given |= {"body.prompt": body.prompt, "body.input": body.input}
-        named = [name for name, value in given.items() if value is not None]
-        if len(named) != 1:
-            there = f"it has {' and '.join(named)}" if named else "it has none of them"
-            raise InvalidPrompt(f"a line needs one of {', '.join(given)}: {there}")
-        ids = self._encoded(given[named[0]])
-        if fields.continuation is None:
-            return ids, self.start
-        if not self.kind.has_continuations or named != ["prompt"]:
-            raise InvalidPrompt("continuation: only --what scores accepts it, together with a prompt")
-        # A continuation gets no special tokens: they belong at the beginning of a text.
-        continued = self._encoded(fields.continuation, add_special_tokens=False)
-        for name, some in (("prompt", ids), ("continuation", continued)):
-            if not some:
-                raise InvalidPrompt(f"the {name} is empty: a score needs a token, and a token before it")
-        return ids + continued, len(ids)
-
-    def _encoded(self, text: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        if not isinstance(text, str):
-            return text
-        try:
-            return self.find_tokenizer().encode(text, add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidPrompt(f"the text cannot be encoded: {error}") from error

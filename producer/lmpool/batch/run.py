@@ -10,38 +10,32 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+import numpy as np
 from msgspec.structs import asdict
 from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from lmpool import errors
 from lmpool.aio import await_beside, finish
 from lmpool.batch.fetch import named
 from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
-from lmpool.batch.kinds import Kind, parse_kind
-from lmpool.batch.lines import Chunk, Index, Preparer, Source, open_source
-from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format
+from lmpool.batch.kinds import parse_kind
+from lmpool.batch.lines import Body, Fields, Index, Line, Source, open_source
+from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format, open_writer
 from lmpool.cli import Terminal, say
-from lmpool.errors import (
-    BatchError,
-    InvalidPrompt,
-    ModelMismatch,
-    RequestFailed,
-    SettingsError,
-    UnknownAdapter,
-    WorkerError,
-)
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
+from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_number, shown
 
@@ -72,23 +66,14 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
-    """The settings of a run.
+    """The settings of a run."""
 
-    Attributes:
-        what: kind of request, such as "topk:32" (`lmpool.batch.kinds`).
-        start: first position of each text; a negative start counts from the end of the text.
-        format: format of the shards; None for the default of the kind.
-        shard_lines: lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
-        adapter: name of the model's adapter; "" for none.
-        concurrency: number of concurrent requests.
-    """
-
-    what: str
-    start: int = 0
-    format: str | None = None
-    shard_lines: int = 0
-    adapter: str = ""
-    concurrency: int = 512
+    what: str  # Kind of request, such as "topk:32" (`lmpool.batch.kinds`).
+    start: int = 0  # First position of each text; a negative start counts from the end of the text.
+    format: str | None = None  # Format of the shards; None for the default of the kind.
+    shard_lines: int = 0  # Lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
+    adapter: str = ""  # Name of the model's adapter; "" for none.
+    concurrency: int = 512  # Number of concurrent requests.
 
     def __post_init__(self) -> None:
         check_number("start", self.start, least=-(2**31), most=2**31)
@@ -97,14 +82,9 @@ class BatchSettings(msgspec.Struct, frozen=True):
         _ = self.options  # Refuse malformed kinds and formats now.
 
     @property
-    def kind(self) -> Kind:
-        """The kind of request."""
-        return parse_kind(self.what)
-
-    @property
     def options(self) -> Options:
         """The options that decide the output, in addition to the input and the model."""
-        kind = self.kind
+        kind = parse_kind(self.what)
         lines = self.shard_lines or (_WIDE_LINES if kind.is_wide else _NARROW_LINES)
         return Options(kind.what, self.start, choose_format(kind.is_wide, self.format), lines)
 
@@ -124,8 +104,8 @@ class Progress:
         console = Terminal(err=True)
         self._bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task(label, total=None, rates="")
-        self._here = self._positions = 0
-        self._began = self._reported = monotonic()
+        self._done_before = self._positions = 0
+        self._reported = monotonic()
         self.shards = (0, 0)
         self.unplaced = Counter[int]()
 
@@ -133,7 +113,7 @@ class Progress:
     def shown(self, total: int, done: int) -> Iterator[None]:
         """Show the progress of `total` lines or tokens, of which earlier runs computed `done`."""
         self._bar.reset(self._task, total=total, completed=done, rates="")
-        self._began = self._reported = monotonic()
+        self._done_before, self._reported = done, monotonic()
         if self._bar.disable and done:
             say(f"{done} of {total} {self._label} are done already", err=True)
         with nullcontext() if self._bar.disable else self._bar:
@@ -141,17 +121,17 @@ class Progress:
 
     def advance(self, lines: int, positions: int) -> None:
         """Add computed lines and positions to the progress."""
-        self._here += lines
+        self._bar.update(self._task, advance=lines)
         self._positions += positions
         now, task = monotonic(), self._bar.tasks[0]
-        seconds = max(now - self._began, 1e-3)
-        rates = f"{self._here / seconds:.1f} {self._label}/s"
-        if self._positions != self._here:
+        seconds, computed = max(task.elapsed or 0, 1e-3), task.completed - self._done_before
+        rates = f"{computed / seconds:.1f} {self._label}/s"
+        if self._positions != computed:
             rates += f", {self._positions / seconds:.0f} positions/s"
-        self._bar.update(self._task, advance=lines, rates=rates)
+        self._bar.update(self._task, rates=rates)
         if self._bar.disable and task.total and now - self._reported >= _REPORT_INTERVAL_S:
             self._reported = now
-            left = timedelta(seconds=round((task.remaining or 0) * seconds / max(self._here, 1)))
+            left = timedelta(seconds=round(task.time_remaining or 0))
             say(f"{task.completed:.0f} of {task.total:.0f} {self._label}, {rates}, {left} left", err=True)
 
 
@@ -161,19 +141,12 @@ def counted(number: int, thing: str) -> str:
 
 
 class Outcome(NamedTuple):
-    """The outcome of a run.
+    """The outcome of a run."""
 
-    Attributes:
-        texts: number of lines that have a result.
-        errors: number of lines that have no result; `errors.jsonl` lists these lines.
-        shards: number of shards.
-        resumed: number of shards that earlier runs computed.
-    """
-
-    texts: int
-    errors: int
+    texts: int  # Lines that have a result.
+    errors: int  # Lines that have no result; `errors.jsonl` lists these lines.
     shards: int
-    resumed: int
+    resumed: int  # Shards that earlier runs computed.
 
 
 async def run_batch(
@@ -191,9 +164,9 @@ async def begin(producer: Producer, folder: Folder, source: Source, settings: Ba
     options = settings.options
     index = await asyncio.to_thread(source.index, options.shard_lines)
     if index.is_empty:
-        raise SettingsError(f"input: {shown(named(source.location))} is empty")
+        raise errors.SettingsError(f"input: {shown(named(source.location))} is empty")
     await producer.open()
-    info, kind = producer.model, settings.kind
+    info, kind = producer.model, parse_kind(settings.what)
     kind.width(info)  # Refuse a kind that does not fit the model before the folder is written.
     fields = {name: getattr(info, name) for name in Model.__struct_fields__ if name != "adapter"}
     model = Model(**fields, adapter=await _qualified(producer, settings.adapter))
@@ -209,30 +182,21 @@ async def _qualified(producer: Producer, adapter: str) -> str:
         return ""
     revisions = await producer.adapters()
     if adapter not in revisions:
-        served = ", ".join(revisions) or "none"
-        raise UnknownAdapter(f"the model {producer.model.name!r} has no adapter {shown(adapter)}; it has: {served}")
+        name, served = producer.model.name, ", ".join(revisions) or "none"
+        raise errors.UnknownAdapter(f"the model {name!r} has no adapter {shown(adapter)}; it has: {served}")
     return f"{adapter}@{revisions[adapter]}"
 
 
 @dataclass(slots=True)
 class _Item:
-    """A part of a text, a line without a result, or the end of a shard; items are written in order.
-
-    Attributes:
-        shard: number of the shard.
-        entry: the text or the failed line; None for the end of the shard.
-        result: future of the result of this part.
-        part: range of the text's positions that this part requests.
-        is_last: whether the line ends with this part.
-        size: estimated bytes of the item in memory.
-    """
+    """A part of a text, a line without a result, or the end of a shard; items are written in order."""
 
     shard: int
-    entry: Text | Failed | None
+    entry: Text | Failed | None  # The text or the failed line; None for the end of the shard.
     result: asyncio.Future[Columns | Failed | None]
-    part: range = range(0)
-    is_last: bool = False
-    size: int = 0
+    part: range = range(0)  # The positions of the text that this part requests.
+    is_last: bool = False  # Whether the line ends with this part.
+    size: int = 0  # Estimated bytes of the item in memory.
 
 
 @dataclass(eq=False)
@@ -248,23 +212,20 @@ class Run:
     progress: Progress
 
     def __post_init__(self) -> None:
-        self._kind = self.settings.kind
+        self._kind = parse_kind(self.settings.what)
         self._items: asyncio.Queue[_Item] = asyncio.Queue()  # Items to be written, in order.
         self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items to be requested.
         self._pending_items = self._pending_bytes = 0
         self._has_room = asyncio.Event()
         self._checked: ModelInfo | None = None
         self._writer: ShardWriter | None = None
-        loop = asyncio.get_running_loop()
+        self._info, self._loop = self.producer.model, asyncio.get_running_loop()
 
-        @cache
-        def tokenizer() -> Tokenizer:
-            # Called in a thread; the producer belongs to the event loop.
-            found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
-            return asyncio.run_coroutine_threadsafe(found, loop).result()
-
-        duplicates = self.index.duplicates
-        self._preparer = Preparer(self._kind, self.settings.start, self.producer.model, tokenizer, duplicates)
+    @cached_property
+    def _tokenizer(self) -> Tokenizer:
+        # Called in a thread; the producer belongs to the event loop.
+        found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
+        return asyncio.run_coroutine_threadsafe(found, self._loop).result()
 
     async def run(self) -> Outcome:
         """Compute all shards that are not done."""
@@ -275,20 +236,14 @@ class Run:
         with self.progress.shown(self.index.lines, lines_done):
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
-            except BaseException:
-                with suppress(OSError, BatchError):  # Perhaps the run failed because the disk is full.
-                    await self._sum_up()
-                raise
-            await self._sum_up()
+            finally:
+                with self.folder.explained():
+                    await finish(asyncio.to_thread(self.folder.sum_up, manifest, is_over=True))
         if left := manifest.shards - len(manifest.done):
             gone = f"another program removed or replaced {left} of {manifest.shards} shards"
-            raise BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
-        texts, errors = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
-        return Outcome(texts, errors, manifest.shards, len(resumed))
-
-    async def _sum_up(self) -> None:
-        with self.folder.explained():
-            await finish(asyncio.to_thread(self.folder.sum_up, self.manifest, is_over=True))
+            raise errors.BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
+        texts, failed = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
+        return Outcome(texts, failed, manifest.shards, len(resumed))
 
     async def run_shards(self, shards: Sequence[int]) -> None:
         """Compute some shards."""
@@ -304,18 +259,57 @@ class Run:
 
     # Requests
 
+    def _prepare(self, line: Line | Failed) -> Text | Failed:
+        """The text of a line, or the reason why it has none. Called in a thread, because tokenizing takes time."""
+        if isinstance(line, Failed):
+            return line
+        (number, fields), info = line, self._info
+        custom_id = fields.name
+        at = np.searchsorted(self.index.duplicates, number)
+        if number in self.index.duplicates[at : at + 1]:
+            return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
+        try:
+            ids, start = self._ids(fields)
+            encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
+            if start >= len(ids):
+                raise errors.InvalidPrompt(f"start {start} is beyond the text, which has {len(ids)} tokens")
+            if not (span := self._kind.span(len(ids), start)):
+                raise errors.InvalidPrompt("a text of 1 token has no score: a score needs a token before it")
+            return Text(number, custom_id, ids, span)
+        except errors.InvalidPrompt as error:
+            return Failed(number, custom_id, str(error))
+
+    def _ids(self, fields: Fields) -> tuple[list[int], int]:
+        """The token ids of a line, and the first position for which a result is wanted."""
+        body = fields.body or Body()
+        given = {name: getattr(fields, name) for name in ("text", "ids", "prompt")}
+        given |= {"body.prompt": body.prompt, "body.input": body.input}
+        used = [name for name, value in given.items() if value is not None]
+        if len(used) != 1:
+            there = f"it has {' and '.join(used)}" if used else "it has none of them"
+            raise errors.InvalidPrompt(f"a line needs one of {', '.join(given)}: {there}")
+        ids = self._encoded(given[used[0]])
+        if fields.continuation is None:
+            return ids, self.settings.start
+        if not self._kind.has_continuations or used != ["prompt"]:
+            raise errors.InvalidPrompt("continuation: only --what scores accepts it, together with a prompt")
+        # A continuation gets no special tokens: they belong at the beginning of a text.
+        continued = self._encoded(fields.continuation, add_special_tokens=False)
+        for name, some in (("prompt", ids), ("continuation", continued)):
+            if not some:
+                raise errors.InvalidPrompt(f"the {name} is empty: a score needs a token, and a token before it")
+        return ids + continued, len(ids)
+
+    def _encoded(self, text: str | list[int], **options: Any) -> list[int]:
+        return self._tokenizer.encode(text, **options) if isinstance(text, str) else text
+
     async def _feed(self, shards: Sequence[int]) -> None:
         """Read and tokenize lines in a thread, and queue items as earlier items are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
-
-        def prepare() -> tuple[Chunk, list[Text | Failed]] | None:
-            for chunk in chunks:
-                return chunk, list(map(self._preparer.prepare, chunk.lines))
-            return None
-
-        info, loop = self.producer.model, asyncio.get_running_loop()
+        ahead = ((chunk, list(map(self._prepare, chunk.lines))) for chunk in chunks)
+        info, loop = self._info, self._loop
         limit, number_bytes = _ITEMS_PER_REQUEST * self.settings.concurrency, _NUMBER_BYTES * self._kind.width(info)
-        while (prepared := await asyncio.to_thread(prepare)) is not None:
+        while prepared := await asyncio.to_thread(next, ahead, None):
             chunk, entries = prepared
             for entry in entries:
                 parts, size = [range(0)], _TEXT_BYTES
@@ -346,9 +340,9 @@ class Run:
             self._check_model()
             try:
                 result = await self._kind.request(self.producer, text, item.part, self.settings.adapter)
-            except (InvalidPrompt, WorkerError) as error:
+            except (errors.InvalidPrompt, errors.WorkerError) as error:
                 result = Failed(text.line, text.custom_id, str(error))
-            except RequestFailed as error:  # Name the line: this error ends the run.
+            except errors.RequestFailed as error:  # Name the line: this error ends the run.
                 error.args = (f"line {text.line}: {error}",)
                 raise
             self._check_model()
@@ -362,7 +356,7 @@ class Run:
             return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
-            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
+            raise errors.ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
         self._checked = now
 
     async def _check_adapter(self) -> None:
@@ -372,7 +366,7 @@ class Run:
         began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
         if now != began:
             changed = f"the adapter {adapter!r} has changed ({began}, now {now})"
-            raise ModelMismatch(f"{changed}. {TRY_AGAIN} when the first adapter is in service again")
+            raise errors.ModelMismatch(f"{changed}. {TRY_AGAIN} when the first adapter is in service again")
 
     async def _watch_adapter(self) -> None:
         while True:
@@ -406,7 +400,7 @@ class Run:
         """Write items of one shard, in a thread. The item at its end moves the shard into the folder."""
         with self.folder.explained():
             for item in ready:
-                writer = self._writer = self._writer or ShardWriter(self.folder, self.manifest, item.shard)
+                writer = self._writer = self._writer or open_writer(self.folder, self.manifest, item.shard)
                 result = item.result.result()
                 if isinstance(result, Failed):
                     writer.fail(result)

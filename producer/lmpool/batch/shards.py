@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import mmap
 import os
 import sys
@@ -65,6 +64,11 @@ class HasCustomId(msgspec.Struct):
     """A line of which only the custom id is read."""
 
     custom_id: str | int | None = None
+
+    @property
+    def name(self) -> str | None:
+        """The custom id as text; None for none."""
+        return None if self.custom_id is None else str(self.custom_id)
 
 
 class Failed(NamedTuple):
@@ -118,60 +122,100 @@ class CheckedFile(io.BufferedRandom):
         return error
 
 
-class JsonlWriter:
-    """Writes one JSON object per line: line, custom_id, ids, start, and the columns; null stands for minus infinity.
+class ShardWriter:
+    """Writes one shard and the errors of its lines. The parts of a text are kept until the text ends.
 
-    The writers of the other formats are subclasses. A writer keeps the parts of a text until the text ends.
+    This class writes one JSON object per line: line, custom_id, ids, start, and the columns; null stands for minus
+    infinity. Subclasses write other formats: see `open_writer`.
     """
 
-    def __init__(self, file: CheckedFile) -> None:
-        self._file = file
+    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
+        self._folder, self._manifest, self._number = folder, manifest, number
+        self._file = CheckedFile(folder.create(manifest.shard_name(number)))
         self._parts: list[Columns] = []
+        self._errors: list[bytes] = []
+        self._failed_line = self._texts = 0
 
-    def add(self, part: Columns) -> None:
-        """Add the result for the next positions of a text."""
-        self._parts.append(part)
+    def add(self, text: Text, part: Columns, is_last: bool) -> None:
+        """Add the result for the next positions of a text. Parts after a failed part are dropped."""
+        if text.line != self._failed_line:
+            self._parts.append(self._streamed(part))
+            if is_last:
+                self._end_text(text)
+                self._parts = []
+                self._texts += 1
 
-    def end_text(self, text: Text) -> None:
+    def fail(self, failed: Failed) -> None:
+        """Add a line without a result."""
+        if failed.line != self._failed_line:
+            self._drop_text()
+            self._parts = []
+            self._failed_line = failed.line
+            self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
+
+    def place(self) -> Shard:
+        """Move the shard into the folder, unless another run of the same command has already written this shard."""
+        path = Path(self._file.name)
+        self._write_rest()
+        sync(self._file)
+        digest, lines = self._file.read_back()
+        if self._manifest.options.format == "jsonl" and lines != self._texts:
+            raise self._file.damaged(f"it has {lines} lines, and {self._texts} texts have a result")
+        self._file.close()
+        if there := self._folder.done(self._manifest, self._number):
+            self.discard()
+            return there[self._number]
+        shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest)
+        self._folder.place_shard(self._manifest, shard, path, self._errors)
+        return shard
+
+    def discard(self) -> None:
+        """Remove the unfinished file."""
+        with suppress(OSError):
+            Path(self._file.name).unlink(missing_ok=True)
+            self._file.close()
+
+    def _streamed(self, part: Columns) -> Columns:
+        """Write what can be written of a part now; return the columns to keep until the text ends."""
+        return part
+
+    def _end_text(self, text: Text) -> None:
         """Write a text after all its parts were added."""
         columns = {name: np.concatenate([part[name] for part in self._parts]) for name in self._parts[0]}
-        self._parts = []
         self._write(text, columns)
-
-    def drop_text(self) -> None:
-        """Drop the parts of a text that has not ended."""
-        self._parts = []
-
-    def close(self) -> None:
-        """Write the rest of the file."""
 
     def _write(self, text: Text, columns: Columns) -> None:
         head = {"line": text.line, "custom_id": text.custom_id, "ids": text.ids, "start": text.span.start}
         columns_as_lists = {name: values.tolist() for name, values in columns.items()}
         self._file.write(msgspec.json.encode({**head, **columns_as_lists}) + b"\n")
 
+    def _drop_text(self) -> None:
+        """Remove from the file what `_streamed` wrote of a text that has not ended."""
 
-class ParquetWriter(JsonlWriter):
+    def _write_rest(self) -> None:
+        """Write the rest of the file."""
+
+
+class ParquetWriter(ShardWriter):
     """Writes a row for each text: line, custom_id, ids, start, and each column as a list, or as a list of lists."""
 
-    def __init__(self, file: CheckedFile) -> None:
-        super().__init__(file)
+    def __init__(self, *given: Any) -> None:
         self._arrow = pyarrow("format: Parquet")
+        super().__init__(*given)
         self._results: list[tuple[Text, Columns]] = []
         self._numbers = 0
         self._writer: Any = None
-
-    def close(self) -> None:
-        """See `JsonlWriter.close`."""
-        if self._results or self._writer is None:
-            self._write_group()
-        self._writer.close()
 
     def _write(self, text: Text, columns: Columns) -> None:
         self._results.append((text, columns))
         self._numbers += len(text.ids) + sum(values.size for values in columns.values())
         if self._numbers >= _GROUP_NUMBERS:
             self._write_group()
+
+    def _write_rest(self) -> None:
+        if self._results or self._writer is None:
+            self._write_group()
+        self._writer.close()
 
     def _write_group(self) -> None:
         pa, texts = self._arrow, [text for text, _ in self._results]
@@ -200,74 +244,61 @@ class ParquetWriter(JsonlWriter):
         return pa.ListArray.from_arrays(pa.array(offsets), flat)
 
 
-class SafetensorsWriter(JsonlWriter):
+class SafetensorsWriter(ShardWriter):
     """Writes a safetensors file: the first column part by part, the other columns at the end, from memory."""
 
-    def __init__(self, file: CheckedFile) -> None:
-        super().__init__(file)
-        file.seek(_HEADER_BYTES)
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._file.seek(_HEADER_BYTES)
+        self._ended: list[Text] = []
+        self._others: list[Columns] = []
         self._column, self._shape, self._code = "", tuple[int, ...](), "F32"
-        self._others: dict[str, list[NDArray[Any]]] = {}
-        self._custom_ids: list[str | None] = []
-        self._small: dict[str, list[int]] = {"positions": [0], "starts": [], "lines": [], "ids": [], "tokens": [0]}
-        self._positions, self._end, self._digest = 0, _HEADER_BYTES, file.digest.copy()
+        self._end, self._digest = _HEADER_BYTES, self._file.digest.copy()
 
-    def add(self, part: Columns) -> None:
-        """See `JsonlWriter.add`."""
+    def _streamed(self, part: Columns) -> Columns:
         (self._column, values), *others = part.items()
         self._shape, self._code = values.shape[1:], _CODES[values.dtype.name]
-        for name, few in others:
-            self._others.setdefault(name, []).append(few)
         self._file.write(np.ascontiguousarray(values).data.cast("B"))
-        self._positions += len(values)
+        return dict(others)
 
-    def end_text(self, text: Text) -> None:
-        """See `JsonlWriter.end_text`."""
-        small = self._small
-        self._custom_ids.append(text.custom_id)
-        small["positions"].append(self._positions)
-        small["starts"].append(text.span.start)
-        small["lines"].append(text.line)
-        small["ids"] += text.ids
-        small["tokens"].append(len(small["ids"]))
+    def _end_text(self, text: Text) -> None:
+        self._ended.append(text)
+        self._others += self._parts
         self._end, self._digest = self._file.tell(), self._file.digest.copy()
 
-    def drop_text(self) -> None:
-        """See `JsonlWriter.drop_text`; parts that are in the file already are removed from it."""
-        self._positions = self._small["positions"][-1]
-        for name, parts in self._others.items():
-            self._others[name] = [np.concatenate(parts)[: self._positions]]
+    def _drop_text(self) -> None:
         self._file.seek(self._end)
         self._file.truncate()
         self._file.digest = self._digest.copy()
 
-    def close(self) -> None:
-        """See `JsonlWriter.close`."""
-        end = self._end - _HEADER_BYTES
-        custom_ids = msgspec.json.encode(self._custom_ids)
+    def _write_rest(self) -> None:
+        texts, end, header = self._ended, self._end - _HEADER_BYTES, dict[str, Any]()
+        custom_ids = msgspec.json.encode([text.custom_id for text in texts])
         custom_ids += b" " * (-(end + len(custom_ids)) % 8)  # The next tensor begins at a multiple of 8 bytes.
-        header: dict[str, dict[str, Any]] = {}
+        arrays: dict[str, NDArray[Any]] = {
+            "custom_ids": np.frombuffer(custom_ids, np.uint8),
+            "positions": np.cumsum([0, *(len(text.span) for text in texts)], dtype=np.int64),
+            "starts": np.array([text.span.start for text in texts], np.int64),
+            "lines": np.array([text.line for text in texts], np.int64),
+            "ids": np.array([token for text in texts for token in text.ids], np.int64),
+            "tokens": np.cumsum([0, *(len(text.ids) for text in texts)], dtype=np.int64),
+        }
         if self._column:
-            shape = [self._positions, *self._shape]
+            shape = [int(arrays["positions"][-1]), *self._shape]
             header[self._column] = {"dtype": self._code, "shape": shape, "data_offsets": [0, end]}
-        arrays: dict[str, NDArray[Any]] = {"custom_ids": np.frombuffer(custom_ids, np.uint8)}
-        arrays |= {name: np.array(values, np.int64) for name, values in self._small.items()}
-        arrays |= {name: np.concatenate(parts) for name, parts in self._others.items()}
+        for name in self._others[0] if self._others else ():
+            arrays[name] = np.concatenate([part[name] for part in self._others])
         for name, values in arrays.items():
             begin, end = end, end + values.nbytes
             code = _CODES[values.dtype.name]
             header[name] = {"dtype": code, "shape": list(values.shape), "data_offsets": [begin, end]}
             self._file.write(values.tobytes())
-        text = json.dumps(header).encode()
+        text = msgspec.json.encode(header)
         assert len(text) <= _HEADER_BYTES - 8
         self._file.write_header((_HEADER_BYTES - 8).to_bytes(8, "little") + text.ljust(_HEADER_BYTES - 8))
 
 
-_WRITERS: dict[str, type[JsonlWriter]] = {
-    "jsonl": JsonlWriter,
-    "parquet": ParquetWriter,
-    "safetensors": SafetensorsWriter,
-}
+_WRITERS: dict[str, type[ShardWriter]] = {"parquet": ParquetWriter, "safetensors": SafetensorsWriter}
 
 
 def choose_format(is_wide: bool, wanted: str | None) -> str:
@@ -280,60 +311,16 @@ def choose_format(is_wide: bool, wanted: str | None) -> str:
     return wanted or possible[0]
 
 
-class ShardWriter:
-    """Writes one shard and the errors of its lines."""
-
-    def __init__(self, folder: Folder, manifest: Manifest, number: int) -> None:
-        self._folder, self._manifest, self._number = folder, manifest, number
-        self._file = CheckedFile(folder.create(manifest.shard_name(number)))
-        self._results = _WRITERS[manifest.options.format](self._file)
-        self._errors: list[bytes] = []
-        self._failed_line = self._texts = 0
-
-    def add(self, text: Text, part: Columns, is_last: bool) -> None:
-        """Add the result for the next positions of a text. Parts after a failed part are dropped."""
-        if text.line != self._failed_line:
-            self._results.add(part)
-            if is_last:
-                self._results.end_text(text)
-                self._texts += 1
-
-    def fail(self, failed: Failed) -> None:
-        """Add a line without a result."""
-        if failed.line != self._failed_line:
-            self._results.drop_text()
-            self._failed_line = failed.line
-            self._errors.append(msgspec.json.encode(failed._asdict()) + b"\n")
-
-    def place(self) -> Shard:
-        """Move the shard into the folder, unless another run of the same command has already written this shard."""
-        path = Path(self._file.name)
-        self._results.close()
-        sync(self._file)
-        digest, lines = self._file.read_back()
-        if self._manifest.options.format == "jsonl" and lines != self._texts:
-            raise self._file.damaged(f"it has {lines} lines, and {self._texts} texts have a result")
-        self._file.close()
-        if there := self._folder.done(self._manifest, self._number):
-            self.discard()
-            return there[self._number]
-        shard = Shard(self._number, self._texts, len(self._errors), path.stat().st_size, digest)
-        self._folder.place_shard(self._manifest, shard, path, self._errors)
-        return shard
-
-    def discard(self) -> None:
-        """Remove the unfinished file."""
-        with suppress(OSError):
-            Path(self._file.name).unlink()
-        with suppress(OSError):
-            self._file.close()
+def open_writer(folder: Folder, manifest: Manifest, number: int) -> ShardWriter:
+    """The writer of a shard, in the format of the run."""
+    return _WRITERS.get(manifest.options.format, ShardWriter)(folder, manifest, number)
 
 
-# Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts, "" for none.
+# Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts. None is no id.
 
 
 class JsonlReader:
-    """Reads a shard that `JsonlWriter` wrote."""
+    """Reads a shard of JSONL."""
 
     def __init__(self, path: Path) -> None:
         self._data = _mapped(path)
@@ -348,13 +335,13 @@ class JsonlReader:
                 values[name] = np.array(listed, np.int64 if name.endswith("ids") else np.float32)
                 if not name.endswith("ids"):  # null becomes NaN, which no result contains.
                     values[name][np.isnan(values[name])] = -np.inf
-        return {**values, "custom_id": values["custom_id"] or ""}
+        return values
 
-    def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all texts."""
+    def custom_ids(self) -> Iterator[str | None]:
+        """The custom ids of all texts; None for none."""
         decode = msgspec.json.Decoder(HasCustomId).decode
         for begin, end in zip(self._bounds, self._bounds[1:], strict=False):
-            yield str(decode(self._data[begin:end]).custom_id or "")
+            yield decode(self._data[begin:end]).name
 
 
 class ParquetReader:
@@ -374,8 +361,7 @@ class ParquetReader:
             self._group, self._table = group, self._file.read_row_group(group).combine_chunks()
         table: Any = self._table
         row = at - int(self._ends[group])
-        values = {name: self._value(table.column(name).chunk(0)[row]) for name in table.column_names}
-        return {**values, "custom_id": values["custom_id"] or ""}
+        return {name: self._value(table.column(name).chunk(0)[row]) for name in table.column_names}
 
     def _value(self, scalar: Any) -> Any:
         """The value of a cell: a number, a text, or an array (n,) or (n, k) that is a view of the table."""
@@ -386,10 +372,9 @@ class ParquetReader:
             return np.asarray(values)
         return np.asarray(values.flatten()).reshape(-1, values.type.list_size)
 
-    def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all texts."""
-        for value in self._file.read(columns=["custom_id"]).column(0).to_pylist():
-            yield value or ""
+    def custom_ids(self) -> Iterator[str | None]:
+        """The custom ids of all texts; None for none."""
+        return iter(self._file.read(columns=["custom_id"]).column(0).to_pylist())
 
 
 class SafetensorsReader:
@@ -398,17 +383,13 @@ class SafetensorsReader:
     def __init__(self, path: Path) -> None:
         data = np.frombuffer(_mapped(path), np.uint8)
         size = int(data[:8].view("<u8")[0])
-        header: dict[str, dict[str, Any]] = json.loads(bytes(data[8 : 8 + size]))
+        header: dict[str, dict[str, Any]] = msgspec.json.decode(data[8 : 8 + size].tobytes())
         self._tensors: dict[str, NDArray[Any]] = {}
         for name, entry in header.items():
             begin, end = (8 + size + offset for offset in entry["data_offsets"])
             self._tensors[name] = data[begin:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        self._custom_ids = self._tensors.pop("custom_ids")
+        self._names = msgspec.json.decode(self._tensors.pop("custom_ids").tobytes())
         self._small = {name: self._tensors.pop(name) for name in ("positions", "starts", "lines", "ids", "tokens")}
-
-    @cached_property
-    def _names(self) -> list[str]:
-        return [name or "" for name in json.loads(bytes(self._custom_ids))]
 
     def answer(self, at: int) -> Answer:
         """The result of one text."""
@@ -422,8 +403,8 @@ class SafetensorsReader:
         line, start = int(small["lines"][at]), int(small["starts"][at])
         return {"line": line, "custom_id": self._names[at], "ids": small["ids"][tokens], "start": start, **columns}
 
-    def custom_ids(self) -> Iterator[str]:
-        """The custom ids of all texts."""
+    def custom_ids(self) -> Iterator[str | None]:
+        """The custom ids of all texts; None for none."""
         return iter(self._names)
 
 
@@ -460,12 +441,12 @@ class Batch(Sequence[Answer]):
         self._folder = open_folder(self._given)
         self.manifest: Manifest = self._folder.manifest()
         self.manifest.done = done = list(self._folder.done(self.manifest).values())
-        self._ends = np.cumsum([shard.texts for shard in done], dtype=np.int64)
+        self._begins = np.cumsum([0, *(shard.texts for shard in done)])  # The first text of each shard; all texts.
         self.is_finished = self.manifest.finished and len(done) == self.manifest.shards
         self._open: dict[int, Reader] = {}
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._begins[-1])
 
     @overload
     def __getitem__(self, index: int) -> Answer: ...
@@ -478,8 +459,9 @@ class Batch(Sequence[Answer]):
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError(f"{index} is out of range: there are {len(self)} results")
-        shard = int(np.searchsorted(self._ends, at, side="right"))
-        return self._shard(shard).answer(at - (int(self._ends[shard - 1]) if shard else 0))
+        shard = int(np.searchsorted(self._begins, at, side="right")) - 1
+        answer = self._shard(shard).answer(at - int(self._begins[shard]))
+        return {**answer, "custom_id": answer["custom_id"] or ""}
 
     def by_custom_id(self, custom_id: str) -> Answer:
         """The result of the text with a custom id. The first call reads the custom ids of all shards.
@@ -491,7 +473,7 @@ class Batch(Sequence[Answer]):
 
     @cached_property
     def _numbers(self) -> dict[str, int]:
-        names = (name for shard in range(len(self._ends)) for name in self._shard(shard).custom_ids())
+        names = (name for shard in range(len(self.manifest.done)) for name in self._shard(shard).custom_ids())
         return {name: number for number, name in enumerate(names) if name}
 
     def _shard(self, at: int) -> Reader:
@@ -504,7 +486,7 @@ class Batch(Sequence[Answer]):
         return open_batch, (self._given,)
 
     def __repr__(self) -> str:
-        state = "" if self.is_finished else f", {len(self._ends)} of {self.manifest.shards} shards"
+        state = "" if self.is_finished else f", {len(self.manifest.done)} of {self.manifest.shards} shards"
         return f"Batch({named(self._given)!r}, {self.manifest.options.what}, {len(self)} results{state})"
 
 

@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lmpool.admin.dead_letters import DeadLetters, contents, summary
+from lmpool.admin.queue import DeadLetters, contents, summary
 from lmpool.aio import end_tasks
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED

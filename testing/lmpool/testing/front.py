@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,8 @@ from fakeredis import FakeServer
 from fakeredis._helpers import NoResponse, SimpleError, SimpleString
 from fakeredis.aioredis import AsyncFakeSocket
 from redis.asyncio import Redis
+
+_NOTHING: tuple[Any, ...] = (None, {})  # What commands return without a result: XREADGROUP {}, others None.
 
 
 def encode_reply(value: Any, protocol: int) -> bytes:
@@ -43,7 +44,7 @@ def encode_reply(value: Any, protocol: int) -> bytes:
         case str() | float():
             return encode_reply(str(value).encode(), protocol)
         case dict():
-            items: list[Any] = list(chain.from_iterable(value.items()))
+            items = [part for item in value.items() for part in item]
             head = b"%%%d\r\n" % len(value) if is_3 else b"*%d\r\n" % len(items)
         case list() | tuple() | set() | frozenset():
             items = list(value)
@@ -102,14 +103,11 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
         """
         shaped = shape or (lambda value: value)
 
-        def is_nothing(result: Any) -> bool:
-            return result is None or result == {}  # No result: XREADGROUP returns {}, other commands None.
-
         def retry(is_over: bool = False) -> None:
             try:
                 with self._server.lock:
                     result = None if is_over else func(False)
-                    is_done = is_over or not is_nothing(result)
+                    is_done = is_over or result not in _NOTHING
                     reply = shaped(result) if is_done else None
             except SimpleError as error:
                 is_done, reply = True, error
@@ -119,7 +117,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
                 self.resume()
 
         result = func(True)
-        if not is_nothing(result) or self._in_transaction:
+        if result not in _NOTHING or self._in_transaction:
             return shaped(result)
         self.pause()
         self._blocked = True

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,12 +30,9 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 
-# V of a model without `vocab_size` and `vocabulary`.
-_DEFAULT_V = 512
-# Bytes of shared memory for rows: enough for a test, and quick to allocate.
-_SHM_BYTES = 128 * 2**20
-# Max bytes of the path of the temporary folder: the path of a socket has at most about 100 bytes.
-_MAX_FOLDER_BYTES = 75
+_DEFAULT_V = 512  # V of a model without `vocab_size` and `vocabulary`.
+_SHM_BYTES = 128 * 2**20  # Bytes of shared memory for rows: enough for a test, and quick to allocate.
+_MAX_FOLDER_BYTES = 75  # Max bytes of the temporary folder's path: the path of a socket has at most about 100 bytes.
 # The fields of `SyntheticModel` that are settings of its backend (first tuple) or of its worker (second tuple).
 _OF_BACKEND = ("name", "vocab_size", "seed", "step_ms", "max_batch", "max_prompt_tokens", "encoding", "fail_token")
 _OF_WORKER = ("lease_s", "queue_limit", "row_ttl_s", "with_trie")
@@ -149,11 +147,6 @@ class MemoryWorker:
             self._task.result()
         self.info = ready.result()
 
-    def end_step(self, step_ms: float) -> None:
-        """Wait for the duration of a step, and as long as the worker is stalled."""
-        if not self._is_over.wait(step_ms / 1000):
-            self._is_open.wait()
-
     @property
     def is_running(self) -> bool:
         """Whether the worker serves prompts, or still finishes its last prompts."""
@@ -188,12 +181,10 @@ class MemoryWorker:
         had_ended = self._task.done()
         if drains:
             self._worker.stop()
-            self._is_open.set()
-            await asyncio.wait([self._task])
         else:
             self._is_over.set()
-            self._is_open.set()
-            await end_tasks([self._task])
+        self._is_open.set()
+        await (asyncio.wait([self._task]) if drains else end_tasks([self._task]))
         if (drains or had_ended) and not self._task.cancelled():
             self._task.result()
 
@@ -217,7 +208,9 @@ class _GatedSynthetic(SyntheticBackend):
     def step(self) -> Finished:
         """See `Backend.step`."""
         finished = super().step()
-        self._worker.end_step(self._model.step_ms)
+        # Wait for the duration of a step, and as long as the worker is stalled.
+        if not self._worker._is_over.wait(self._model.step_ms / 1000):
+            self._worker._is_open.wait()
         return finished
 
 
@@ -349,14 +342,11 @@ class MemoryPool:
 
     async def _serve(self) -> None:
         """Run the server until the pool is closed; then end the workers and remove all files of the server."""
-        try:
-            import lupa  # noqa: F401  without it fakeredis has no scripts
+        for name in ("fakeredis", "lupa"):  # Without lupa, fakeredis has no scripts.
+            if find_spec(name) is None:
+                raise SettingsError(f"an in-memory pool needs {name}: pip install 'lmpool[testing]'")
+        from lmpool.testing.front import Front  # Imported late: fakeredis is optional and slow to import.
 
-            from lmpool.testing.front import Front  # Imported late: fakeredis is optional and slow to import.
-        except ModuleNotFoundError as error:
-            if error.name not in ("fakeredis", "lupa"):
-                raise
-            raise SettingsError(f"an in-memory pool needs {error.name}: pip install 'lmpool[testing]'") from error
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
         # Use a private folder, because the server has no password.

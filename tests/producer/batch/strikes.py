@@ -92,8 +92,8 @@ class Arena:
         assert client.wait() == 0, client.text
 
     def _round_of_jobs(self, output: Path, after: int) -> None:
-        told = run_lmpool("batch", "submit", *arguments(self._pool, self._source, output, *_OPTIONS)[2:])
-        assert told.returncode == 0, told.stderr
+        printed = run_lmpool("batch", "submit", *arguments(self._pool, self._source, output, *_OPTIONS)[2:])
+        assert printed.returncode == 0, printed.stderr
         workers = [self._begin_jobs() for _ in range(2)]
         self._until_in_place(output, after, workers)
         workers.pop(0).end()

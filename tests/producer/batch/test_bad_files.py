@@ -23,9 +23,17 @@ import pytest
 import lmpool.batch
 from lmpool.batch import lines as lines_module
 from lmpool.batch.folder import SUBMISSION
-from lmpool.batch.lines import CustomIds, JsonlSource, Line, ParquetSource, Source
+from lmpool.batch.lines import CustomIds, Line, ParquetSource, Source
 from lmpool.batch.shards import Failed
-from lmpool.errors import BatchError, BatchRefused, DeadlineExceeded, LMPoolError, SettingsError, UnknownAdapter
+from lmpool.errors import (
+    BatchError,
+    BatchRefused,
+    DeadlineExceeded,
+    LMPoolError,
+    SettingsError,
+    TokenOutOfRange,
+    UnknownAdapter,
+)
 from tests.producer.batch.runs import arguments, begin, content, draw_texts, errors, run, write_lines, write_texts
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, lmpool_command, run_lmpool
@@ -81,9 +89,9 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
     assert ended.returncode == 3, ended.stderr
     assert f"4 results in 7 shards in {tmp_path / 'out'}; {len(BAD)} lines without one: see" in ended.stdout
     assert "the first of them: line 5: no JSON: " in ended.stderr
-    told = errors(tmp_path / "out")
-    assert [number for number, _, _ in told] == list(range(5, 5 + len(BAD)))
-    for (line, reason), (_, custom_id, error) in zip(BAD, told, strict=True):
+    found = errors(tmp_path / "out")
+    assert [number for number, _, _ in found] == list(range(5, 5 + len(BAD)))
+    for (line, reason), (_, custom_id, error) in zip(BAD, found, strict=True):
         assert reason in error
         expected = line.get("custom_id") if isinstance(line, dict) else None
         assert custom_id == (expected if isinstance(expected, str) else None)
@@ -123,7 +131,7 @@ async def test_a_text_shorter_than_start_is_listed(pool: Pool, tmp_path: Path) -
 def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(lines_module, "MAX_LINE_BYTES", 40)
     monkeypatch.setattr(lines_module, "_READ_BYTES", 16)
-    source = JsonlSource(
+    source = Source(
         write_lines(tmp_path / "in.jsonl", ['{"ids": [1]}', '{"ids": [%s1]}' % ("1," * 100), '{"ids": [2]}' + " " * 28])
     )
     index = source.index(1)
@@ -132,7 +140,7 @@ def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert isinstance(read[1], Failed)
     assert "the line has more than" in read[1].error
     (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # A byte order mark, and no newline at the end.
-    source = JsonlSource(tmp_path / "in.jsonl")
+    source = Source(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
 
@@ -158,7 +166,7 @@ def two_inputs(
 
 def open_input(path: Path) -> Source:
     """The input at a path."""
-    return ParquetSource(path) if path.suffix == ".parquet" else JsonlSource(path)
+    return ParquetSource(path) if path.suffix == ".parquet" else Source(path)
 
 
 @pytest.mark.parametrize("change", ["same size", "cut", "longer"])
@@ -223,8 +231,11 @@ async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_p
     pool.start()
     source = write_texts(tmp_path / "in.jsonl", [[1]])
     async with pool.producer() as producer:
-        for what, reason in ((f"topk:{V + 1}", "more than V"), (f"targets:1,{V}", f"the target {V} is out of range")):
-            with pytest.raises(SettingsError, match=reason):
+        for what, reason in (
+            (f"topk:{V + 1}", f"what: topk: {V + 1} must be"),
+            (f"targets:1,{V}", f"token id {V} is out of range"),
+        ):
+            with pytest.raises((SettingsError, TokenOutOfRange), match=reason):
                 await run(producer, source, tmp_path / "out", what)
         with pytest.raises(UnknownAdapter, match="has no adapter 'poet'; it has: none"):
             await run(producer, source, tmp_path / "out", "topk:2", adapter="poet")
@@ -232,6 +243,10 @@ async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_p
             await run(producer, tmp_path / "nothing.jsonl", tmp_path / "out", "topk:2")
         with pytest.raises(SettingsError, match=f"input: '{tmp_path}' is a folder: give one file in it"):
             await run(producer, tmp_path, tmp_path / "out", "topk:2")
+        for data in (b"PK\x03\x04 zip", '{"ids": [1]}'.encode("utf-16")):
+            (tmp_path / "foreign").write_bytes(data)
+            with pytest.raises(SettingsError, match="input: .*foreign' is zip, 7z, lz4 or UTF-16. Give UTF-8"):
+                await run(producer, tmp_path / "foreign", tmp_path / "out", "topk:2")
         with pytest.raises(SettingsError, match="input: '/dev/null' is a pipe or a device.*save its data to a file"):
             await run(producer, "/dev/null", tmp_path / "out", "topk:2")
         assert not (tmp_path / "out").exists(), "a run that is refused leaves no folder"
@@ -358,15 +373,15 @@ def test_the_status_of_a_run_needs_no_arq(pool: Pool, tmp_path: Path) -> None:
     (output / "shard-00001.jsonl").unlink()
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
-    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
-    assert told == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
+    printed = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert printed == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
     # A submitted run has jobs, but arq is not installed here.
     (output / SUBMISSION).write_text("{}")
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stderr) == (0, "")
     assert ended.stdout.startswith("2 of 3 shards done (jobs are not shown: batch: its queue needs arq: pip install")
-    told = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
-    assert told == {"shards": 3, "done": 2, "queued": None, "under_way": None, "failed": None}
+    printed = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
+    assert printed == {"shards": 3, "done": 2, "queued": None, "under_way": None, "failed": None}
     ended = run_lmpool("batch", "status", str(tmp_path))
     assert (ended.returncode, "is not an output folder of `lmpool batch`" in ended.stderr) == (2, True)
 
@@ -449,7 +464,10 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
         ("generate:4,top_p=3", "what: generate: top_p: 3"),
         ("generate:4,seed=-3", "what: generate: seed: -3"),
         (f"generate:4,stop={V}", f"stop: token id {V} is out of range"),
-        ("generate:99", "what: generate:99 is more than 20 tokens"),
+        (
+            "generate:99",
+            "what: generate: 99 must be a whole number from 1 to 20, the tokens of the model's longest prompt",
+        ),
     ],
 )
 async def test_malformed_generations_are_refused_before_a_folder_is_written(

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 import lmpool.batch
 from lmpool.batch import fetch
 from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
-from lmpool.batch.shards import ShardWriter, Text
+from lmpool.batch.shards import Text, open_writer
 from lmpool.errors import BatchError, BatchRefused, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -58,8 +58,8 @@ async def test_a_run_writes_the_same_output_to_a_bucket_as_to_a_folder(
         for mine, yours in zip(here, copy, strict=True):
             assert all(np.array_equal(yours[name], value) for name, value in mine.items())
     assert there.by_custom_id("text-25")["ids"].tolist() == TEXTS[25]
-    told = run_lmpool("batch", "status", f"{bucket.url}/out", "--json")
-    assert json.loads(told.stdout) == {"shards": 6, "done": 6, "queued": 0, "under_way": 0, "failed": {}}
+    printed = run_lmpool("batch", "status", f"{bucket.url}/out", "--json")
+    assert json.loads(printed.stdout) == {"shards": 6, "done": 6, "queued": 0, "under_way": 0, "failed": {}}
 
 
 def test_a_file_url_is_a_path(pool: Pool, tmp_path: Path) -> None:
@@ -195,7 +195,7 @@ async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     there = second.begin(manifest)
     assert second.done(there) == {0: shard}, "the shard of the first run stays"
     # The second run has another result: for example, a worker failed only during the first run.
-    writer = ShardWriter(second, there, 0)
+    writer = open_writer(second, there, 0)
     writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
     assert writer.place() == shard
     second.sum_up(there, is_over=True)

@@ -362,13 +362,8 @@ async def test_one_worker_never_runs_a_job_twice_concurrently(
 
 
 async def test_a_worker_continues_when_its_server_returns(
-    short_dir: Path,
-    tmp_path: Path,
-    job: Job,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    short_dir: Path, tmp_path: Path, job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("lmpool.batch.jobs._STEADY_S", 0.0)  # Every error is logged.
     server = EmbeddedServer(memory_bytes=1 << 26, folder=short_dir / "s", appendonly=True)
     server.start()
     try:

@@ -32,11 +32,11 @@ async def test_the_perplexity_is_computed_from_the_scores_of_all_tokens(
         ):
             scores = np.concatenate([await producer.score(*pair) for pair in pairs])
             ended = await asyncio.to_thread(run_lmpool, *command, *options, "--json")
-            told = json.loads(ended.stdout)
-            assert told["tokens"] == len(scores) == len(ids) - 1
-            assert told["nats_per_token"] == pytest.approx(-scores.mean(), abs=1e-4)
-            assert told["perplexity"] == pytest.approx(math.exp(-scores.mean()), rel=1e-3)
-            assert told["bits_per_byte"] == pytest.approx(-scores.sum() / math.log(2) / len(TEXT.encode()), rel=1e-3)
+            printed = json.loads(ended.stdout)
+            assert printed["tokens"] == len(scores) == len(ids) - 1
+            assert printed["nats_per_token"] == pytest.approx(-scores.mean(), abs=1e-4)
+            assert printed["perplexity"] == pytest.approx(math.exp(-scores.mean()), rel=1e-3)
+            assert printed["bits_per_byte"] == pytest.approx(-scores.sum() / math.log(2) / len(TEXT.encode()), rel=1e-3)
     ended = await asyncio.to_thread(run_lmpool, *command)
     names = ["tokens", "nats per token", "perplexity", "bits per byte"]
     assert [line.rpartition(" ")[0].strip() for line in ended.stdout.splitlines()] == names

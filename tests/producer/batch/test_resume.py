@@ -20,7 +20,7 @@ import lmpool.batch
 from lmpool.batch import run as run_module
 from lmpool.batch.folder import Folder, digest_of_file, sync
 from lmpool.batch.lines import open_source
-from lmpool.batch.shards import READERS, Failed, ShardWriter, Text
+from lmpool.batch.shards import READERS, Failed, Text, open_writer
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from lmpool.workers.execution.contract import BackendJob
 from tests.producer.batch.runs import arguments, begin, begun_folder, content, draw_texts, run, write_texts
@@ -61,9 +61,9 @@ async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Pat
             await asyncio.to_thread(until, partial(is_in_place, tmp_path / "out", after), f"{after} shards are done")
             client.end()
         ended = await asyncio.to_thread(run_lmpool, *arguments(pool, source, tmp_path / "out", *options, "--json"))
-        told = json.loads(ended.stdout)
-    assert told["resumed"] >= kills
-    assert told["texts"] == len(TEXTS)
+        printed = json.loads(ended.stdout)
+    assert printed["resumed"] >= kills
+    assert printed["texts"] == len(TEXTS)
     # At most two texts for each concurrent request are requested and not yet written.
     assert len(TEXTS) <= backend.texts <= len(TEXTS) + kills * (SHARD_LINES + 2 * concurrency)
 
@@ -256,10 +256,10 @@ async def test_a_stopped_run_prints_how_many_lines_will_be_computed_again(pool: 
         backend.gate.shut()
         client.signal(signal.SIGINT)
         assert await asyncio.to_thread(client.wait) == 130
-    told = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
-    assert told, client.text
+    printed = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
+    assert printed, client.text
     # A text is requested only when the text `concurrency` lines before it has its result.
-    assert 10 - concurrency <= int(told[1]) <= backend.texts
+    assert 10 - concurrency <= int(printed[1]) <= backend.texts
 
 
 async def test_a_changed_model_ends_the_run(pool: Pool, tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ PART = {"logprobs": np.zeros((2, 3), np.float32)}
 def test_two_writers_of_one_shard_write_the_same_shard(tmp_path: Path, suffix: str) -> None:
     """For example two jobs of one shard in one process, or in two containers with equal process ids."""
     folders = [begun_folder(tmp_path / name, suffix) for name in ("alone", "shared")]
-    alone, first, second = (ShardWriter(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
+    alone, first, second = (open_writer(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
     for writer in (alone, first, second):
         writer.add(TEXT, PART, is_last=True)
         writer.fail(Failed(2, None, "it is bad"))
@@ -364,7 +364,7 @@ def test_two_writers_of_one_shard_write_the_same_shard(tmp_path: Path, suffix: s
 def test_a_damaged_shard_is_not_put_into_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str, at: int
 ) -> None:
-    writer = ShardWriter(*begun_folder(tmp_path, suffix), 0)
+    writer = open_writer(*begun_folder(tmp_path, suffix), 0)
     for number in range(1, 4):
         writer.add(Text(number, "a", [1, 2], range(2)), PART, is_last=True)
     (temporary,) = tmp_path.glob("*.tmp")
@@ -407,7 +407,7 @@ async def test_a_run_computes_a_damaged_shard_again(
 
 
 def test_a_jsonl_shard_with_a_wrong_number_of_lines_is_not_put_into_place(tmp_path: Path) -> None:
-    writer = ShardWriter(*begun_folder(tmp_path), 0)
+    writer = open_writer(*begun_folder(tmp_path), 0)
     writer.add(TEXT, PART, is_last=True)
     writer._file.write(b"\n")
     with pytest.raises(BatchError, match="was damaged: it has 2 lines, and 1 texts have a result"):
@@ -417,7 +417,7 @@ def test_a_jsonl_shard_with_a_wrong_number_of_lines_is_not_put_into_place(tmp_pa
 
 def test_no_digest_contains_a_dropped_text(tmp_path: Path) -> None:
     """The first positions of a text are in the file of a safetensors shard before a later position fails."""
-    writer = ShardWriter(*begun_folder(tmp_path, "safetensors"), 0)
+    writer = open_writer(*begun_folder(tmp_path, "safetensors"), 0)
     writer.add(TEXT, PART, is_last=True)
     writer.add(Text(2, None, [1, 2, 3, 4], range(4)), PART, is_last=False)
     writer.fail(Failed(2, None, "its second part failed"))
@@ -428,7 +428,7 @@ def test_no_digest_contains_a_dropped_text(tmp_path: Path) -> None:
 
 def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
     folder, manifest = begun_folder(tmp_path)
-    writer = ShardWriter(folder, manifest, 0)
+    writer = open_writer(folder, manifest, 0)
     (written,) = tmp_path.glob("*.tmp")
     (tmp_path / "errors").mkdir()
     left = [tmp_path / "shard-00001.jsonl.0123456789abcdef.tmp", tmp_path / "errors" / "00001.jsonl.0123.tmp"]

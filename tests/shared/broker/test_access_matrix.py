@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from redis.exceptions import NoPermissionError
 
-from lmpool.admin.dead_letters import DeadLetters
+from lmpool.admin.queue import DeadLetters
 from lmpool.admin.survey import read_survey
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import read_memory

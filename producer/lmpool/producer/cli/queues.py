@@ -10,8 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lmpool.admin.dead_letters import DeadLetter, DeadLetters, contents, summary
-from lmpool.admin.queue import Cleared, clear_queue, count_queue
+from lmpool.admin.queue import Cleared, DeadLetter, DeadLetters, clear_queue, contents, count_queue, summary
 from lmpool.admin.survey import why_unknown
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import LMPoolError, SettingsError, UnknownModel
