@@ -20,7 +20,7 @@ from rich.console import Console
 from lmpool.admin.survey import Survey
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
-from lmpool.producer.cli.status import seconds, status_tables, top_tables
+from lmpool.producer.cli.status import STATUS, TOP, seconds, survey_tables
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, pending, run_lmpool, until, until_async
 from tests.support.scrape import free_port, scrape
@@ -30,9 +30,8 @@ LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
 def lines_of(models: Survey, width: int) -> list[str]:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    for tables in (status_tables, top_tables):
-        for table in tables(models, width):
-            console.print(table)
+    for columns in (STATUS, TOP):
+        console.print(*survey_tables(models, columns))
     return console.export_text().splitlines()
 
 
@@ -69,7 +68,7 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         assert "99999" in "".join(lines)
     for width, shown in ((80, ("lane", "reuse")), (100, ("lane", "reuse", "heard"))):
         console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-        console.print(status_tables(models, width)[1])
+        console.print(survey_tables(models, STATUS)[1])
         (titles,) = [line for line in console.export_text().splitlines() if "state" in line]
         assert all(title in titles for title in shown)
     widest = "\n".join(lines)

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.console import Group
 from rich.table import Table
 
 from lmpool.admin.survey import file_notices, survey
@@ -19,7 +18,7 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
 from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
 from lmpool.producer.cli.queues import dead_app, queue_app
-from lmpool.producer.cli.status import field_column, print_table, status_tables, top
+from lmpool.producer.cli.status import STATUS, Column, FittingTable, survey_tables, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
@@ -99,8 +98,7 @@ async def status(at: ServerOptions, as_json: AsJson = False) -> None:
         say_json([{**model, "server_memory": memory and memory._asdict()} for model in models])
         return
     if models:
-        console = Terminal()
-        console.print(Group(*status_tables(models, console.width)))
+        Terminal().print(*survey_tables(models, STATUS))
     else:
         say(f"no model is served under the prefix {at.prefix!r} at {server}")
     if memory:
@@ -147,17 +145,11 @@ async def bench(
     as_json: AsJson = False,
 ) -> None:
     """Benchmark a served model: throughput and latency of new rows, of cached rows, and of single requests."""
-    server = Server(at.redis)
-
-    before = await _memory(server)
+    before = await _memory(server := Server(at.redis))
     if before and (doubt := before.doubt()):
         say(doubt, err=True)
     rates: dict[str, float] = {}
-
-    def add_quantiles(kind: str, seconds: list[float]) -> None:
-        p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1000
-        rates.update({f"{kind}_p50_ms": float(p50), f"{kind}_p99_ms": float(p99)})
-
+    latencies: dict[str, list[float]] = {}
     async with at.producer(cache_bytes=0, priority="bulk" if is_bulk else "interactive") as producer:
         if length > (limit := producer.model.max_prompt_tokens):
             raise SettingsError(f"length: {length} tokens; this model accepts at most {limit}")
@@ -166,27 +158,27 @@ async def bench(
         drawn = generator.integers(0, producer.model.vocab_size, (prompts + _MAX_ALONE, length)).tolist()
         for kind in ("new", "cached"):
             started = time.perf_counter()
-            latencies = await _latencies(producer, drawn[:prompts], concurrency)
+            latencies[kind] = await _latencies(producer, drawn[:prompts], concurrency)
             rates[f"{kind}_per_s"] = prompts / (time.perf_counter() - started)
-            add_quantiles(kind, latencies)
-        alone: list[float] = []
+        alone = latencies["alone"] = list[float]()
         while len(alone) < _MAX_ALONE and sum(alone) < _MAX_ALONE_S:
             alone += await _latencies(producer, [drawn[prompts + len(alone)]], 1)
-        add_quantiles("alone", alone)
     after = await _memory(server)
     # A restarted server counts evicted keys from 0 again, so the difference may be negative.
     evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
     if evicted:
         text = f"the server evicted {evicted} keys during the benchmark ({after}): evicted rows were computed again"
         say(f"{text}; raise maxmemory, or request fewer rows at once (--prompts, --concurrency)", err=True)
-    if as_json:
-        say_json({**rates, "evicted_keys": evicted})
-        return
     table = Table("", "rows/s", "p50 ms", "p99 ms")
     for kind, title in (("new", "new"), ("cached", "cached"), ("alone", "one new alone")):
+        p50, p99 = (np.quantile(latencies[kind], [0.5, 0.99]) * 1000).tolist()
+        rates |= {f"{kind}_p50_ms": p50, f"{kind}_p99_ms": p99}
         per_s = f"{rates[f'{kind}_per_s']:.1f}" if kind != "alone" else ""
-        table.add_row(title, per_s, f"{rates[f'{kind}_p50_ms']:.2f}", f"{rates[f'{kind}_p99_ms']:.2f}")
-    Terminal().print(table)
+        table.add_row(title, per_s, f"{p50:.2f}", f"{p99:.2f}")
+    if as_json:
+        say_json({**rates, "evicted_keys": evicted})
+    else:
+        Terminal().print(table)
 
 
 async def _latencies(producer: Producer, prompts: list[list[int]], concurrency: int) -> list[float]:
@@ -214,7 +206,7 @@ async def list_adapters(at: PoolOptions, as_json: AsJson = False) -> None:
         say("the model has no adapters")
     else:
         rows = [{"adapter": name, "revision": revisions[name]} for name in sorted(revisions)]
-        print_table([field_column("adapter", 0), field_column("revision", 0)], rows)
+        Terminal().print(FittingTable(None, (Column("adapter", 0), Column("revision", 0)), rows))
 
 
 @adapters_app.command()
