@@ -25,7 +25,7 @@ from genlm.backend.tokenization import decode_vocab as their_decode_vocab
 from llamppl import CachedCausalLM
 
 from lmpool.errors import EmptyPrompt, LMPoolError, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
-from lmpool.producer.genlm import PooledLM, language_model, load_model_by_name
+from lmpool.producer.genlm import PooledLM, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
 from tests.support.pool import Pool, open_sockets, until, until_async
@@ -416,7 +416,7 @@ def test_closing_ends_connecting_in_other_threads(
 ) -> None:
     """Connect as an unpickled model does with its first request, while no worker serves the model."""
     address = Address("never", small_pool.url, prefix=small_pool.prefix, when_absent="wait")
-    model = language_model._reconnected(PooledLM, address, tokenizer)
+    model = PooledLM(address, tokenizer=tokenizer, connects=False)
     ended: list[BaseException] = []
 
     def ask() -> None:

@@ -43,7 +43,6 @@ from lmpool.settings import check_kind, shown
 PREFIX = "lmpool"
 """Prefix of a private pool's Redis keys."""
 
-_LOG = "worker.log"
 _LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves: enough to download a large model.
 _STOP_S = 5.0  # Seconds between SIGTERM and SIGKILL of a worker that does not stop.
 _POLL_S = 0.05  # Seconds between two checks whether the model is served.
@@ -89,7 +88,7 @@ class Address:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `Producer` and `SyncProducer`."""
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
         return options | {"timeout": seconds_of(self.timeout)}
 
 
@@ -135,7 +134,7 @@ class ModelConnection:
         self._check_open()
         producer: Producer | None = getattr(self._of_thread, "producer", None)
         if producer is None:
-            producer = self._of_thread.producer = Producer(self._address.model, **self._address.options)
+            producer = self._of_thread.producer = Producer(**self._address.options)
             self._producers.add(producer)
         return producer
 
@@ -145,13 +144,13 @@ class ModelConnection:
         with self._lock:
             self._check_open()
             if self._sync is None:
-                self._sync = LazyProducer(self._address.model, **self._address.options)
+                self._sync = LazyProducer(**self._address.options)
             return self._sync
 
     @property
     def used(self) -> list[Producer | SyncProducer]:
         """The producers that this thread has used: its own, and the one of synchronous callers."""
-        producers: list[Producer | SyncProducer | None] = [getattr(self._of_thread, "producer", None), self._sync]
+        producers = (getattr(self._of_thread, "producer", None), self._sync)
         return [producer for producer in producers if producer is not None]
 
     def close(self) -> None:
@@ -182,10 +181,7 @@ class ModelConnection:
         if self._sync is None and self._owned is None:
             atexit.unregister(self.close)
             return
-        try:
-            threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
-        except RuntimeError:  # The interpreter is ending and starts no more threads.
-            self.close()
+        threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -218,8 +214,7 @@ class PrivatePool:
             self._server.start()
             self.url = self._server.url
             atexit.register(self.close)
-            self._process = self._launch(["--backend", backend, *options, "--", model])
-            self._await_model(self._process, model, load_timeout)
+            self._serve(model, ["--backend", backend, *options, "--", model], load_timeout)
         except BaseException:
             self.close()
             raise
@@ -229,15 +224,12 @@ class PrivatePool:
         with self._lock:
             process, self._process = self._process, None
             if process is not None:
-                process.terminate()
-                try:
-                    process.wait(_STOP_S)
-                except subprocess.TimeoutExpired:
-                    with contextlib.suppress(ProcessLookupError):
+                with process:  # Leaving the block closes the worker's pipe and waits for its end.
+                    process.terminate()
+                    try:
+                        process.wait(_STOP_S)
+                    except subprocess.TimeoutExpired:
                         os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                if process.stdin is not None:
-                    process.stdin.close()
             self._server.stop()
             shutil.rmtree(self._folder, ignore_errors=True)
         atexit.unregister(self.close)
@@ -252,24 +244,23 @@ class PrivatePool:
             process.stdin.close()
             _left_to_parent.append(process)
 
-    def _launch(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def _serve(self, model: str, arguments: list[str], load_timeout: float) -> None:
+        """Start the worker and wait until it serves."""
         # Without -P, a file in the user's working directory could replace a module. `--adapter-hub` allows any adapter
         # of the hub, because no other program can add adapters to a private pool.
         program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url, "--prefix", PREFIX]
-        with (self._folder / _LOG).open("wb") as log:
-            return subprocess.Popen(
+        log, deadline = self._folder / "worker.log", time.monotonic() + load_timeout
+        with log.open("wb") as output:
+            self._process = process = subprocess.Popen(
                 [*program, "--adapter-hub", *arguments],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 env={**os.environ, FOLDER_VARIABLE: str(self._folder)},
                 # Ctrl-C must not reach the worker: in a notebook, Ctrl-C must end a cell and not the model.
                 start_new_session=True,
             )
-
-    def _await_model(self, process: subprocess.Popen[bytes], model: str, load_timeout: float) -> None:
-        deadline = time.monotonic() + load_timeout
         with contextlib.closing(redis.Redis.from_url(self.url)) as client:
             while not client.hlen(Keys(PREFIX).models()):
                 problem = ""
@@ -278,8 +269,8 @@ class PrivatePool:
                 elif time.monotonic() > deadline:
                     problem = f"{model!r} is not served within load_timeout = {load_timeout:g} s"
                 if problem:
-                    log = (self._folder / _LOG).read_text("utf-8", "replace").splitlines()[-_LINES_SHOWN:]
-                    raise ModelError(f"{problem}:\n" + "\n".join(log))
+                    lines = log.read_text("utf-8", "replace").splitlines()[-_LINES_SHOWN:]
+                    raise ModelError(f"{problem}:\n" + "\n".join(lines))
                 time.sleep(_POLL_S)
 
 
@@ -293,8 +284,7 @@ def _after_fork() -> None:
         connection.after_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -313,8 +303,8 @@ def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     for name, (backends, read) in translated.items():
         if name in worker and backend in backends:
             settings = read(worker.pop(name))
-            for twice in settings.keys() & worker.keys():
-                raise SettingsError(f"llm_opts: {name} and {twice} are the same setting: give one of them")
+            if twice := settings.keys() & worker.keys():
+                raise SettingsError(f"llm_opts: {name} and {min(twice)} are the same setting: give one of them")
             worker |= settings
     return model, worker
 
