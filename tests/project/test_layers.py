@@ -260,7 +260,6 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/web/app.py": {"starlette", "uvicorn"},
         "producer/lmpool/web/cli.py": {"typer"},
-        "producer/lmpool/web/demand.py": {"starlette"},
         "producer/lmpool/web/explorer.py": {"starlette"},
         "producer/lmpool/web/guard.py": {"starlette"},
         "producer/lmpool/batch/fetch.py": {"fsspec", "pyarrow"},

@@ -25,8 +25,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import NoWorker, UnknownModel
 from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
-from lmpool.web.app import WebSettings, web_service
-from lmpool.web.demand import NEVER_S, demand_route
+from lmpool.web.app import NEVER_S, WebSettings, demand_route, web_service
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
 
@@ -191,7 +190,7 @@ def test_invalid_speeds_are_ignored(pool: Pool, service: Service) -> None:
 
 def test_lmpool_web_serves_the_demand_to_programs_with_the_token(pool: Pool) -> None:
     settings = WebSettings(pool.url, pool.prefix, token="0123456789abcdef")
-    service = Service(pool.url, pool.prefix, web_service(settings).app)
+    service = Service(pool.url, pool.prefix, web_service(settings)[0])
     try:
         # The service may have any host name in a cluster.
         named = {"Host": "web.lmpool.svc", "Authorization": f"Bearer {settings.token}"}
