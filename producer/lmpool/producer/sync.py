@@ -122,14 +122,10 @@ class SyncProducer(Blocking):
     def __init__(self, producer: Producer) -> None:
         self._start(producer)
         try:
-            self._connect()
+            self._wait_for(producer.open())
         except BaseException:
             self.close()
             raise
-
-    def _connect(self) -> None:
-        """Connect now. A subclass that connects with its first call overrides this method."""
-        self._wait_for(self._asynchronous.open())
 
     def _start(self, producer: Producer) -> None:
         """Start a thread with an event loop for the producer."""
@@ -241,7 +237,7 @@ class SyncProducer(Blocking):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopened, (type(self), self._asynchronous)
+        return reopened, (type(self), self._asynchronous)
 
     def __repr__(self) -> str:
         producer = self._asynchronous
@@ -269,11 +265,11 @@ class SyncProducer(Blocking):
             raise
 
 
-def _reopened(kind: type[SyncProducer], producer: Producer) -> SyncProducer:
-    """Return an unpickled producer, which connects with its first call."""
-    reopened = kind.__new__(kind)
-    reopened._start(producer)
-    return reopened
+def reopened(kind: type[SyncProducer], producer: Producer) -> SyncProducer:
+    """Return a `SyncProducer` of a producer that is not open, such as an unpickled one; its first call connects."""
+    made = kind.__new__(kind)
+    made._start(producer)
+    return made
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Annotated, Any
 
@@ -16,7 +17,16 @@ from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_doubt, read_memory
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
+from lmpool.producer.cli.options import (
+    PROMPT,
+    AreIds,
+    AsJson,
+    PoolOptions,
+    ServerOptions,
+    read_prompt,
+    run,
+    with_options,
+)
 from lmpool.producer.cli.queues import dead_app, queue_app
 from lmpool.producer.cli.status import STATUS, Column, FittingTable, survey_tables, top
 from lmpool.producer.cli.trie_show import trie_app
@@ -46,19 +56,14 @@ def register(app: typer.Typer) -> None:
 @with_options
 def logprobs(
     at: PoolOptions,
-    text: Annotated[
-        str,
-        typer.Argument(
-            metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input."
-        ),
-    ],
+    prompt: Annotated[str, PROMPT],
     ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="Number of tokens to show.")] = 10,
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the most likely next tokens of a prompt, with their log-probabilities."""
-    text = read_prompt(text, ids)
+    text = read_prompt(prompt, ids)
 
     async def request() -> tuple[list[int], NDArray[np.float32], Any]:
         async with at.producer() as producer:
@@ -72,18 +77,16 @@ def logprobs(
 
     tokens, row, tokenizer = run(request())
     order = np.argsort(row, kind="stable")[::-1][:top].tolist()
-    texts = [None if tokenizer is None else tokenizer.decode([token]) for token in order]
-    if as_json:
+    table, listed = Table("id", "token", "log-probability", "probability"), []
+    for token, value in zip(order, row[order].tolist(), strict=True):
+        piece = None if tokenizer is None else tokenizer.decode([token])
+        table.add_row(str(token), "" if piece is None else repr(piece), f"{value:.4f}", f"{math.exp(value):.2%}")
         # JSON has no infinity: a token with probability 0 has null.
-        values = [float(row[token]) if np.isfinite(row[token]) else None for token in order]
-        shown = zip(order, texts, values, strict=True)
-        say_json({"ids": tokens, "top": [dict(zip(("id", "token", "logprob"), item, strict=True)) for item in shown]})
-        return
-    table = Table("id", "token", "log-probability", "probability")
-    for token, piece in zip(order, texts, strict=True):
-        name = "" if piece is None else repr(piece)
-        table.add_row(str(token), name, f"{row[token]:.4f}", f"{np.exp(row[token]):.2%}")
-    Terminal().print(table)
+        listed.append({"id": token, "token": piece, "logprob": value if value > -math.inf else None})
+    if as_json:
+        say_json({"ids": tokens, "top": listed})
+    else:
+        Terminal().print(table)
 
 
 @with_options
@@ -139,9 +142,7 @@ async def bench(
     length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 256,
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: random).")] = None,
-    is_bulk: Annotated[
-        bool, typer.Option("--bulk", help="Low priority: prompts of interactive clients go first.")
-    ] = False,
+    is_bulk: Annotated[bool, typer.Option("--bulk", help="Low priority: interactive clients go first.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Benchmark a served model: throughput and latency of new rows, of cached rows, and of single requests."""

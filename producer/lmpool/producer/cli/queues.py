@@ -40,9 +40,7 @@ _MIN_REASON_WIDTH = 20  # Min width of the column of reasons, in characters.
 @with_options
 async def show_queue(
     at: ServerOptions,
-    model: Annotated[
-        str | None, typer.Argument(help="Name of the model, served or not (default: all served models).")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="A model, served or not (default: all served ones).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the numbers of prompts that wait, are held by workers and are in lanes, and the clients of the backlog."""

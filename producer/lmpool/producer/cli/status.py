@@ -146,13 +146,7 @@ def seconds(value: float | None) -> str:
 
 _RATE = Column("rows/s", 2, "rows_per_s", "{:.1f}".format)
 _MODEL = Column("model", 0, "name")
-_QUEUE = (
-    Column("workers", 2, "workers"),
-    Column("queued", 1),
-    Column("oldest", 3, "age_s", seconds),
-    Column("dead", 4),
-    _RATE,
-)
+_QUEUE = (Column("workers", 2), Column("queued", 1), Column("oldest", 3, "age_s", seconds), Column("dead", 4), _RATE)
 _WORKER = (
     Column("worker", 0, "id"),
     Column("model", 0),
@@ -169,17 +163,9 @@ _WORKER = (
 )
 _HEARD = Column("heard", 9, "silent_s", seconds)
 
-STATUS = (
-    (
-        _MODEL,
-        Column("backend", 6),
-        Column("V", 7, "vocab_size"),
-        Column("dtype", 9),
-        Column("rows as", 8, "encoding"),
-        *_QUEUE,
-    ),
-    (*_WORKER, _HEARD),
-)
+_INFO = (Column("backend", 6), Column("V", 7, "vocab_size"), Column("dtype", 9), Column("rows as", 8, "encoding"))
+
+STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD))
 """The columns of `lmpool status`, of models and of workers."""
 
 TOP = (
@@ -191,16 +177,14 @@ TOP = (
 
 def survey_tables(models: Survey, columns: tuple[Sequence[Column], Sequence[Column]]) -> list[FittingTable]:
     """Return the tables of models and workers with the columns `STATUS` or `TOP`."""
-    of_models, of_workers = [], []
-    for model in models:
-        row = {**(model["info"] or {}), **model, "workers": len(model["workers"])}
-        if model["name"] == TRIE_SERVICE:
+    of_models = [{**(model["info"] or {}), **model, "workers": len(model["workers"])} for model in models]
+    for row in of_models:
+        if row["name"] == TRIE_SERVICE:
             row["vocab_size"] = None  # Trie workers serve any vocabulary.
-        if not model["queued"]:
-            row["age_s"] = None
-        of_models.append(row)
-    for worker in workers_of(models):
+        row["age_s"] = row["age_s"] if row["queued"] else None
+    of_workers = [dict(worker) for worker in workers_of(models)]
+    for row in of_workers:
         # The share of tokens found in a prefix cache since the worker's start.
-        tokens, reused = number(worker, "tokens"), number(worker, "reused")
-        of_workers.append({**worker, "reuse": reused / tokens if tokens and reused is not None else None})
+        tokens, reused = number(row, "tokens"), number(row, "reused")
+        row["reuse"] = reused / tokens if tokens and reused is not None else None
     return [FittingTable("Models", columns[0], of_models), FittingTable("Workers", columns[1], of_workers)]

@@ -36,12 +36,9 @@ from lmpool.errors import ModelError, ProducerClosed, SettingsError
 from lmpool.producer.client.requests import ENDLESS_S, check_timeout
 from lmpool.producer.client.session import Priority, WhenAbsent
 from lmpool.producer.producer import Producer
-from lmpool.producer.sync import SyncProducer
+from lmpool.producer.sync import SyncProducer, reopened
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_kind, shown
-
-PREFIX = "lmpool"
-"""Prefix of a private pool's Redis keys."""
 
 _LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves: enough to download a large model.
 _STOP_S = 5.0  # Seconds between SIGTERM and SIGKILL of a worker that does not stop.
@@ -97,13 +94,6 @@ def seconds_of(timeout: float) -> float:
     return ENDLESS_S if timeout == math.inf else check_timeout(timeout)
 
 
-class LazyProducer(SyncProducer):
-    """A producer that connects at its first call, so that it can be closed while it connects."""
-
-    def _connect(self) -> None:
-        pass
-
-
 class ModelConnection:
     """Holds producers: one for the coroutines of each thread, and one for synchronous callers in any thread."""
 
@@ -120,7 +110,7 @@ class ModelConnection:
         self._of_thread = threading.local()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._sync: LazyProducer | None = None
+        self._sync: SyncProducer | None = None
 
     def after_fork(self) -> None:
         """Replace the connections in a child process; the parent's connections stay open."""
@@ -139,12 +129,12 @@ class ModelConnection:
         return producer
 
     @property
-    def sync(self) -> LazyProducer:
-        """The producer of synchronous callers, which connects at its first call; raises `ProducerClosed`."""
+    def sync(self) -> SyncProducer:
+        """The producer of synchronous callers. Its first call connects, so that `close` can end the connecting."""
         with self._lock:
             self._check_open()
             if self._sync is None:
-                self._sync = LazyProducer(**self._address.options)
+                self._sync = reopened(SyncProducer, Producer(**self._address.options))
             return self._sync
 
     @property
@@ -176,11 +166,6 @@ class ModelConnection:
 
     def abandon(self) -> None:
         """Close without waiting: the garbage collector calls this, in any thread and at any moment."""
-        for producer in list(self._producers):
-            producer.close_soon()
-        if self._sync is None and self._owned is None:
-            atexit.unregister(self.close)
-            return
         threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
 
     def _check_open(self) -> None:
@@ -204,7 +189,6 @@ class PrivatePool:
     """
 
     def __init__(self, model: str, backend: str, options: list[str], load_timeout: float = _LOAD_TIMEOUT_S) -> None:
-        self._lock = threading.Lock()
         has_long_path = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_PATH
         self._folder = Path(tempfile.mkdtemp(prefix="lmpool-", dir="/tmp" if has_long_path else None))
         self._server = EmbeddedServer(folder=self._folder / "server")
@@ -213,7 +197,6 @@ class PrivatePool:
         try:
             self._server.start()
             self.url = self._server.url
-            atexit.register(self.close)
             self._serve(model, ["--backend", backend, *options, "--", model], load_timeout)
         except BaseException:
             self.close()
@@ -221,24 +204,20 @@ class PrivatePool:
 
     def close(self) -> None:
         """End the worker and the server and remove their files; closing twice does nothing."""
-        with self._lock:
-            process, self._process = self._process, None
-            if process is not None:
-                with process:  # Leaving the block closes the worker's pipe and waits for its end.
-                    process.terminate()
-                    try:
-                        process.wait(_STOP_S)
-                    except subprocess.TimeoutExpired:
-                        os.killpg(process.pid, signal.SIGKILL)
-            self._server.stop()
-            shutil.rmtree(self._folder, ignore_errors=True)
-        atexit.unregister(self.close)
+        process, self._process = self._process, None
+        if process is not None:
+            with process:  # Leaving the block closes the worker's pipe and waits for its end.
+                process.terminate()
+                try:
+                    process.wait(_STOP_S)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+        self._server.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def after_fork(self) -> None:
         """Leave everything to the parent process."""
         process, self._process = self._process, None
-        self._lock = threading.Lock()
-        atexit.unregister(self.close)
         if process is not None and process.stdin is not None:
             # The worker ends when all copies of its pipe are closed, so this process must not keep a copy.
             process.stdin.close()
@@ -248,7 +227,7 @@ class PrivatePool:
         """Start the worker and wait until it serves."""
         # Without -P, a file in the user's working directory could replace a module. `--adapter-hub` allows any adapter
         # of the hub, because no other program can add adapters to a private pool.
-        program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url, "--prefix", PREFIX]
+        program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url]
         log, deadline = self._folder / "worker.log", time.monotonic() + load_timeout
         with log.open("wb") as output:
             self._process = process = subprocess.Popen(
@@ -262,7 +241,7 @@ class PrivatePool:
                 start_new_session=True,
             )
         with contextlib.closing(redis.Redis.from_url(self.url)) as client:
-            while not client.hlen(Keys(PREFIX).models()):
+            while not client.hlen(Keys().models()):
                 problem = ""
                 if (code := process.poll()) is not None:
                     problem = f"the worker for {model!r} ended with code {code} before it served"

@@ -24,6 +24,7 @@ from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.client.requests import check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, WhenAbsent
 from lmpool.producer.genlm import connection as pools
+from lmpool.producer.genlm.connection import Address, PrivatePool
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
 from lmpool.protocol.job import not_token_ids
@@ -96,12 +97,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     device = torch.device("cpu")
 
     def __init__(
-        self,
-        address: pools.Address,
-        *,
-        tokenizer: Any = None,
-        owned: pools.PrivatePool | None = None,
-        connects: bool = True,
+        self, address: Address, *, tokenizer: Any = None, owned: PrivatePool | None = None, connects: bool = True
     ) -> None:
         self._connection = pools.ModelConnection(address, owned)
         try:
@@ -152,7 +148,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Raises:
             As the class.
         """
-        return cls(pools.Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority), tokenizer=tokenizer)
+        return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority), tokenizer=tokenizer)
 
     @property
     def timeout(self) -> float:
@@ -344,9 +340,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def __reduce__(self) -> tuple[Any, ...]:
         redis = self._address.redis
         if redis is not None and not isinstance(redis, str):
-            raise SettingsError(
-                "redis: a model that was made with a redis-py client cannot be pickled: make it with a URL"
-            )
+            raise SettingsError("redis: a model that was made with a redis-py client cannot be pickled: give a URL")
         set_since = {"batch_size": self.batch_size, "_timeout": self._timeout}
         return partial(type(self), self._address, tokenizer=self.tokenizer, connects=False), (), set_since
 
@@ -402,9 +396,10 @@ def load_model_by_name(
             options["tokenizer"] = read_tokenizer(name, option="name", otherwise="pass tokenizer= in llm_opts")
         worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
     tokenizer = options.pop("tokenizer", None)
-    pool = pools.PrivatePool(served, backend, pools.command_options(worker), **loading)
-    address = pools.Address(redis=pool.url, prefix=pools.PREFIX, **options)
-    model = PooledLM(address, tokenizer=tokenizer, owned=pool)  # Closes the pool if it fails.
+    pool = PrivatePool(served, backend, pools.command_options(worker), **loading)
+    model = PooledLM(
+        Address(redis=pool.url, **options), tokenizer=tokenizer, owned=pool
+    )  # Closes the pool if it fails.
     model.batch_size = worker.get("max_batch", model.batch_size)
     return model
 
