@@ -7,9 +7,10 @@ import errno
 import gzip
 import math
 import os
+import re
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ from lmpool.admin.survey import number
 from lmpool.aio import end_tasks
 from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
 from lmpool.broker.server import Server
-from lmpool.cli import INTERRUPTED
+from lmpool.cli import INTERRUPTED, say
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
@@ -57,7 +58,7 @@ NEVER_S = 86_400.0
 _STREAM_PATH = "/api/stream"
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
-_MIN_TOKEN = 16  # Min characters of a token: a shorter token could be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed.
 _PIECE_BYTES = 64 * 1024  # Bytes per write of a large response, so that none is buffered whole for a slow client.
 _MAX_LETTERS = 50  # Max dead letters listed on a page.
 _MAX_IDS = 256  # Max token ids shown of one dead letter.
@@ -87,11 +88,8 @@ class WebSettings:
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` if the token is too short, or contains characters that a header cannot contain."""
-        is_plain = self.token.isascii() and all(char.isalnum() or char in "-_.~" for char in self.token)
-        if self.token and (len(self.token) < _MIN_TOKEN or not is_plain):
-            raise SettingsError(
-                f"token: it must have at least {_MIN_TOKEN} letters, digits and -_.~: `openssl rand -hex 32` makes one"
-            )
+        if self.token and not _TOKEN.fullmatch(self.token):
+            raise SettingsError("token: it must have at least 16 letters, digits and -_.~: try `openssl rand -hex 32`")
 
 
 def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
@@ -191,8 +189,8 @@ def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> li
 
     async def newest(request: Request) -> dict[str, Any]:
         async with letters_of(request.query_params.get("model", "")) as (letters, _):
-            listed, count = await letters.newest(_MAX_LETTERS), await letters.count()
-        return {"count": count, "letters": [summary(letter) for letter in listed]}
+            listed = [summary(letter) for letter in await letters.newest(_MAX_LETTERS)]
+            return {"count": await letters.count(), "letters": listed}
 
     async def show(request: Request) -> dict[str, Any]:
         async with letters_of(request.query_params.get("model", "")) as (letters, _):
@@ -297,15 +295,8 @@ def _pages() -> list[Route]:
     ]
 
 
-def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    Args:
-        settings: the settings of the service.
-        host: address to listen on.
-        port: port to listen on; 0 for a free one.
-        say: called once the port is open, with lines for the user: the address, and how to sign in.
-    """
+def serve(settings: WebSettings, host: str, port: int) -> None:
+    """Serve until Ctrl-C or SIGTERM. Once the port (0: a free one) is open, print the address and how to sign in."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=1024)
@@ -326,7 +317,7 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     with listening:
         url = f"http://{name}:{listening.getsockname()[1]}/"
         # Logs keep these lines, so they do not contain a configured token.

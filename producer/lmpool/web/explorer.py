@@ -124,13 +124,9 @@ class ExploredModel:
         try:
             vocabulary = (await self.trie()).structure.vocabulary
         except errors.UnknownVocabulary:
-            # Stop at the first token if there is no tokenizer: each `decode` would search for a tokenizer again.
-            texts = dict.fromkeys(wanted, "")
-            for token in wanted:
-                if (text := await self.decode([token])) is None:
-                    break
-                texts[token] = shown_text(text)
-            return texts
+            if await self.decode([]) is None:  # No tokenizer: do not search for one again for each token.
+                return dict.fromkeys(wanted, "")
+            return {token: shown_text(await self.decode([token]) or "") for token in wanted}
         # A row may have more entries than the vocabulary has tokens.
         return {token: shown_bytes(vocabulary[token]) if token < len(vocabulary) else "" for token in wanted}
 
@@ -143,7 +139,8 @@ class Models:
     """
 
     def __init__(self, redis: str | None, prefix: str) -> None:
-        self._options: dict[str, Any] = {"redis": redis, "prefix": prefix}
+        self._options: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": _TIMEOUT_S}
+        self._options |= {"cache_bytes": _CACHE_BYTES, "when_full": "raise"}
         self._models: OrderedDict[str, ExploredModel] = OrderedDict()
 
     @asynccontextmanager
@@ -151,8 +148,7 @@ class Models:
         """Open a model and keep it open during the block; raises as `Producer` and `Producer.open`."""
         model = self._models.get(name)
         if model is None:
-            limits: dict[str, Any] = {"timeout": _TIMEOUT_S, "cache_bytes": _CACHE_BYTES, "when_full": "raise"}
-            model = self._models[name] = ExploredModel(Producer(name, **self._options, **limits))
+            model = self._models[name] = ExploredModel(Producer(name, **self._options))
         self._models.move_to_end(name)
         model.users += 1
         try:
