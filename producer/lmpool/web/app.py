@@ -56,6 +56,7 @@ NEVER_S = 86_400.0
 """`drain_seconds` of a queue that has no worker: a large number, because JSON has no infinity."""
 
 _STREAM_PATH = "/api/stream"
+_PAGES = {"pool.html": "/", "explorer.html": "/explorer"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed.
@@ -137,9 +138,6 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
         headers["Content-Length"] = str(len(body))
         return StreamingResponse(pieces(), media_type="application/json", headers=headers)
 
-    async def served(_: Request) -> dict[str, Any]:
-        return {"models": await feed.served()}
-
     async def shown_settings(_: Request) -> dict[str, Any]:
         return {"allow_changes": settings.allow_changes}
 
@@ -153,7 +151,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
         *(Route(path, healthy) for path in HEALTH_PATHS),
         Route(_STREAM_PATH, stream),
         Route("/api/history", history),
-        Route("/api/models", answers(served)),
+        Route("/api/models", answers(lambda _: feed.served())),
         Route("/api/settings", answers(shown_settings)),
         *dead_letter_routes(server, keys, allow_changes=settings.allow_changes),
         *explorer_routes(models),
@@ -280,11 +278,9 @@ def _pages() -> list[Route]:
     """Make a route for each file in `static`; files are read once, so no requested path reaches the disk."""
 
     def route(path: str, content: bytes, kind: str) -> Route:
-        async def send(_: Request) -> Response:
-            # Browsers must revalidate: a page of one release must not load a script of another release.
-            return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
-
-        return Route({"pool.html": "/", "explorer.html": "/explorer"}.get(path, f"/static/{path}"), send)
+        # Browsers must revalidate: a page of one release must not load a script of another release.
+        page = Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+        return Route(_PAGES.get(path, f"/static/{path}"), page, methods=["GET"])
 
     static = files("lmpool.web") / "static"
     return [

@@ -109,8 +109,7 @@ class ExploredModel:
 
     def check_length(self, ids: Sequence[int]) -> None:
         """Raise `PromptTooLong` for a text that is too long for a page or for the model."""
-        limit = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
-        if len(ids) > limit:
+        if len(ids) > (limit := min(MAX_TOKENS, self.producer.model.max_prompt_tokens)):
             raise errors.PromptTooLong(f"the text has {len(ids)} tokens; this page accepts at most {limit}. Shorten it")
 
     async def trie(self) -> PooledTrie:
@@ -184,13 +183,10 @@ def explorer_routes(models: Models) -> list[Route]:
             encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
             # The first token has no log-probability, because no token precedes it.
             starts, rests = ([ids[:1]], [ids[1:]]) if len(ids) > 1 else ([], [])
-            scored, (values, alternatives) = await gather(
-                [
-                    producer.batch_score(starts, rests, adapter=adapter),
-                    producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter),
-                ]
-            )
-            scores = [None, *(_number(value) for found in scored for value in found)]
+            scores = producer.batch_score(starts, rests, adapter=adapter)
+            positions = producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter)
+            scored, (values, alternatives) = await gather([scores, positions])
+            logprobs = [None, *(_number(value) for found in scored for value in found)]
             texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
             # For each position, the most likely tokens after it.
             expected = [
@@ -202,7 +198,7 @@ def explorer_routes(models: Models) -> list[Route]:
                 "text": await model.decode(ids),
                 "tokens": [
                     {"text": texts[token], "logprob": score, "top": before}
-                    for token, score, before in zip(ids, scores, [[], *expected[:-1]], strict=True)
+                    for token, score, before in zip(ids, logprobs, [[], *expected[:-1]], strict=True)
                 ],
                 "next": expected[-1],
             }
@@ -242,16 +238,13 @@ def explorer_routes(models: Models) -> list[Route]:
             except errors.UnknownModel:
                 # Most pools have no trie worker: show a note, not an error.
                 return {"note": _NO_TRIES}
-            children = [
-                (trie.structure.prefix(child), value) for child, value in zip(nodes[1:], mass[1:].tolist(), strict=True)
-            ]
-            children.sort(key=lambda child: -child[1])
+            children = sorted(zip(mass[1:].tolist(), map(trie.structure.prefix, nodes[1:]), strict=True), reverse=True)
             return {
                 "prefix": shown_bytes(prefix),
                 "mass": float(mass[0]),
                 # Mass of the tokens that end at this prefix: the part of the mass that no child has.
                 "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
-                "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MAX_CHILDREN]],
+                "children": [[whole.hex(), shown_bytes(whole), value] for value, whole in children[:_MAX_CHILDREN]],
                 "left_out": max(0, len(children) - _MAX_CHILDREN),
             }
 

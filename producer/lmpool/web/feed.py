@@ -179,10 +179,10 @@ class Feed:
             self._frame = f"data: {to_json(frame, separators=(',', ':'))}\n\n".encode()
             self._changed.notify_all()
 
-    async def served(self) -> list[dict[str, Any]]:
+    async def served(self) -> dict[str, Any]:
         """Return the served models with their adapters; see `_read_served`; raises `ServerError`."""
         async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
-            return await _read_served(redis, self._keys)
+            return {"models": await _read_served(redis, self._keys)}
 
     async def history(self) -> bytes:
         """Return all samples as gzipped JSON, encoded in a thread at most once per survey."""

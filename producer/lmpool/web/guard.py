@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmpool import errors
 from lmpool.broker.server import without_advice
-from lmpool.errors import LMPoolError, printable
 
 T = TypeVar("T")
 
@@ -60,11 +59,7 @@ _WRONG_TOKEN = (
     f"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN is set; {_HOW}"
 )
 _LINK_USED = "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed"
-_WRONG_LINK = (
-    "only the address that `lmpool web` printed at its last start signs in, once. Type the token here: in an address "
-    "it would stay in the browser's history"
-)
-
+_WRONG_LINK = "only the newest address signs in; type the token: in an address it would stay in the browser's history"
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (errors.SettingsError, 400),
@@ -76,7 +71,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 )
 
 
-class Refused(LMPoolError):
+class Refused(errors.LMPoolError):
     """A refused request, with its HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -99,11 +94,11 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
         try:
             answer = await handle(request)
             return answer if isinstance(answer, Response) else json_answer(answer)
-        except LMPoolError as error:
+        except errors.LMPoolError as error:
             text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
             if isinstance(error, errors.ServerUnreachable):  # A browser's user cannot name another server.
                 text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
-            return json_answer({"error": printable(text)}, error.status if isinstance(error, Refused) else status)
+            return json_answer({"error": errors.printable(text)}, getattr(error, "status", status))
 
     return route
 
@@ -118,7 +113,7 @@ async def read_body(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, printable(f"invalid request: {error}")) from error
+        raise Refused(400, errors.printable(f"invalid request: {error}")) from error
 
 
 class SignIn(msgspec.Struct, forbid_unknown_fields=True):

@@ -99,8 +99,8 @@ def on_a_terminal(command: list[str], width: int) -> str:
 
 
 def test_durations_have_readable_units() -> None:
-    written = [seconds(value) for value in (None, 0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
-    assert written == ["", "850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
+    written = [seconds(value) for value in (0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
+    assert written == ["850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
 
 
 def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> None:

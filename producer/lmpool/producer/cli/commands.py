@@ -34,9 +34,7 @@ from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
 from lmpool.rows.cache import scan_pattern
 
-adapters_app = typer.Typer(
-    name="adapters", help="LoRA adapters of a served model: list, add, remove.", no_args_is_help=True
-)
+adapters_app = typer.Typer(name="adapters", help="LoRA adapters of a model: list, add, remove.", no_args_is_help=True)
 
 AdapterName = Annotated[str, typer.Argument(help="The name that requests use for the adapter.")]
 

@@ -19,12 +19,8 @@ from lmpool.producer.cli.status import UNFOLDED, Column, FittingTable, seconds
 from lmpool.producer.client.discovery import Discovery
 from lmpool.settings import check_name
 
-queue_app = typer.Typer(
-    name="queue", help="The queue of a model: its depth and its clients; clear it.", no_args_is_help=True
-)
-dead_app = typer.Typer(
-    name="dead", help="Dead letters: prompts that were given up, with the reason.", no_args_is_help=True
-)
+queue_app = typer.Typer(name="queue", help="A model's queue: its depth and clients; clear it.", no_args_is_help=True)
+dead_app = typer.Typer(name="dead", help="Dead letters: prompts that were given up, and why.", no_args_is_help=True)
 
 _WAYS = "as `lmpool dead list` shows them, or an unambiguous prefix."
 Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
@@ -56,7 +52,7 @@ async def show_queue(
     for name, counts in counted.items():
         queued, held, backlog, lanes = counts["queued"], counts["held"], counts["backlog"], counts["lanes"].values()
         head = "" if model is not None else f"{name}: "
-        oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if queued else ""
+        oldest = f", the oldest of {seconds(counts['age_s'])}" if queued else ""
         of_bulk = f", {counts['bulk']} of them of bulk clients" if counts["bulk"] else ""
         in_lanes = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
         text = f"{head}{queued} prompts{oldest}: workers hold {held}, {queued - held - backlog} are next, {backlog} "

@@ -134,10 +134,8 @@ class FittingTable(NamedTuple):
         yield table
 
 
-def seconds(value: float | None) -> str:
+def seconds(value: float) -> str:
     """Format a duration: 850 µs, 3.4 ms, 12 ms, 3.4 s, 5 min."""
-    if value is None:
-        return ""
     if value >= 1000:
         return f"{value / 60:.0f} min"
     scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "µs")

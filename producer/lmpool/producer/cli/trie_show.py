@@ -26,7 +26,8 @@ from lmpool.producer.tokenizer import read_tokens
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
-trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
+# Without a callback, typer would name the group's only command `trie` instead of `trie show`.
+trie_app = typer.Typer(name="trie", help="The token trie of a model.", no_args_is_help=True, callback=lambda: None)
 
 _ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
 _LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
@@ -189,11 +190,6 @@ def from_text(text: str) -> bytes:
             rf"under: {shown(text, 120)} has an unknown escape: escapes are \\ \" \n \r \t, \xe2 for a byte, and "
             r"\u200b or \U0001f600 for a character"
         ) from None
-
-
-@trie_app.callback()
-def _several() -> None:
-    """Make typer keep the name `trie show`: without a callback, a group's only command has the name of the group."""
 
 
 @trie_app.command()

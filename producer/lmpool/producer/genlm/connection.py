@@ -292,10 +292,8 @@ def check_min_timeout(given: Mapping[str, Any]) -> None:
     """Raise `SettingsError` for a timeout that is too small for a request."""
     timeout = given.get("timeout")
     if isinstance(timeout, (int, float)) and 0 < timeout < MIN_TIMEOUT_S:
-        raise SettingsError(
-            f"llm_opts: timeout = {timeout} is less than {MIN_TIMEOUT_S:g} s: here it limits the time of a request, "
-            "not the time that genlm-backend waits to fill a batch: leave it out"
-        )
+        limit = f"is less than {MIN_TIMEOUT_S:g} s"
+        raise SettingsError(f"llm_opts: timeout = {timeout} {limit}: it limits a request, not a batch: leave it out")
 
 
 def command_options(given: Mapping[str, Any]) -> list[str]:

@@ -27,7 +27,6 @@ from lmpool.producer.genlm import connection as pools
 from lmpool.producer.genlm.connection import Address, PrivatePool
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
-from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_choice, check_kind, check_known, shown
 from lmpool.vocabulary import decode_vocab
@@ -246,10 +245,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Returns:
             the token ids after the prompt.
         """
-        if isinstance(prompt_token_ids, (str, Mapping)) or not hasattr(prompt_token_ids, "__iter__"):
-            raise not_token_ids(prompt_token_ids)
-        prompt = list(prompt_token_ids)
-        ends = frozenset(eos_token_ids)
+        prompt, ends = list(prompt_token_ids), frozenset(eos_token_ids)
         # Temperature 0 needs no seed; genlm-backend would divide by 0.
         if seed is not None and temperature != 0:
             continuation: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
@@ -397,9 +393,8 @@ def load_model_by_name(
         worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
     tokenizer = options.pop("tokenizer", None)
     pool = PrivatePool(served, backend, pools.command_options(worker), **loading)
-    model = PooledLM(
-        Address(redis=pool.url, **options), tokenizer=tokenizer, owned=pool
-    )  # Closes the pool if it fails.
+    # The model closes the pool, also if it cannot be made.
+    model = PooledLM(Address(redis=pool.url, **options), tokenizer=tokenizer, owned=pool)
     model.batch_size = worker.get("max_batch", model.batch_size)
     return model
 

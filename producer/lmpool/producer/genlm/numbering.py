@@ -128,10 +128,8 @@ def spell(decode: Sequence[Any]) -> tuple[list[bytes], list[Hashable], list[Hash
                     f"hashable iterable of hashable letters ({error})"
                 ) from error
         if (first := keys.setdefault(key, index)) != index:
-            raise InvalidVocabulary(
-                f"Duplicate word in vocabulary: {shown(key, 120)} is item {first} and item {index}; "
-                f"give tokens of one byte string different ids"
-            )
+            where = f"item {first} and item {index}; give tokens of one byte string different ids"
+            raise InvalidVocabulary(f"Duplicate word in vocabulary: {shown(key, 120)} is {where}")
         words.append(word)
     letters = list(codes)[N_BYTES:]
     if letters:

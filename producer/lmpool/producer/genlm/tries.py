@@ -56,11 +56,8 @@ class TokenCharacterTrie:
 
     def _build(self, decode: Sequence[Any], device: str) -> None:
         if any(map(Token.is_plain_bytes, decode)):
-            warnings.warn(
-                "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
+            text = "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids."
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
         words, self._keys, self._letters = spell(decode)
         self.decode = decode
         self.structure = trie = Trie(words)
