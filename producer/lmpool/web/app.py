@@ -1,4 +1,4 @@
-"""The web service: its routes and pages, and the server that limits connections and their time."""
+"""The web service: its routes, such as dead letters and the demand for autoscalers, its pages, and its limits."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _STREAM_PATH = "/api/stream"
 _PAGES = {"pool.html": "/", "explorer.html": "/explorer"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
-_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed; a header cannot contain all characters.
 _PIECE_BYTES = 64 * 1024  # Bytes per write of a large response, so that none is buffered whole for a slow client.
 _MAX_LETTERS = 50  # Max dead letters listed on a page.
 _MAX_IDS = 256  # Max token ids shown of one dead letter.
