@@ -17,16 +17,7 @@ from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory, read_doubt, read_memory
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.options import (
-    PROMPT,
-    AreIds,
-    AsJson,
-    PoolOptions,
-    ServerOptions,
-    read_prompt,
-    run,
-    with_options,
-)
+from lmpool.producer.cli.options import TEXT, AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
 from lmpool.producer.cli.queues import dead_app, queue_app
 from lmpool.producer.cli.status import STATUS, Column, FittingTable, survey_tables, top
 from lmpool.producer.cli.trie_show import trie_app
@@ -54,7 +45,7 @@ def register(app: typer.Typer) -> None:
 @with_options
 def logprobs(
     at: PoolOptions,
-    prompt: Annotated[str, PROMPT],
+    prompt: Annotated[str, TEXT],
     ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="Number of tokens to show.")] = 10,
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",

@@ -50,7 +50,7 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
 
 
-PROMPT = typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input.")
+TEXT = typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input.")
 _MODEL = typer.Option("--model", help="Name of the model (default: the only one).", autocompletion=complete_model)
 ModelName = Annotated[str | None, _MODEL]
 RedisUrl = Annotated[str | None, typer.Option(help="Server's URL (default: LMPOOL_REDIS_URL, then your own server).")]

@@ -21,7 +21,7 @@ from rich.tree import Tree
 
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import SettingsError, printable
-from lmpool.producer.cli.options import PROMPT, AreIds, AsJson, PoolOptions, read_prompt, run, with_options
+from lmpool.producer.cli.options import TEXT, AreIds, AsJson, PoolOptions, read_prompt, run, with_options
 from lmpool.producer.tokenizer import read_tokens
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
@@ -196,7 +196,7 @@ def from_text(text: str) -> bytes:
 @with_options
 def show(
     at: PoolOptions,
-    prompt: Annotated[str | None, PROMPT] = None,
+    prompt: Annotated[str | None, TEXT] = None,
     under: Annotated[
         str, typer.Option(help=r"The prefix, such as ' the'; \xe2 is a byte, \n a line break, \\ a backslash.")
     ] = "",
