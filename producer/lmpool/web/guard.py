@@ -59,7 +59,7 @@ _WRONG_TOKEN = (
     f"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN is set; {_HOW}"
 )
 _LINK_USED = "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed"
-_WRONG_LINK = "only the newest address signs in; type the token: in an address it would stay in the browser's history"
+_WRONG_LINK = "the token in this address is not valid. Type the token: an address would stay in the browser's history"
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (errors.SettingsError, 400),

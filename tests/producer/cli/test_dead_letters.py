@@ -36,7 +36,7 @@ class Ended(NamedTuple):
 
     stdout: str
     error: str
-    beside: str = ""
+    stderr: str = ""
 
 
 def dead(pool: Pool, *arguments: str, model: str | None = "syn") -> Ended:
@@ -84,11 +84,11 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
     # With one delivery, a prompt is given up as soon as another worker claims it.
     ill = pool.start("--raise-token", 99, "--max-deliveries", 1, "--lease-s", 600)
     async with pool.producer("syn") as producer:
-        asked = asyncio.create_task(producer.logprobs(prompt))
+        request = asyncio.create_task(producer.logprobs(prompt))
         assert await asyncio.to_thread(ill.wait) == 2
         await asyncio.to_thread(pool.start, "--max-deliveries", 1, "--lease-s", 2)
         with pytest.raises(WorkerError):
-            await asyncio.wait_for(asked, DEADLINE_S)
+            await asyncio.wait_for(request, DEADLINE_S)
     (listed,) = await asyncio.to_thread(as_json, pool, "list")
     assert listed["error"] == "WorkerError"
     assert listed["reason"].startswith("given up after 1 deliveries: the last worker that held it ended: MemoryError: ")
@@ -232,11 +232,11 @@ def test_without_a_terminal_the_table_is_not_cut(pool: Pool) -> None:
     reason = Failure("WorkerError", "a long reason " * 20 + "and its end")
     entry = bury(pool, job([1, 2], adapter="an-adapter-of-some-length@" + "0" * 32), reason.pack())
     command = ["dead", "list", "--redis", pool.url, "--prefix", pool.prefix, "--model", "syn"]
-    told = run_lmpool(*command, COLUMNS="60").stdout
-    (line,) = [line for line in told.splitlines() if entry in line]
+    printed = run_lmpool(*command, COLUMNS="60").stdout
+    (line,) = [line for line in printed.splitlines() if entry in line]
     for text in ("and its end", "0" * 32, digest_of(ids_of([1, 2]), "an-adapter-of-some-length@" + "0" * 32).hex()):
         assert text in line
-    assert "\x1b" not in told
+    assert "\x1b" not in printed
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
@@ -306,8 +306,8 @@ async def test_a_mistyped_model_is_reported(pool: Pool, command: list[str]) -> N
     assert "; the model 'nope' is not served; served are: syn" in ended.stdout
     ended = await asyncio.to_thread(dead, pool, *command, "--json", model="nope")
     assert ended.stdout in ("[]\n", '{"dropped": 0}\n')
-    assert ended.beside.startswith(
+    assert ended.stderr.startswith(
         "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker "
     )
-    assert ended.beside.count("\n") == 1
+    assert ended.stderr.count("\n") == 1
     assert "served" not in (await asyncio.to_thread(dead, pool, *command)).stdout

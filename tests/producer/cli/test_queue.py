@@ -64,12 +64,12 @@ def leftovers(pool: Pool) -> list[str]:
 async def test_clients_of_a_cleared_queue_are_notified_and_can_retry(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn") as first, pool.producer("syn") as second:
-        asked = [asyncio.ensure_future(first.logprobs([number])) for number in range(500)]
+        requests = [asyncio.ensure_future(first.logprobs([number])) for number in range(500)]
         joined = [asyncio.ensure_future(second.logprobs([number])) for number in range(490, 510)]
         await until_queued(pool, 510)
         assert int(pool.redis.zcard(pool.keys.model("syn").backlog)) > 0
         assert await clear(pool) == {"removed": 510, "held": 0, "queued": 0}
-        for error in await asyncio.gather(*asked, *joined, return_exceptions=True):
+        for error in await asyncio.gather(*requests, *joined, return_exceptions=True):
             assert isinstance(error, QueueCleared)
             assert "an operator has cleared the queue of 'syn'" in str(error)
         assert pool.jobs() == 0
@@ -84,15 +84,15 @@ async def test_prompts_that_a_worker_holds_are_computed(pool: Pool, tmp_path: Pa
     gate = Gate(tmp_path / "gate")
     pool.start("--lease-s", 600, "--max-batch", BATCH, command=gate.command)
     async with pool.producer("syn") as producer:
-        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
         await until_full(pool, BATCH)
-        told = await clear(pool)
-        assert told["held"] == pool.held() == pool.jobs() < 100
+        counts = await clear(pool)
+        assert counts["held"] == pool.held() == pool.jobs() < 100
         gate.open()
-        ended = await asyncio.gather(*asked, return_exceptions=True)
+        ended = await asyncio.gather(*requests, return_exceptions=True)
         rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
-        assert len(rows) == 100 - told["removed"]
+        assert len(rows) == 100 - counts["removed"]
         assert all(np.array_equal(row, synthetic_row([number], vocab_size=V)) for number, row in rows.items())
         assert all(isinstance(error, QueueCleared) for error in ended if isinstance(error, BaseException))
         await until_queued(pool, 0)
@@ -102,7 +102,7 @@ async def test_prompts_that_a_worker_holds_are_computed(pool: Pool, tmp_path: Pa
 async def test_prompts_of_a_silent_worker_count_as_waiting(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5, "--max-batch", BATCH, "--step-ms", 600_000)
     async with pool.producer("syn", when_absent="wait") as producer:
-        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(BATCH)]
+        requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(BATCH)]
 
         async def is_held() -> bool:
             return pool.held() == BATCH
@@ -116,7 +116,7 @@ async def test_prompts_of_a_silent_worker_count_as_waiting(pool: Pool) -> None:
 
         await until_async(is_silent, "the worker has been silent for a lease")
         assert await clear(pool) == {"removed": BATCH, "held": 0, "queued": 0}
-        ended = await asyncio.gather(*asked, return_exceptions=True)
+        ended = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(error, QueueCleared) for error in ended)
         assert pool.jobs() == pool.held() == 0
 
@@ -128,7 +128,7 @@ async def test_clearing_a_busy_queue_loses_no_prompt(pool: Pool) -> None:
     client = Server(pool.url).client()
     async with pool.producer("syn", cache_bytes=0) as first, pool.producer("syn", cache_bytes=0) as second:
 
-        async def ask(number: int) -> None:
+        async def submit(number: int) -> None:
             producer, ids = (first, second)[number % 2], [number // 2, 0]
             while True:
                 try:
@@ -141,12 +141,12 @@ async def test_clearing_a_busy_queue_loses_no_prompt(pool: Pool) -> None:
                         return
                     ids = [ids[0], (ids[1] + 1) % V]
 
-        asked = [asyncio.ensure_future(ask(number)) for number in range(800)]
+        requests = [asyncio.ensure_future(submit(number)) for number in range(800)]
         cleared = Cleared(0, 0, 0)
         while not cleared.removed or len(outcomes) < 50:
             cleared = await clear_queue(client, pool.keys.model("syn"), "syn", lease_s=15)
             await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)
+        await asyncio.wait_for(asyncio.gather(*requests), DEADLINE_S)
     await client.aclose()
     assert "cleared" in outcomes
     await until_queued(pool, 0)
@@ -183,7 +183,7 @@ async def test_clear_reports_prompts_that_were_submitted_during_the_call(
 async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     unattended(pool)
     keys, count = pool.keys.model("syn"), 20_000
-    reply = keys.reply("somebody")
+    reply = keys.reply("client")
     pipe = pool.redis.pipeline(transaction=False)
     for number in range(count):
         digest = number.to_bytes(16, "big")
@@ -195,10 +195,10 @@ async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypat
     pool.redis.slowlog_reset()
     assert (await clear(pool))["removed"] == count
     assert not leftovers(pool)
-    told: Any = pool.redis.xrange(reply)
-    digests = b"".join(fields[b"d"] for _, fields in told)
+    replies: Any = pool.redis.xrange(reply)
+    digests = b"".join(fields[b"d"] for _, fields in replies)
     assert len(digests) == 16 * count
-    assert 400 <= len(told) <= 800, "each call notifies for many prompts, but not for all"
+    assert 400 <= len(replies) <= 800, "each call notifies for many prompts, but not for all"
 
 
 async def test_a_queue_with_hostile_entries_can_be_cleared(pool: Pool) -> None:
@@ -245,20 +245,20 @@ async def test_show_and_clear_include_lanes(pool: Pool) -> None:
     for _ in range(workers):
         unattended(pool)
     async with pool.producer("syn") as producer:
-        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
-        told = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])
-        lanes = told["lanes"]
+        counts = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])
+        lanes = counts["lanes"]
         keys = pool.keys.model("syn")
         assert lanes == {worker: int(pool.redis.xlen(keys.lane(worker))) for worker in lanes}
         assert len(lanes) == workers
         in_lanes, longest = sum(lanes.values()), max(lanes.values())
         assert 0 < longest < in_lanes
-        assert in_lanes + int(pool.redis.xlen(keys.jobs)) + told["backlog"] == told["queued"] == 100
+        assert in_lanes + int(pool.redis.xlen(keys.jobs)) + counts["backlog"] == counts["queued"] == 100
         printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
         assert f"; {in_lanes} are in lanes, {longest} of them in the longest" in printed
         assert await clear(pool) == {"removed": 100, "held": 0, "queued": 0}
-        ended = await asyncio.gather(*asked, return_exceptions=True)
+        ended = await asyncio.gather(*requests, return_exceptions=True)
         assert all(isinstance(error, QueueCleared) for error in ended)
     assert pool.jobs() == 0
     assert not leftovers(pool)
@@ -275,17 +275,17 @@ async def test_prompts_that_workers_hold_in_their_lanes_are_computed(pool: Pool,
     for _ in range(2):
         await asyncio.to_thread(lambda: pool.start(*options, command=gate.command))
     async with pool.producer("syn") as producer:
-        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
         await until_full(pool, 2 * BATCH)
-        told = await clear(pool)
-        assert told["held"] == pool.held() == pool.jobs() == 100 - told["removed"]
+        counts = await clear(pool)
+        assert counts["held"] == pool.held() == pool.jobs() == 100 - counts["removed"]
         streams = [stream for stream in pool.streams() if pool.redis.xlen(stream)]
         assert set(streams) >= set(pool.streams()[1:]), "each worker holds prompts of its lane"
         gate.open()
-        ended = await asyncio.gather(*asked, return_exceptions=True)
+        ended = await asyncio.gather(*requests, return_exceptions=True)
         rows = {number: row for number, row in enumerate(ended) if not isinstance(row, BaseException)}
-        assert len(rows) == told["held"]
+        assert len(rows) == counts["held"]
         assert all(np.array_equal(row, synthetic_row([number], vocab_size=V)) for number, row in rows.items())
         await until_queued(pool, 0)
         assert not leftovers(pool)
@@ -294,25 +294,25 @@ async def test_prompts_that_workers_hold_in_their_lanes_are_computed(pool: Pool,
 async def test_show_lists_waiting_prompts_by_client(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn") as producer, pool.producer("syn") as other:
-        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
-        asked += [asyncio.ensure_future(other.logprobs([number])) for number in range(100, 110)]
+        requests += [asyncio.ensure_future(other.logprobs([number])) for number in range(100, 110)]
         await until_queued(pool, 110)
 
-        told: dict[str, Any] = {}
+        counts: dict[str, Any] = {}
 
         async def has_given_way() -> bool:
-            told.update(json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0]))
-            return len(told["clients"]) == 2
+            counts.update(json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0]))
+            return len(counts["clients"]) == 2
 
         await until_async(has_given_way, "both clients have prompts in the backlog")
-        assert (told["queued"], told["held"]) == (110, 0)
-        assert told["backlog"] == 110 - int(pool.redis.xlen(pool.keys.model("syn").jobs))
+        assert (counts["queued"], counts["held"]) == (110, 0)
+        assert counts["backlog"] == 110 - int(pool.redis.xlen(pool.keys.model("syn").jobs))
         printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
         assert "110 prompts, the oldest of " in printed
-        assert all(name in printed for name in told["clients"])
+        assert all(name in printed for name in counts["clients"])
         await asyncio.to_thread(pool.start, "--lease-s", 600)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
     for command in (["show", "nope"], ["clear", "nope", "--yes"]):
         printed, _ = await asyncio.to_thread(queue, pool, *command)
         assert "; the model 'nope' is not served; served are: syn" in printed
@@ -324,24 +324,24 @@ def test_show_without_a_model_shows_all_served_models(pool: Pool) -> None:
         pool.start("--lease-s", 600, model=name)
     printed, _ = queue(pool, "show")
     assert [line.partition(": 0 prompts: ")[0] for line in printed.splitlines()] == ["one", "two"]
-    told = json.loads(queue(pool, "show", "--json")[0])
-    assert list(told) == ["one", "two"]
-    assert told["one"] == json.loads(queue(pool, "show", "one", "--json")[0])
+    counts = json.loads(queue(pool, "show", "--json")[0])
+    assert list(counts) == ["one", "two"]
+    assert counts["one"] == json.loads(queue(pool, "show", "one", "--json")[0])
 
 
 async def test_show_counts_prompts_of_bulk_clients(pool: Pool) -> None:
     unattended(pool)
     async with pool.producer("syn", priority="bulk") as producer, pool.producer("syn") as other:
-        asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
+        requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
         # Without other clients, all of its prompts were in the stream.
-        asked.append(asyncio.ensure_future(other.logprobs([100])))
+        requests.append(asyncio.ensure_future(other.logprobs([100])))
         await until_queued(pool, 101)
-        told = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])
-        ((name, behind),) = told["clients"].items()
+        counts = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])
+        ((name, behind),) = counts["clients"].items()
         assert name.startswith("bulk:")
-        assert behind == told["bulk"] == told["backlog"] > 0
+        assert behind == counts["bulk"] == counts["backlog"] > 0
         printed, _ = await asyncio.to_thread(queue, pool, "show", "syn")
         assert f"{behind} wait behind them, {behind} of them of bulk clients" in printed
         await asyncio.to_thread(pool.start, "--lease-s", 600)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)

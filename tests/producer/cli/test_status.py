@@ -41,10 +41,10 @@ def folded(lines: list[str], column: int) -> str:
 
 
 def a_worker(name: str) -> dict[str, object]:
-    told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "in_flight": "128", "failures": "3"}
+    fields = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "in_flight": "128", "failures": "3"}
     more = {"batch": "31.9", "p50_s": "0.0123", "p99_s": "0.25", "tokens": "200", "reused": "50", "silent_s": 2.2}
     more |= {"lane": 57, "homed": "123456", "stolen": "789"}
-    return {"id": name, "model": LONG, **told, **more}
+    return {"id": name, "model": LONG, **fields, **more}
 
 
 def a_model(name: str) -> dict[str, object]:
@@ -159,43 +159,43 @@ async def test_homed_reused_and_stolen_prompts_are_shown(pool: Pool, tmp_path: P
             for context in contexts:
                 context.append(0)
             await producer.batch_logprobs(contexts)
-            told = (await workers()).values()
-            return all(worker["homed"] > 0 and worker["reused"] > 0 for worker in told)
+            seen = (await workers()).values()
+            return all(worker["homed"] > 0 and worker["reused"] > 0 for worker in seen)
 
         await until_async(are_homed, "growing prompts return to their worker and reuse its prefix cache")
         slow.shut()
-        asked = [asyncio.ensure_future(producer.logprobs([100, number])) for number in range(60)]
+        requests = [asyncio.ensure_future(producer.logprobs([100, number])) for number in range(60)]
 
         async def are_taken() -> bool:
             holders = [entry["consumer"].decode() for entry in pending(pool)]
-            return holders == [held_up] * sum(not task.done() for task in asked) != []
+            return holders == [held_up] * sum(not task.done() for task in requests) != []
 
         await until_async(are_taken, "the other worker computes the prompts that the slow one does not hold")
-        told = await workers()
-        lane = told[held_up]["lane"]
+        seen = await workers()
+        lane = seen[held_up]["lane"]
         assert lane + int(pool.redis.xlen(pool.keys.model("syn").jobs)) == pool.held()
-        assert lane > told[thief]["lane"] == 0
+        assert lane > seen[thief]["lane"] == 0
 
         async def is_counted() -> bool:
-            told.update(await workers())
+            seen.update(await workers())
             counted = await asyncio.to_thread(
                 lambda: {
                     name: (value(name, "homed_jobs_total"), value(name, "stolen_jobs_total"), value(name, "lane_jobs"))
-                    for name in told
+                    for name in seen
                 }
             )
-            same = {name: (worker["homed"], worker["stolen"], worker["lane"]) for name, worker in told.items()}
-            return counted == same and told[thief]["stolen"] > 0
+            same = {name: (worker["homed"], worker["stolen"], worker["lane"]) for name, worker in seen.items()}
+            return counted == same and seen[thief]["stolen"] > 0
 
         await until_async(is_counted, "heartbeats, commands and metrics agree")
         shown = await asyncio.to_thread(run_lmpool, "top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
         cells = [re.split(r" *[┃│] *", line) for line in shown.stdout.splitlines()]
         titles, line = (next(row for row in cells if name in row) for name in ("stolen", held_up))
         assert line[titles.index("lane")] == str(lane)
-        assert line[titles.index("homed")] == str(told[held_up]["homed"])
+        assert line[titles.index("homed")] == str(seen[held_up]["homed"])
         assert line[titles.index("reuse")] != "0%"
         slow.open()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
         async def are_empty() -> bool:
             return all(worker["lane"] == 0 for worker in (await workers()).values())
@@ -233,9 +233,9 @@ def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: Embedd
         until(lambda: "no Redis server answers" in shown.text, "the view shows that the server is unreachable")
         assert shown.is_running
         own_server.start()
-        gone = len(shown.text)
+        before = len(shown.text)
         until(
-            lambda: "s ago)" not in shown.text[gone:][-1500:] and "ready" in shown.text[gone:],
+            lambda: "s ago)" not in shown.text[before:][-1500:] and "ready" in shown.text[before:],
             "the view shows the worker again",
         )
         shown.signal(signal.SIGINT)
