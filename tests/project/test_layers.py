@@ -36,7 +36,7 @@ ENGINES = {
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},
-    "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
+    "producer/lmpool/producer/genlm/tries.py": {"genlm"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
 # Parts of the package that each folder or file may import in addition to itself, as the folders' docstrings say. A name

@@ -48,20 +48,20 @@ _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or 
 _Top = Annotated[int, Meta(ge=1, le=MAX_ALTERNATIVES)]
 
 
-class _Request(Struct, forbid_unknown_fields=True):
+class _ModelRequest(Struct, forbid_unknown_fields=True):
     model: str
     adapter: str = ""
     ids: list[int] = []
 
 
-class _TextRequest(_Request):
+class _TextRequest(_ModelRequest):
     """Request the tokens of a text, or else of token ids, each with its most likely alternatives."""
 
     text: str = ""
     top: _Top = 10
 
 
-class _RowRequest(_Request):
+class _RowRequest(_ModelRequest):
     """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
 
     temperature: float = 1.0
@@ -70,7 +70,7 @@ class _RowRequest(_Request):
     token: int | None = None
 
 
-class _TrieRequest(_Request):
+class _TrieRequest(_ModelRequest):
     """Request the byte trie below a prefix, which is given in hexadecimal."""
 
     under: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", max_length=2 * _MAX_PREFIX)] = ""
