@@ -25,7 +25,7 @@ from genlm.backend.tokenization import decode_vocab as their_decode_vocab
 from llamppl import CachedCausalLM
 
 from lmpool.errors import EmptyPrompt, LMPoolError, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
-from lmpool.producer.genlm import PooledLM, language_model, load_model_by_name
+from lmpool.producer.genlm import PooledLM, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
 from tests.support.pool import Pool, open_sockets, until, until_async
@@ -146,8 +146,8 @@ async def test_without_a_seed_workers_draw_and_no_row_is_cached(small: PooledLM)
     assert len(set(map(tuple, drawn))) > 1
     assert await small.sample(IDS, 6, range(SIZE)) == []
     assert [len(tokens) for tokens in await small.batch_sample(PROMPTS, 2, [])] == [2] * len(PROMPTS)
-    likeliest = int(expected(IDS).argmax())
-    assert await small.sample(IDS, 1, [], temperature=0.001) == [likeliest]
+    most_likely = int(expected(IDS).argmax())
+    assert await small.sample(IDS, 1, [], temperature=0.001) == [most_likely]
 
 
 # Caches
@@ -294,7 +294,7 @@ def test_event_loops_in_several_threads_do_not_disturb_each_other(small: PooledL
     failures: list[BaseException] = []
     start = threading.Barrier(4)
 
-    async def ask(thread: int) -> None:
+    async def request_rows(thread: int) -> None:
         start.wait(ENDS_WITHIN_S)
         for token in range(60):
             ids = [thread, token]
@@ -303,7 +303,7 @@ def test_event_loops_in_several_threads_do_not_disturb_each_other(small: PooledL
 
     def run(thread: int) -> None:
         try:
-            asyncio.run(ask(thread))
+            asyncio.run(request_rows(thread))
         except BaseException as error:
             failures.append(error)
             raise
@@ -343,7 +343,7 @@ def test_a_redis_client_is_taken_and_cannot_be_pickled(small_pool: Pool, tokeniz
                 pickle.dumps(model)
 
 
-def ask_both_ways(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
+def rows_of_both_interfaces(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
     """Run in another process; return its id, and the sums of rows from both interfaces."""
     return (
         os.getpid(),
@@ -352,8 +352,8 @@ def ask_both_ways(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
     )
 
 
-def send_both_ways(model: PooledLM, ids: list[int], answers: Any) -> None:
-    answers.put(ask_both_ways(model, ids))
+def send_rows(model: PooledLM, ids: list[int], answers: Any) -> None:
+    answers.put(rows_of_both_interfaces(model, ids))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -363,7 +363,7 @@ def test_other_processes_connect_for_themselves(small: PooledLM, method: str) ->
         small.next_token_logprobs_sync([9])
         context: Any = multiprocessing.get_context(method)
         answers = context.Queue()
-        child = context.Process(target=send_both_ways, args=(small, IDS, answers))
+        child = context.Process(target=send_rows, args=(small, IDS, answers))
         child.start()
         answer: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
         await asyncio.to_thread(child.join, ENDS_WITHIN_S)
@@ -416,10 +416,10 @@ def test_closing_ends_connecting_in_other_threads(
 ) -> None:
     """Connect as an unpickled model does with its first request, while no worker serves the model."""
     address = Address("never", small_pool.url, prefix=small_pool.prefix, when_absent="wait")
-    model = language_model._reconnected(PooledLM, address, tokenizer)
+    model = PooledLM(address, tokenizer=tokenizer, connects=False)
     ended: list[BaseException] = []
 
-    def ask() -> None:
+    def request_rows() -> None:
         try:
             if way == "sync":
                 model.next_token_logprobs_sync(IDS)
@@ -428,7 +428,7 @@ def test_closing_ends_connecting_in_other_threads(
         except LMPoolError as error:
             ended.append(error)
 
-    thread = threading.Thread(target=ask)
+    thread = threading.Thread(target=request_rows)
     thread.start()
     until(lambda: "waiting for a worker to serve 'never'" in caplog.text, "the thread connects")
     model.close()
@@ -475,10 +475,10 @@ del other
 """
 LEAVE_A_LOOP_AND_A_THREAD_BEHIND = """
 asyncio.new_event_loop().run_until_complete(llm.next_token_logprobs([1]))
-def ask():
+def request_rows():
     while True:
         llm.next_token_logprobs_sync([1])
-threading.Thread(target=ask, daemon=True).start()
+threading.Thread(target=request_rows, daemon=True).start()
 """
 
 

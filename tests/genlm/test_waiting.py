@@ -44,33 +44,33 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_request_waits_as_long_as_its_worker_lives(pool: Pool, gate: Gate, tokenizer: Any) -> None:
     pool.start("--vocab-size", SIZE, command=gate.command)
 
-    async def ask(loop: SkippingLoop) -> None:
-        asked = asyncio.create_task(model.next_token_logprobs(IDS))
+    async def send(loop: SkippingLoop) -> None:
+        request = asyncio.create_task(model.next_token_logprobs(IDS))
         several = asyncio.create_task(model.batch_next_token_logprobs([[1], [2]]))
         await until_async(lambda: asyncio.to_thread(lambda: pool.held() == 3), "the worker has the prompts")
         half_an_hour = loop.create_future()
         loop.call_later(1800, half_an_hour.set_result, None)
         loop.skipped_s = 3600.0
         await half_an_hour
-        assert not asked.done()
+        assert not request.done()
         assert not several.done()
         gate.open()
-        assert torch.equal(await asked, expected(IDS))
+        assert torch.equal(await request, expected(IDS))
         assert torch.equal(await several, torch.stack([expected([1]), expected([2])]))
 
     with connect(pool, tokenizer) as model:
-        run_skipping(ask)
+        run_skipping(send)
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_request_ends_when_no_worker_has_been_alive_for_a_lease(pool: Pool, gate: Gate, tokenizer: Any) -> None:
     worker = pool.start("--vocab-size", SIZE, "--lease-s", 1, command=gate.command)
     with ThreadPoolExecutor(1) as other, connect(pool, tokenizer, when_absent="wait") as model:
-        asked = other.submit(model.next_token_logprobs_sync, IDS)
+        request = other.submit(model.next_token_logprobs_sync, IDS)
         until(lambda: pool.held() == 1, "the worker has the prompt")
         worker.end()
         with pytest.raises(NoWorker, match="no row could be had for .* no live worker has served 'syn'"):
-            asked.result(DEADLINE_S)
+            request.result(DEADLINE_S)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -81,11 +81,11 @@ def test_a_request_ends_when_the_server_is_unreachable_for_long(
     try:
         pool.start("--vocab-size", SIZE, command=gate.command)
         with ThreadPoolExecutor(1) as other, connect(pool, tokenizer, when_absent="wait") as model:
-            asked = other.submit(model.next_token_logprobs_sync, IDS)
+            request = other.submit(model.next_token_logprobs_sync, IDS)
             until(lambda: pool.held() == 1, "the worker has the prompt")
             own_server.stop()
             with pytest.raises(ServerError, match="no row could be had for"):
-                asked.result(DEADLINE_S)
+                request.result(DEADLINE_S)
     finally:
         for worker in pool.workers:
             worker.end()
@@ -112,8 +112,8 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
         until(lambda: begun() > 2, "the model has started to wait again, twice")
         # Between loading and serving, a worker is invisible for a moment.
         monkeypatch.setattr(requests, "ALONE_S", DEADLINE_S)
-        told = begun()
-        until(lambda: begun() > told, "the model waits longer")
+        before = begun()
+        until(lambda: begun() > before, "the model waits longer")
         gate.touch()
         with loading.result(DEADLINE_S) as model:
             assert model.next_token_logprobs_sync(IDS).shape == (model.info.vocab_size,)

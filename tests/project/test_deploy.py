@@ -20,7 +20,7 @@ from tools import command_line
 from lmpool.broker.server import Server
 from lmpool.embedded import server_binary
 from lmpool.protocol.keys import Keys
-from lmpool.web.demand import Demand, demand_route
+from lmpool.web.app import Demand, demand_route
 from lmpool.workers.settings import WorkerSettings
 from tests.project.test_operations import exported
 from tests.support.pool import until

@@ -36,7 +36,7 @@ ENGINES = {
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},
-    "producer/lmpool/producer/genlm/tries.py": {"graphviz"},
+    "producer/lmpool/producer/genlm/tries.py": {"genlm"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
 # Parts of the package that each folder or file may import in addition to itself, as the folders' docstrings say. A name
@@ -260,7 +260,6 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/web/app.py": {"starlette", "uvicorn"},
         "producer/lmpool/web/cli.py": {"typer"},
-        "producer/lmpool/web/demand.py": {"starlette"},
         "producer/lmpool/web/explorer.py": {"starlette"},
         "producer/lmpool/web/guard.py": {"starlette"},
         "producer/lmpool/batch/fetch.py": {"fsspec", "pyarrow"},

@@ -49,7 +49,7 @@ def _load(pool: Pool) -> Iterator[None]:
     """Send prompts that grow, so that the page shows load."""
     done = threading.Event()
 
-    def ask(model: str, count: int, vocab_size: int) -> None:
+    def request_rows(model: str, count: int, vocab_size: int) -> None:
         with SyncProducer(model, redis=pool.url, prefix=pool.prefix) as producer:
             numbers = itertools.count()
             texts = [[7, number] for number in range(count)]
@@ -61,14 +61,16 @@ def _load(pool: Pool) -> Iterator[None]:
                         del text[2:]
                 done.wait(0.05 * (len(texts[0]) % 11))
 
-    asking = [threading.Thread(target=ask, args=args) for args in (("smollm2", 4, 49_000), ("synthetic", 48, 32_000))]
-    for thread in asking:
+    threads = [
+        threading.Thread(target=request_rows, args=args) for args in (("smollm2", 4, 49_000), ("synthetic", 48, 32_000))
+    ]
+    for thread in threads:
         thread.start()
     try:
         yield
     finally:
         done.set()
-        for thread in asking:
+        for thread in threads:
             thread.join()
 
 

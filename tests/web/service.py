@@ -53,7 +53,7 @@ class WebService:
         self.port = urlsplit(self.url).port or 0
         self.base = f"http://127.0.0.1:{self.port}"
 
-    def ask(
+    def request(
         self, path: str, body: Any = None, *, token: str | None = TOKEN, method: str = "", **headers: str
     ) -> Answer:
         """Send a request: POST if it has a body. In `headers`, "_" stands for "-"."""
@@ -72,7 +72,7 @@ class WebService:
         """Sign in like a page that a browser has loaded from the `Host` in `headers`."""
         host = headers.get("Host", f"127.0.0.1:{self.port}")
         sent = {"Origin": f"http://{host}", **headers}
-        return self.ask("/api/session", {field: self.token if token is None else token}, token=None, **sent)
+        return self.request("/api/session", {field: self.token if token is None else token}, token=None, **sent)
 
     def session(self, **headers: str) -> dict[str, str]:
         """Sign in; return the headers that the browser then sends to the `Host` in `headers`."""
@@ -93,8 +93,8 @@ class Stream:
         self._socket = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
         sent = headers or {"Authorization": f"Bearer {TOKEN}"}
         lines = [f"{name.replace('_', '-')}: {value}\r\n" for name, value in sent.items()]
-        asked = f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{service.port}\r\n{''.join(lines)}\r\n"
-        self._socket.sendall(asked.encode())
+        head = f"GET /api/stream HTTP/1.1\r\nHost: 127.0.0.1:{service.port}\r\n{''.join(lines)}\r\n"
+        self._socket.sendall(head.encode())
         self._lines = self._socket.makefile("rb")
         self.status = int(self._lines.readline().split()[1])
 

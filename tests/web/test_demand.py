@@ -25,8 +25,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import NoWorker, UnknownModel
 from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
-from lmpool.web.app import WebSettings, web_service
-from lmpool.web.demand import NEVER_S, demand_route
+from lmpool.web.app import NEVER_S, WebSettings, demand_route, web_service
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
 
@@ -49,7 +48,7 @@ class Service:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]})
         self._thread.start()
 
-    def ask(self, model: str, **headers: str) -> tuple[int, dict[str, Any]]:
+    def get(self, model: str, **headers: str) -> tuple[int, dict[str, Any]]:
         """Return the status and the JSON object of a model's route."""
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/demand/{quote(model)}"
         try:
@@ -61,10 +60,10 @@ class Service:
 
     def of(self, model: str) -> dict[str, Any]:
         """Return the demand for a model."""
-        status, told = self.ask(model)
+        status, response = self.get(model)
         assert status == 200
-        assert told.pop("model") == model
-        return told
+        assert response.pop("model") == model
+        return response
 
     def stop(self) -> None:
         """End the thread."""
@@ -87,9 +86,9 @@ async def scaled(pool: Pool, service: Service, pods: list[WorkerProcess]) -> Asy
 
     async def scale() -> None:
         while True:
-            told = await asyncio.to_thread(service.of, "syn")
+            response = await asyncio.to_thread(service.of, "syn")
             # A starting process counts as a replica, like a pod.
-            if told["wanted"] and not any(pod.is_running for pod in pods):
+            if response["wanted"] and not any(pod.is_running for pod in pods):
                 pods.append(await asyncio.to_thread(pool.start, wait=False))
             await asyncio.sleep(0.05)
 
@@ -147,37 +146,37 @@ async def test_the_drain_time_follows_from_the_speed_of_the_workers(
 
         until(lambda: speed() > 0, "the worker has reported its speed")
         gate.shut()
-        asked = [asyncio.create_task(producer.logprobs([7, i])) for i in range(40)]
+        requests = [asyncio.create_task(producer.logprobs([7, i])) for i in range(40)]
 
         async def are_queued() -> bool:
             return bool((await asyncio.to_thread(service.of, "syn"))["queued"] == 40)
 
         await until_async(are_queued, "all prompts are queued")
-        told = service.of("syn")
+        response = service.of("syn")
         # 40 steps of at least 50 ms take at least 2 s.
-        assert told["drain_seconds"] == pytest.approx(40 / speed())
-        assert told["drain_seconds"] > 2
+        assert response["drain_seconds"] == pytest.approx(40 / speed())
+        assert response["drain_seconds"] > 2
         gate.open()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
 
 def test_errors_of_bad_requests_name_the_reason(pool: Pool, service: Service) -> None:
     for name in ("a{b}c", "x" * 201, "a\x1bb", ""):
-        status, told = service.ask(name)
+        status, response = service.get(name)
         assert status == 400
-        assert "1 to 200 characters" in told["error"]
+        assert "1 to 200 characters" in response["error"]
     # A name may contain slashes.
     assert service.of("meta-llama/Llama-3.2-1B") == NOTHING
     # The key of the queue has a value of another type.
     pool.redis.set(pool.keys.model("junk").jobs, "x")
-    assert service.ask("junk")[0] == 503
+    assert service.get("junk")[0] == 503
     unreachable = Service("redis://127.0.0.1:1", pool.prefix)
     try:
-        status, told = unreachable.ask("syn")
+        status, response = unreachable.get("syn")
     finally:
         unreachable.stop()
     assert status == 503
-    assert "127.0.0.1:1" in told["error"]
+    assert "127.0.0.1:1" in response["error"]
 
 
 def test_invalid_speeds_are_ignored(pool: Pool, service: Service) -> None:
@@ -191,12 +190,12 @@ def test_invalid_speeds_are_ignored(pool: Pool, service: Service) -> None:
 
 def test_lmpool_web_serves_the_demand_to_programs_with_the_token(pool: Pool) -> None:
     settings = WebSettings(pool.url, pool.prefix, token="0123456789abcdef")
-    service = Service(pool.url, pool.prefix, web_service(settings).app)
+    service = Service(pool.url, pool.prefix, web_service(settings)[0])
     try:
         # The service may have any host name in a cluster.
         named = {"Host": "web.lmpool.svc", "Authorization": f"Bearer {settings.token}"}
-        assert service.ask("syn", **named) == (200, {"model": "syn", **NOTHING})
+        assert service.get("syn", **named) == (200, {"model": "syn", **NOTHING})
         with pytest.raises(json.JSONDecodeError):  # The refusal is plain text.
-            service.ask("syn", **{**named, "Authorization": "Bearer wrong"})
+            service.get("syn", **{**named, "Authorization": "Bearer wrong"})
     finally:
         service.stop()

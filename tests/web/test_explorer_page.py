@@ -161,29 +161,29 @@ def test_settings_out_of_range_are_reported_and_not_sent(pool: Pool, watch: Watc
     expect(page.locator(".row tbody tr")).not_to_have_count(0)
     # The list would cover the table.
     expect(page.get_by_role("menu")).to_be_hidden()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.post_data or ""))
+    bodies: list[str] = []
+    page.on("request", lambda request: bodies.append(request.post_data or ""))
     trouble = page.locator("#trouble")
-    for label, value, told in (("Temperature", "-1", "from 0 to 100"), ("Top-p", "7", "from 0.01 to 1")):
+    for label, value, part in (("Temperature", "-1", "from 0 to 100"), ("Top-p", "7", "from 0.01 to 1")):
         page.get_by_label(label).fill(value)
-        expect(trouble).to_have_text(f"{label}: type a number {told}.")
+        expect(trouble).to_have_text(f"{label}: type a number {part}.")
         page.get_by_role("button", name="Explore").click()
-        expect(trouble).to_have_text(f"{label}: type a number {told}.")
+        expect(trouble).to_have_text(f"{label}: type a number {part}.")
         page.get_by_label(label).fill("1")
         expect(trouble).to_be_hidden()
-    assert [body for body in asked if '"temperature":-1' in body or '"top_p":7' in body] == []
+    assert [body for body in bodies if '"temperature":-1' in body or '"top_p":7' in body] == []
 
 
 def test_settings_are_kept_however_they_are_confirmed(pool: Pool, watch: Watch) -> None:
     pool.start()
     page = watch(WebService(pool)).open("/explorer")
     explore(page, IDS)
-    for label, value, told in (("Temperature", "0.5", "temperature=0.5"), ("Top-p", "0.7", "top_p=0.7")):
+    for label, value, part in (("Temperature", "0.5", "temperature=0.5"), ("Top-p", "0.7", "top_p=0.7")):
         # Press Enter before the typing pauses.
         page.get_by_label(label).press("ControlOrMeta+a")
         page.keyboard.type(value)
         page.keyboard.press("Enter")
-        expect(page).to_have_url(re.compile(re.escape(told)))
+        expect(page).to_have_url(re.compile(re.escape(part)))
         expect(page.get_by_label(label)).to_have_value(value)
     page.get_by_label("Temperature").press("ControlOrMeta+a")
     page.keyboard.type("0.25")

@@ -32,8 +32,8 @@ def test_all_pages_share_surveys_and_their_number_is_limited(pool: Pool) -> None
     frames = [[stream.frame() for _ in range(2)] for stream in streams]
     numbers = [frame["number"] for pair in frames for frame in pair]
     # All pages get the same frames.
-    told = {frame["number"]: json.dumps(frame, sort_keys=True) for pair in frames for frame in pair}
-    assert all(told[frame["number"]] == json.dumps(frame, sort_keys=True) for pair in frames for frame in pair)
+    by_number = {frame["number"]: json.dumps(frame, sort_keys=True) for pair in frames for frame in pair}
+    assert all(by_number[frame["number"]] == json.dumps(frame, sort_keys=True) for pair in frames for frame in pair)
     assert len(set(numbers)) < len(streams)
     assert {frame["models"][0]["name"] for pair in frames for frame in pair} == {"syn"}
     streams += [Stream(service) for _ in range(MAX_STREAMS - len(streams))]
@@ -145,12 +145,12 @@ async def test_encoding_a_full_hour_does_not_block_the_event_loop() -> None:
     names = [f"model-{number}" for number in range(64)]
     values = {name: tuple(random.random() for _ in SERIES) for name in names}
     feed._samples.extend(Sample(at, 10**9, values if at % 7 else dict.fromkeys(names, nothing)) for at in range(HOUR))
-    turns, asked = 0, asyncio.ensure_future(feed.history())
-    while not asked.done():
+    turns, encoding = 0, asyncio.ensure_future(feed.history())
+    while not encoding.done():
         await asyncio.sleep(0)
         turns += 1
     assert turns > 10
-    history = json.loads(gzip.decompress(asked.result()))
+    history = json.loads(gzip.decompress(encoding.result()))
     assert [len(history["models"]), len(history["at"]), len(history["memory"])] == [64, HOUR, HOUR]
     assert history["models"]["model-3"][1][:8] == [None, *[values["model-3"][1]] * 6, None]
 
@@ -165,7 +165,7 @@ def test_history_is_gzipped_if_the_client_accepts_it(pool: Pool) -> None:
         "": False,
         "identity": False,
     }.items():
-        answer = service.ask("/api/history", Accept_Encoding=accepted)
+        answer = service.request("/api/history", Accept_Encoding=accepted)
         assert answer.headers["vary"] == "Accept-Encoding"
         assert answer.headers.get("content-encoding") == ("gzip" if is_gzipped else None), accepted
         assert int(answer.headers["content-length"]) == len(answer.body)
@@ -177,11 +177,11 @@ def test_history_is_gzipped_if_the_client_accepts_it(pool: Pool) -> None:
 def survey(at: float, **workers: dict[str, Any]) -> tuple[float, Any]:
     """A survey of one model with some workers, and its time."""
     common = {"state": "ready", "silent_s": 1.0, "lease_s": 10.0, "claimed": 0}
-    return at, [{"name": "m", "workers": [{"id": name, **common, **told} for name, told in workers.items()]}]
+    return at, [{"name": "m", "workers": [{"id": name, **common, **fields} for name, fields in workers.items()]}]
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "expected"),
     [
         (survey(0), survey(1), []),
         (survey(0, a={}), survey(1, a={}), []),
@@ -199,13 +199,13 @@ def survey(at: float, **workers: dict[str, Any]) -> tuple[float, Any]:
     ],
 )  # fmt: skip
 def test_events_describe_changes_of_workers(
-    before: tuple[float, Any], after: tuple[float, Any], told: list[str]
+    before: tuple[float, Any], after: tuple[float, Any], expected: list[str]
 ) -> None:
     events = Events()
     events.add_survey(*before)
     assert list(events.newest) == [], "the first survey produces no events"
     events.add_survey(*after)
-    assert [f"{event['worker']} {event['what']}" for event in events.newest] == told
+    assert [f"{event['worker']} {event['what']}" for event in events.newest] == expected
 
 
 async def test_trie_workers_are_shown_without_a_vocabulary(pool: Pool) -> None:
@@ -253,11 +253,11 @@ async def test_junk_of_one_model_hides_no_other_model(pool: Pool, junk: str) -> 
     if junk != "workers":
         pool.redis.zadd(pool.keys.model("junk").workers, {"w": deadline_ms()})
     JUNK[junk](pool)
-    async with web_app(pool) as (feed, ask):
+    async with web_app(pool) as (feed, fetch):
         frame = json.loads((await anext(feed.frames())).removeprefix(b"data: "))
-        assert (await ask("/readyz"), feed.trouble) == ("ok\n", "")
+        assert (await fetch("/readyz"), feed.trouble) == ("ok\n", "")
         assert [model["name"] for model in frame["models"]] == ["junk", "syn"]
-        served = json.loads(await ask("/api/models"))["models"]
+        served = json.loads(await fetch("/api/models"))["models"]
     assert [model["name"] for model in served] == ["junk", "syn"]
     troubled = {model["name"]: bool(model["trouble"]) for model in frame["models"]}
     assert troubled == {"junk": any(word in junk for word in ("adapter", "offer", "jobs", "dead")), "syn": False}
@@ -271,7 +271,7 @@ async def web_app(pool: Pool) -> AsyncIterator[tuple[Feed, Callable[[str], Await
     app, _, feed = web_service(WebSettings(pool.url, pool.prefix, token=TOKEN, interval_s=0.001))
     surveying = asyncio.create_task(feed.run())
 
-    async def ask(path: str) -> str:
+    async def fetch(path: str) -> str:
         body: list[bytes] = []
 
         async def send(message: MutableMapping[str, Any]) -> None:
@@ -283,6 +283,6 @@ async def web_app(pool: Pool) -> AsyncIterator[tuple[Feed, Callable[[str], Await
         return b"".join(body).decode()
 
     try:
-        yield feed, ask
+        yield feed, fetch
     finally:
         await end_tasks([surveying])

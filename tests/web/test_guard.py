@@ -41,23 +41,26 @@ def end(service: WebService) -> None:
 def test_requests_without_the_token_are_refused(service: WebService) -> None:
     for token in (None, "", TOKEN[:-1], TOKEN + "x", "é" * 20):
         for path in GET:
-            assert service.ask(path, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
+            assert service.request(path, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
         for path in POST:
-            assert service.ask(path, {}, token=token and token.encode().decode("latin-1")).status == 401, (path, token)
+            assert service.request(path, {}, token=token and token.encode().decode("latin-1")).status == 401, (
+                path,
+                token,
+            )
         for path in ("/api/session", "/api/sessions"):
-            answer = service.ask(path, token=token and token.encode().decode("latin-1"), method="DELETE")
+            answer = service.request(path, token=token and token.encode().decode("latin-1"), method="DELETE")
             assert answer.status == 401, (path, token)
     for wrong in ("", TOKEN[:-1], TOKEN + "x", "é" * 20):
         assert service.sign_in(wrong).status == 401, wrong
         assert service.sign_in(wrong, field="link_token").status == 401, wrong
     assert service.sign_in(TOKEN, field="link_token").status == 401
-    assert service.ask("/api/models", token=None).body.startswith(b"the token is missing: ")
+    assert service.request("/api/models", token=None).body.startswith(b"the token is missing: ")
     wrong_token = b"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_"
-    assert service.ask("/api/models", token="x").body.startswith(wrong_token)
+    assert service.request("/api/models", token="x").body.startswith(wrong_token)
     # A token in an address would stay in the browser's history and in a proxy's log.
-    assert service.ask(f"/api/models?token={TOKEN}", token=None).status == 401
-    assert service.ask("/healthz", token=None).status == 200
-    assert service.ask("/readyz", token=None).status in (200, 503)
+    assert service.request(f"/api/models?token={TOKEN}", token=None).status == 401
+    assert service.request("/healthz", token=None).status == 200
+    assert service.request("/readyz", token=None).status in (200, 503)
     assert TOKEN not in service.process.text
 
 
@@ -65,13 +68,13 @@ def test_a_generated_token_is_printed_and_a_configured_one_is_not(pool: Pool) ->
     assert TOKEN not in WebService(pool).process.text
     made = WebService(pool, token=None)
     (token,) = re.findall(r"with the token (\S+)", made.process.text)
-    assert made.ask("/api/models", token=token).status == 200
+    assert made.request("/api/models", token=token).status == 200
 
 
 def test_the_address_signs_in_one_browser_once(pool: Pool) -> None:
     service = WebService(pool, token=None)
     link_token = service.url.partition("?token=")[2]
-    assert service.ask("/api/models", token=link_token).status == 401, "the link token is not valid for programs"
+    assert service.request("/api/models", token=link_token).status == 401, "the link token is not valid for programs"
     (token,) = re.findall(r"with the token (\S+)", service.process.text)
     in_address = service.sign_in(token, field="link_token")
     assert (in_address.status, "stay in the browser's history" in in_address.json["error"]) == (401, True)
@@ -84,7 +87,7 @@ def test_the_address_signs_in_one_browser_once(pool: Pool) -> None:
 
 def test_a_request_needs_both_secrets_of_a_session(service: WebService) -> None:
     session, other = service.session(), service.session()
-    assert service.ask("/api/models", token=None, **session).status == 200
+    assert service.request("/api/models", token=None, **session).status == 200
     name, _, cookie = session["Cookie"].partition("=")
     key = session["X_Lmpool_Key"]
     for wrong in (
@@ -97,10 +100,10 @@ def test_a_request_needs_both_secrets_of_a_session(service: WebService) -> None:
         {**session, "Cookie": f"{name}={TOKEN}"},
         {**session, "Cookie": f"{name}="},
     ):
-        answer = service.ask("/api/models", token=None, **wrong)
+        answer = service.request("/api/models", token=None, **wrong)
         assert answer.status == 401, wrong
-    assert service.ask("/api/models", token=cookie).status == 401
-    assert service.ask("/api/models", token=key).status == 401
+    assert service.request("/api/models", token=cookie).status == 401
+    assert service.request("/api/models", token=key).status == 401
     assert service.sign_in(cookie).status == service.sign_in(key).status == 401
 
 
@@ -119,22 +122,22 @@ def test_signing_out_or_stopping_the_service_ends_sessions(pool: Pool) -> None:
     own = {"Origin": service.base}
 
     def allowed() -> list[bool]:
-        return [service.ask("/api/models", token=None, **session).status == 200 for session in sessions]
+        return [service.request("/api/models", token=None, **session).status == 200 for session in sessions]
 
-    assert service.ask("/api/session", token=None, method="DELETE", **sessions[0]).status == 403, (
+    assert service.request("/api/session", token=None, method="DELETE", **sessions[0]).status == 403, (
         "the request has no origin"
     )
     watching = Stream(service, **sessions[0])
     watching.frame()
-    assert service.ask("/api/session", token=None, method="DELETE", **sessions[0], **own).status == 200
+    assert service.request("/api/session", token=None, method="DELETE", **sessions[0], **own).status == 200
     assert allowed() == [False, True, True]
     watching.read_to_end()
-    assert service.ask("/api/sessions", method="DELETE").status == 200
+    assert service.request("/api/sessions", method="DELETE").status == 200
     assert allowed() == [False, False, False]
     session = service.session()
     end(service)
     again = WebService(pool, port=service.port)
-    assert again.ask("/api/models", token=None, **session).status == 401
+    assert again.request("/api/models", token=None, **session).status == 401
 
 
 def test_one_session_too_many_ends_the_oldest_session(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +160,7 @@ def test_services_on_one_host_have_different_cookies(pool: Pool) -> None:
         both = "; ".join(session["Cookie"] for session in sessions)
         for service, session, host in zip(services, sessions, hosts, strict=True):
             sent = {**session, "Cookie": both, "Host": host}
-            assert service.ask("/api/models", token=None, **sent).status == 200, host
+            assert service.request("/api/models", token=None, **sent).status == 200, host
     # Tunnels to two machines, where both services may listen on this port.
     names = {services[0].session(Host=f"localhost:{port}")["Cookie"].partition("=")[0] for port in (1, 2)}
     assert len(names) == 2
@@ -168,7 +171,7 @@ def test_a_malformed_cookie_of_another_program_ends_no_session(service: WebServi
     for foreign in ('settings={"a": 1}', "a b=c", '"', "=", "x;;"):
         for cookies in (f"{foreign}; {session['Cookie']}", f"{session['Cookie']}; {foreign}"):
             sent = {**session, "Cookie": cookies}
-            assert service.ask("/api/models", token=None, **sent).status == 200, cookies
+            assert service.request("/api/models", token=None, **sent).status == 200, cookies
 
 
 def test_other_host_names_are_refused(pool: Pool) -> None:
@@ -184,27 +187,27 @@ def test_other_host_names_are_refused(pool: Pool) -> None:
         "[": 421,
         "": 421,
     }.items():
-        assert service.ask("/", token=None, Host=host).status == status, host
+        assert service.request("/", token=None, Host=host).status == status, host
         assert service.sign_in(Host=host).status == status, host
     # Only programs send the token in a header; pages of other sites cannot.
-    assert service.ask("/", Host="evil.example").status == 200
+    assert service.request("/", Host="evil.example").status == 200
 
 
 def test_requests_from_pages_of_other_sites_are_refused(service: WebService) -> None:
     session = service.session()
     for path in POST:
         for origin in ("http://evil.example", "null", f"http://127.0.0.1:{service.port + 1}", "http://["):
-            assert service.ask(path, {}, token=None, Origin=origin, **session).status == 403, (path, origin)
-        assert service.ask(path, {}, token=None, **session).status == 403
-        assert service.ask(path, b"{}", token=None, Origin=service.base, **session).status in (400, 403)
-    told = service.ask("/api/text", {}, token=None, Origin=service.base, **session)
-    assert "invalid request" in told.json["error"]
+            assert service.request(path, {}, token=None, Origin=origin, **session).status == 403, (path, origin)
+        assert service.request(path, {}, token=None, **session).status == 403
+        assert service.request(path, b"{}", token=None, Origin=service.base, **session).status in (400, 403)
+    refused = service.request("/api/text", {}, token=None, Origin=service.base, **session)
+    assert "invalid request" in refused.json["error"]
     assert service.sign_in(Origin="http://evil.example").status == 403
 
 
 def test_every_response_has_the_security_headers(service: WebService) -> None:
     paths = ("/", "/nothing", "/healthz", "/api/models", "/api/settings")
-    for answer in [service.ask(path, token=token) for path in paths for token in (TOKEN, None)]:
+    for answer in [service.request(path, token=token) for path in paths for token in (TOKEN, None)]:
         policy = answer.headers["content-security-policy"]
         assert "default-src 'none'" in policy
         assert "frame-ancestors 'none'" in policy
@@ -236,12 +239,12 @@ def test_every_response_has_the_security_headers(service: WebService) -> None:
     ],
 )
 def test_no_path_reaches_other_files(service: WebService, path: str) -> None:
-    answer = service.ask(path)
+    answer = service.request(path)
     assert answer.status in (307, 404)
     assert b"import" not in answer.body
     assert "x-evil" not in answer.headers
     assert "evil.example" not in answer.headers.get("location", "").partition("?")[0].removeprefix(service.base)
-    assert service.ask(path, token=None).status == 401
+    assert service.request(path, token=None).status == 401
 
 
 @pytest.mark.parametrize(
@@ -258,7 +261,7 @@ def test_no_path_reaches_other_files(service: WebService, path: str) -> None:
 def test_unusual_requests_are_refused(
     service: WebService, method: str, path: str, headers: dict[str, str], status: int
 ) -> None:
-    answer = service.ask(path, token=None, method=method, **headers)
+    answer = service.request(path, token=None, method=method, **headers)
     assert answer.status == status
     assert not any(name.startswith("access-control-") for name in answer.headers)
 
@@ -298,13 +301,13 @@ def hostile_site(host: str, page: str) -> Iterator[tuple[str, list[str]]]:
 
 ATTACKS = """<iframe src="BASE/"></iframe><script>
 const tried = (path, options) => fetch("BASE" + path, { credentials: "include", ...options });
-const told = (asking) => asking.then((answer) => answer.type + answer.status, () => "blocked");
+const outcome = (fetching) => fetching.then((answer) => answer.type + answer.status, () => "blocked");
 window.done = Promise.all([
-  told(tried("/api/models")),
-  told(tried("/api/session", { method: "POST", body: '{"token":"x"}' })),
-  told(tried("/api/sessions", { method: "DELETE" })),
-  told(tried("/api/row", { method: "POST", headers: { "X-Lmpool-Key": "x" }, body: "{}" })),
-  told(tried("/api/dead/drop", { method: "POST", mode: "no-cors", body: '{"model":"syn","ids":["1-1"]}' })),
+  outcome(tried("/api/models")),
+  outcome(tried("/api/session", { method: "POST", body: '{"token":"x"}' })),
+  outcome(tried("/api/sessions", { method: "DELETE" })),
+  outcome(tried("/api/row", { method: "POST", headers: { "X-Lmpool-Key": "x" }, body: "{}" })),
+  outcome(tried("/api/dead/drop", { method: "POST", mode: "no-cors", body: '{"model":"syn","ids":["1-1"]}' })),
 ]);
 </script>"""
 
@@ -332,10 +335,10 @@ def test_a_page_of_another_port_or_site_can_read_nothing(pool: Pool, browser: Br
         assert (cookie["value"] in sent) == (host == "127.0.0.1")
         replayed = f"{cookie['name']}={cookie['value']}"
         stolen = {"Cookie": replayed, "Origin": service.base}
-        assert service.ask("/api/models", token=None, **stolen).status == 401
-        assert service.ask("/api/row", {"model": "syn", "ids": [1]}, token=None, **stolen).status == 401
+        assert service.request("/api/models", token=None, **stolen).status == 401
+        assert service.request("/api/row", {"model": "syn", "ids": [1]}, token=None, **stolen).status == 401
         as_key = {"Cookie": replayed, "X_Lmpool_Key": cookie["value"]}
-        assert service.ask("/api/models", token=None, **as_key).status == 401
+        assert service.request("/api/models", token=None, **as_key).status == 401
 
 
 def test_no_valid_token_stays_in_the_files_of_a_browser(pool: Pool, browser: Browser, tmp_path: Path) -> None:
@@ -393,8 +396,8 @@ def test_idle_connections_are_closed_when_there_are_too_many(service: WebService
             # Send nothing, a part of a head, or a head without its body.
             head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
             connection.sendall(("", "GET /", head)[number % 3].encode())
-        assert service.ask("/healthz").status == 200
-        assert service.ask("/api/models").status == 200
+        assert service.request("/healthz").status == 200
+        assert service.request("/api/models").status == 200
         open_now = len(list(Path(f"/proc/{service.process.process.pid}/fd").iterdir()))
         assert open_now < web_app.MAX_CONNECTIONS + 100, "other descriptors remain for Redis and files"
         before = stream.frame()["number"]
@@ -476,11 +479,11 @@ def is_listening(service: WebService) -> bool:
 
 
 def test_a_second_ctrl_c_ends_the_service_without_a_traceback(service: WebService) -> None:
-    with socket.create_connection(("127.0.0.1", service.port)) as asking:
+    with socket.create_connection(("127.0.0.1", service.port)) as connection:
         head = f"POST /api/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n"
         # The body is never sent. After this response, the service is processing the request.
-        asking.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
-        assert asking.recv(100).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
         service.process.signal(signal.SIGINT)
         until(lambda: not is_listening(service), "the service has received the first signal")
         service.process.signal(signal.SIGINT)

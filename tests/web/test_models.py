@@ -66,13 +66,13 @@ def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> N
     pool.start("--lease-s", 600, command=gate.command)
     service = WebService(pool)
     with ThreadPoolExecutor(1) as thread:
-        held = thread.submit(service.ask, "/api/row", {"model": "syn", "ids": [1, 2]})
+        held = thread.submit(service.request, "/api/row", {"model": "syn", "ids": [1, 2]})
         try:
             until(pool.jobs, "the worker holds the prompt")
             for name in register_others(pool, MAX_MODELS):
                 register_others(pool, MAX_MODELS)  # Again: the worker's first sweep may have removed them.
                 # The request opens the model and fails without a worker.
-                assert "Shorten it" in service.ask("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
+                assert "Shorten it" in service.request("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()
         finally:
             gate.open()

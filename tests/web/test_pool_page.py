@@ -151,7 +151,7 @@ def test_the_page_recovers_after_the_server_or_the_service_was_stopped(
         pool.end()
 
 
-def beat(pool: Pool, names: list[str], **told: str) -> None:
+def beat(pool: Pool, names: list[str], **others: str) -> None:
     """Write heartbeats of workers that have no process."""
     pipeline = pool.redis.pipeline()
     fields: dict[Any, Any] = {
@@ -161,7 +161,7 @@ def beat(pool: Pool, names: list[str], **told: str) -> None:
         "rows": "5",
         "rows_per_s": "1.5",
         "job_counts": "",
-        **told,
+        **others,
     }
     for name in names:
         pipeline.hset(pool.keys.worker(name), mapping=fields)
@@ -206,9 +206,9 @@ def test_a_silent_worker_is_marked_and_events_are_listed(pool: Pool, watch: Watc
     expect(events).to_have_count(2)
     pool.redis.delete(pool.keys.worker("new"))
     expect(events).to_have_count(3)
-    told = [f"{row.locator('td').nth(1).inner_text()} {row.locator('td').last.inner_text()}" for row in events.all()]
-    assert sorted(told) == ["new joined", "new left", "speaks took over 3 prompts"]
-    assert told[0] == "new left", "the newest event is first"
+    listed = [f"{row.locator('td').nth(1).inner_text()} {row.locator('td').last.inner_text()}" for row in events.all()]
+    assert sorted(listed) == ["new joined", "new left", "speaks took over 3 prompts"]
+    assert listed[0] == "new left", "the newest event is first"
 
 
 def test_column_titles_are_explained(pool: Pool, watch: Watch) -> None:
@@ -288,8 +288,8 @@ def test_the_keyboard_reaches_everything(pool: Pool, watch: Watch) -> None:
         seen.append(page.evaluate(focused))
         assert len(seen) < 20, seen
     words = "What the columns mean"
-    told = [text.partition(words)[1] or text for text in seen]
-    assert told == ["Pool", "Explorer", words, "Filter workers", words, "open", "retry"]
+    texts = [text.partition(words)[1] or text for text in seen]
+    assert texts == ["Pool", "Explorer", words, "Filter workers", words, "open", "retry"]
     page.keyboard.press("Enter")
     expect(page.locator("#dead-count")).to_have_text("none")
     assert TOKEN not in page.content()

@@ -36,7 +36,7 @@ def bury(pool: Pool, prompt: list[int], reason: str = "given up after 3 deliveri
 
 
 def test_a_text_has_scored_tokens_with_the_most_likely_alternatives(service: WebService) -> None:
-    answer = service.ask("/api/text", {"model": "syn", "ids": IDS, "top": 4}).json
+    answer = service.request("/api/text", {"model": "syn", "ids": IDS, "top": 4}).json
     vocabulary = synthetic_vocabulary(V)
     assert answer["ids"] == IDS
     assert len(answer["tokens"]) == len(IDS)
@@ -54,8 +54,8 @@ def test_a_text_has_scored_tokens_with_the_most_likely_alternatives(service: Web
 
 
 def test_a_row_has_probabilities_before_and_after_temperature_and_top_p(service: WebService) -> None:
-    asked = {"model": "syn", "ids": IDS, "temperature": 0.5, "top_p": 0.8, "top": 50}
-    answer = service.ask("/api/row", asked).json
+    body = {"model": "syn", "ids": IDS, "temperature": 0.5, "top_p": 0.8, "top": 50}
+    answer = service.request("/api/row", body).json
     row = synthetic_row(IDS, vocab_size=V)
     after = drawn_from(row, 0.5, 0.8)
     for token, _, before, drawn in answer["tokens"]:
@@ -66,7 +66,7 @@ def test_a_row_has_probabilities_before_and_after_temperature_and_top_p(service:
     # The requested token is listed, even if it is unlikely.
     order = np.argsort(-row, kind="stable").tolist()
     for rank, length in ((1, 50), (V, 51)):
-        response = service.ask("/api/row", {**asked, "token": order[rank - 1]}).json
+        response = service.request("/api/row", {**body, "token": order[rank - 1]}).json
         assert response["token"] == {"id": order[rank - 1], "rank": rank}
         assert (len(response["tokens"]), response["tokens"][0 if rank == 1 else -1][0]) == (length, order[rank - 1])
     assert answer["entropy"][1] < answer["entropy"][0]
@@ -93,47 +93,47 @@ def test_at_the_limit_of_top_p_exactly_the_drawn_tokens_are_shown(parts: tuple[f
 
 
 def test_the_trie_sums_tokens_by_prefix_and_a_missing_trie_worker_is_a_note(pool: Pool, service: WebService) -> None:
-    asked: dict[str, Any] = {"model": "syn", "ids": IDS}
-    without = service.ask("/api/trie", asked)
+    body: dict[str, Any] = {"model": "syn", "ids": IDS}
+    without = service.request("/api/trie", body)
     assert without.status == 200, "a missing trie worker is no error"
     assert without.json["note"].startswith("no trie worker is running: start one with `lmpool trie-worker`")
     assert "local=" not in without.json["note"]
     pool.start_trie_worker()
-    whole = service.ask("/api/trie", asked).json
+    whole = service.request("/api/trie", body).json
     assert whole["mass"] == pytest.approx(1, abs=1e-4)
     weights, tokens = np.exp(synthetic_row(IDS, vocab_size=V)), synthetic_vocabulary(V).tokens
     for hex_prefix, _, mass in whole["children"][:5]:
         prefix = bytes.fromhex(hex_prefix)
-        below = service.ask("/api/trie", {**asked, "under": hex_prefix}).json
+        below = service.request("/api/trie", {**body, "under": hex_prefix}).json
         wanted = sum(float(weights[i]) for i, token in enumerate(tokens) if token.startswith(prefix))
         ends = sum(float(weights[i]) for i, token in enumerate(tokens) if token == prefix)
         assert mass == pytest.approx(wanted, rel=1e-4) == below["mass"]
         assert below["ends"] == pytest.approx(ends, rel=1e-3, abs=1e-6)
-    unknown = service.ask("/api/trie", {**asked, "under": "ff" * 20})
+    unknown = service.request("/api/trie", {**body, "under": "ff" * 20})
     assert unknown.status == 404
 
 
 def test_a_dead_letter_is_listed_opened_retried_and_dropped(pool: Pool, service: WebService) -> None:
     first, second = bury(pool, [7, 8]), bury(pool, [9], "red \x1b[31m <script>alert(1)</script>")
-    listed = service.ask("/api/dead?model=syn").json
+    listed = service.request("/api/dead?model=syn").json
     assert [letter["id"] for letter in listed["letters"]] == [second, first]
     assert "\x1b" not in listed["letters"][0]["reason"]
-    assert service.ask(f"/api/dead/show?model=syn&id={first}").json["ids"] == [7, 8]
-    assert service.ask("/api/dead/retry", {"model": "syn", "ids": [first]}).json == {"queued": 1, "refused": {}}
+    assert service.request(f"/api/dead/show?model=syn&id={first}").json["ids"] == [7, 8]
+    assert service.request("/api/dead/retry", {"model": "syn", "ids": [first]}).json == {"queued": 1, "refused": {}}
     until(lambda: not pool.jobs(), "the prompt is computed")
-    assert service.ask("/api/dead/drop", {"model": "syn", "ids": [second]}).json == {"dropped": 1}
-    assert service.ask("/api/dead?model=syn").json == {"count": 0, "letters": []}
+    assert service.request("/api/dead/drop", {"model": "syn", "ids": [second]}).json == {"dropped": 1}
+    assert service.request("/api/dead?model=syn").json == {"count": 0, "letters": []}
 
 
 def test_without_allow_changes_dead_letters_stay(pool: Pool) -> None:
     pool.start()
     letter, service = bury(pool, [7]), WebService(pool)
     for what in ("retry", "drop"):
-        answer = service.ask(f"/api/dead/{what}", {"model": "syn", "ids": [letter]})
+        answer = service.request(f"/api/dead/{what}", {"model": "syn", "ids": [letter]})
         assert answer.status == 403
         assert "--allow-changes" in answer.json["error"]
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 1
-    assert service.ask("/api/settings").json == {"allow_changes": False}
+    assert service.request("/api/settings").json == {"allow_changes": False}
 
 
 def test_bad_input_is_refused_with_the_reason(pool: Pool, service: WebService) -> None:
@@ -174,24 +174,26 @@ def test_bad_input_is_refused_with_the_reason(pool: Pool, service: WebService) -
         ("/api/dead/drop", {**letters, "ids": []}, 400, "Expected `array` of length >= 1"),
     ]
     for path, body, status, words in cases:
-        answer = service.ask(path, body)
+        answer = service.request(path, body)
         assert (answer.status, words in answer.json["error"]) == (status, True), (path, str(body)[:80], answer)
         assert answer.json["error"].isprintable()
     # The service scores a text as a prompt and a continuation; the error must not mention them.
-    assert service.ask("/api/text", {**text, "ids": [1, V]}).json["error"].startswith(f"token id {V} is out of range")
-    assert service.ask("/api/text").status == 405
-    assert service.ask("/api/stream", {}).status == 405
+    assert (
+        service.request("/api/text", {**text, "ids": [1, V]}).json["error"].startswith(f"token id {V} is out of range")
+    )
+    assert service.request("/api/text").status == 405
+    assert service.request("/api/stream", {}).status == 405
     # The service still works.
-    assert service.ask("/api/text", text).status == 200
+    assert service.request("/api/text", text).status == 200
     assert "Traceback" not in service.process.text
 
 
 def test_errors_name_an_unreachable_server(pool: Pool) -> None:
     pool.url = "redis://127.0.0.1:1"
     service = WebService(pool)
-    until(lambda: service.ask("/readyz").status == 503, "the service is not ready")
+    until(lambda: service.request("/readyz").status == 503, "the service is not ready")
     for path, body in (("/api/models", None), ("/api/dead?model=syn", None), ("/api/text", {"model": "m", "ids": [1]})):
-        answer = service.ask(path, body)
+        answer = service.request(path, body)
         assert answer.status == 503
         assert "no Redis server answers" in answer.json["error"]
         assert answer.json["error"].startswith("`lmpool web` cannot reach its server (")

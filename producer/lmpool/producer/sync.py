@@ -99,14 +99,10 @@ class SyncProducer(CopiedAsItself):
     def __init__(self, producer: Producer) -> None:
         self.__setstate__(producer)
         try:
-            self._connect()
+            self._wait_for(producer.open())
         except BaseException:
             self.close()
             raise
-
-    def _connect(self) -> None:
-        """Connect now. A subclass that connects with its first call overrides this method."""
-        self._wait_for(self._asynchronous.open())
 
     def __getstate__(self) -> Producer:
         return self._asynchronous

@@ -1,14 +1,16 @@
-"""The web service: its routes and pages, and the server that limits connections and their time."""
+"""The web service: its routes, such as dead letters and the demand for autoscalers, its pages, and its limits."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
 import gzip
+import math
 import os
+import re
 import resource
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +20,7 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import uvicorn
 from msgspec import Meta, Struct
+from redis.asyncio import Redis
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -26,17 +29,18 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmpool.admin.queue import DeadLetters, contents, summary
+from lmpool.admin.survey import number
 from lmpool.aio import end_tasks
+from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
 from lmpool.broker.server import Server
-from lmpool.cli import INTERRUPTED
+from lmpool.cli import INTERRUPTED, say
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
-from lmpool.web.demand import demand_route
-from lmpool.web.explorer import ExplorerRoutes, Models
+from lmpool.web.explorer import Models, explorer_routes
 from lmpool.web.feed import MAX_STREAMS, Feed
-from lmpool.web.guard import Guard, Refused, Sessions, answers, read_body
+from lmpool.web.guard import HEALTH_PATHS, Guard, Refused, Sessions, answers, read_body
 
 MAX_CONNECTIONS = 512
 """Max open connections, of which a watching page has two. Limits memory and file descriptors."""
@@ -48,13 +52,18 @@ largest request at 13 kB/s. The response to a request without token or session m
 RESPONSE_S = 300.0
 """Max seconds to send a response other than a stream: enough for the largest history at 12 kB/s."""
 
+NEVER_S = 86_400.0
+"""`drain_seconds` of a queue that has no worker: a large number, because JSON has no infinity."""
+
 _STREAM_PATH = "/api/stream"
+_PAGES = {"pool.html": "/", "explorer.html": "/explorer"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
-_MIN_TOKEN = 16  # Min characters of a token: a shorter token could be guessed.
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed; headers exclude other characters.
 _PIECE_BYTES = 64 * 1024  # Bytes per write of a large response, so that none is buffered whole for a slow client.
 _MAX_LETTERS = 50  # Max dead letters listed on a page.
 _MAX_IDS = 256  # Max token ids shown of one dead letter.
+_MAX_READ = 16  # Max workers whose speed is read: the mean speed of 16 is good enough.
 _MAX_CHANGED = 500  # Max dead letters that one request retries or drops.
 
 
@@ -80,23 +89,16 @@ class WebSettings:
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` if the token is too short, or contains characters that a header cannot contain."""
-        is_plain = self.token.isascii() and all(char.isalnum() or char in "-_.~" for char in self.token)
-        if self.token and (len(self.token) < _MIN_TOKEN or not is_plain):
-            raise SettingsError(
-                f"token: it must have at least {_MIN_TOKEN} letters, digits and -_.~: `openssl rand -hex 32` makes one"
-            )
+        if self.token and not _TOKEN.fullmatch(self.token):
+            raise SettingsError("token: it must have at least 16 letters, digits and -_.~: try `openssl rand -hex 32`")
 
 
-class Service(NamedTuple):
-    """The ASGI application, the sessions of browsers, and the feed, whose streams end before the server stops."""
+def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
+    """Make the web service, which surveys the pool while its application runs.
 
-    app: ASGIApp
-    sessions: Sessions
-    feed: Feed
-
-
-def web_service(settings: WebSettings) -> Service:
-    """Make the web service, which surveys the pool while its application runs."""
+    Returns:
+        the application, the sessions of browsers, and the feed, whose streams must end before the server stops.
+    """
     server, keys = Server(settings.redis), Keys(settings.prefix)
     sessions = Sessions(settings.token)
     feed, models = Feed(server, keys, settings.interval_s), Models(settings.redis, settings.prefix)
@@ -136,37 +138,30 @@ def web_service(settings: WebSettings) -> Service:
         headers["Content-Length"] = str(len(body))
         return StreamingResponse(pieces(), media_type="application/json", headers=headers)
 
-    async def served(_: Request) -> dict[str, Any]:
-        return {"models": await feed.served()}
-
     async def shown_settings(_: Request) -> dict[str, Any]:
         return {"allow_changes": settings.allow_changes}
 
-    async def healthy(_: Request) -> Response:
-        return PlainTextResponse("ok\n")
-
-    async def ready(request: Request) -> Response:
-        if feed.trouble:
+    async def healthy(request: Request) -> Response:
+        if feed.trouble and request.scope["path"] == "/readyz":
             return PlainTextResponse("the Redis server cannot be used\n", 503)
-        return await healthy(request)
+        return PlainTextResponse("ok\n")
 
     pages = _pages()
     routes: list[BaseRoute] = [
-        Route("/healthz", healthy),
-        Route("/readyz", ready),
+        *(Route(path, healthy) for path in HEALTH_PATHS),
         Route(_STREAM_PATH, stream),
         Route("/api/history", history),
-        Route("/api/models", answers(served)),
+        Route("/api/models", answers(lambda _: feed.served())),
         Route("/api/settings", answers(shown_settings)),
         *dead_letter_routes(server, keys, allow_changes=settings.allow_changes),
-        *ExplorerRoutes(models).routes,
+        *explorer_routes(models),
         # Autoscalers use the next route with `Authorization: Bearer`.
         demand_route(server, keys),
         *sessions.routes,
         *pages,
     ]
     app = Starlette(routes=routes, lifespan=run)
-    return Service(Guard(app, sessions, [page.path for page in pages], settings.hosts), sessions, feed)
+    return Guard(app, sessions, [page.path for page in pages], settings.hosts), sessions, feed
 
 
 class _Chosen(Struct, forbid_unknown_fields=True):
@@ -192,8 +187,8 @@ def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> li
 
     async def newest(request: Request) -> dict[str, Any]:
         async with letters_of(request.query_params.get("model", "")) as (letters, _):
-            listed, count = await letters.newest(_MAX_LETTERS), await letters.count()
-        return {"count": count, "letters": [summary(letter) for letter in listed]}
+            listed = [summary(letter) for letter in await letters.newest(_MAX_LETTERS)]
+            return {"count": await letters.count(), "letters": listed}
 
     async def show(request: Request) -> dict[str, Any]:
         async with letters_of(request.query_params.get("model", "")) as (letters, _):
@@ -227,15 +222,65 @@ def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> li
     ]
 
 
+class Demand(NamedTuple):
+    """The demand for a model, and its workers.
+
+    Attributes:
+        model: name of the model.
+        queued: prompts that wait or are in flight.
+        oldest_s: seconds since the oldest queued prompt was submitted; 0 without prompts.
+        workers: live workers that serve the model.
+        loading: workers that are loading the model.
+        wanted: 1 if at least one worker is needed, else 0: prompts are queued, or clients with `when_absent="wait"`
+            have polled for the model within the last minute.
+        drain_seconds: seconds in which the workers would empty the queue if no prompt were added; `NEVER_S` if a worker
+            is wanted and none serves the model.
+    """
+
+    model: str
+    queued: int
+    oldest_s: float
+    workers: int
+    loading: int
+    wanted: int
+    drain_seconds: float
+
+
+async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
+    """Read the demand for a model ("trie" for trie workers); an unknown model has no demand."""
+    check_name("model", model)
+    names = keys.model(model)
+    queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)
+    # While a worker is alive, the key `wanted` is only left from before the worker started.
+    is_awaited = not alive.serving and bool(await redis.exists(names.wanted))
+    wanted = int(queue.depth > 0 or is_awaited)
+    drain_s = wanted * NEVER_S
+    if alive.serving:
+        beats = [await read_texts(redis, keys.worker(worker), ("speed",)) for worker in alive.names[:_MAX_READ]]
+        # Another program may have written a heartbeat.
+        speeds = [speed for beat in beats if 0 < (speed := number(beat, "speed") or 0.0) < math.inf]
+        drain_s = drain_seconds(queue, sum(speeds) / max(1, len(speeds)) * alive.serving)
+    return Demand(model, queue.depth, queue.age_s, alive.serving, alive.loading, wanted, drain_s)
+
+
+def demand_route(server: Server, keys: Keys) -> Route:
+    """Return the route `GET /api/demand/MODEL`: the fields of `Demand` as JSON."""
+
+    async def demand(request: Request) -> dict[str, Any]:
+        async with server.connected() as redis:
+            return (await read_demand(redis, keys, request.path_params["model"]))._asdict()
+
+    # Model names may contain slashes.
+    return Route("/api/demand/{model:path}", answers(demand))
+
+
 def _pages() -> list[Route]:
     """Make a route for each file in `static`; files are read once, so no requested path reaches the disk."""
 
     def route(path: str, content: bytes, kind: str) -> Route:
-        async def send(_: Request) -> Response:
-            # Browsers must revalidate: a page of one release must not load a script of another release.
-            return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
-
-        return Route({"pool.html": "/", "explorer.html": "/explorer"}.get(path, f"/static/{path}"), send)
+        # Browsers must revalidate: a page of one release must not load a script of another release.
+        page = Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
+        return Route(_PAGES.get(path, f"/static/{path}"), page, methods=["GET"])
 
     static = files("lmpool.web") / "static"
     return [
@@ -246,28 +291,21 @@ def _pages() -> list[Route]:
     ]
 
 
-def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    Args:
-        settings: the settings of the service.
-        host: address to listen on.
-        port: port to listen on; 0 for a free one.
-        say: called once the port is open, with lines for the user: the address, and how to sign in.
-    """
+def serve(settings: WebSettings, host: str, port: int) -> None:
+    """Serve until Ctrl-C or SIGTERM. Once the port (0: a free one) is open, print the address and how to sign in."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listening = socket.create_server((host, port), family=family, backlog=1024)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        if getattr(error, "errno", None) == errno.EADDRINUSE:
+    except OSError as error:
+        reason = str(error.strerror)
+        if error.errno == errno.EADDRINUSE:
             reason = "another program uses it. If it is another `lmpool web`, open the URL that it printed, or pass "
             reason += "--port N (0 for a free one)"
         raise SettingsError(f"--port: cannot listen on {host}:{port}: {reason}") from error
-    service = web_service(settings)
+    app, sessions, feed = web_service(settings)
     config = uvicorn.Config(
-        service.app,
-        http=cast("type[asyncio.Protocol]", partial(_Connection, service.sessions)),
+        app,
+        http=cast("type[asyncio.Protocol]", partial(_Connection, sessions)),
         # Do not log addresses, because they contain tokens.
         access_log=False,
         ws="none",
@@ -275,16 +313,16 @@ def serve(settings: WebSettings, host: str, port: int, say: Callable[[str], None
         server_header=False,
         timeout_graceful_shutdown=_GRACE_S,
     )
-    name = {"0.0.0.0": "localhost", "::": "localhost"}.get(host, f"[{host}]" if ":" in host else host)
+    name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     with listening:
-        url, sessions = f"http://{name}:{listening.getsockname()[1]}/", service.sessions
+        url = f"http://{name}:{listening.getsockname()[1]}/"
         # Logs keep these lines, so they do not contain a configured token.
         if sessions.is_own_token:
             say(f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)")
             say(f"other browsers sign in at {url} with the token {sessions.token}")
         else:
             say(f"the pool is shown at {url} : sign in with the token of LMPOOL_WEB_TOKEN or --token")
-        _Server(config, service).run(sockets=[listening])
+        _Server(config, feed).run(sockets=[listening])
 
 
 class _Connection(H11Protocol):
@@ -349,9 +387,9 @@ class _Connection(H11Protocol):
 class _Server(uvicorn.Server):
     """Ends the streams of pages before it shuts down, because the shutdown would wait for the streams."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
         super().__init__(config)
-        self._service = service
+        self._feed = feed
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Stop at the first signal. Exit at once at the second signal, because uvicorn would print tracebacks."""
@@ -361,5 +399,5 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End the streams, then stop."""
-        await self._service.feed.end()
+        await self._feed.end()
         await super().shutdown(sockets)

@@ -6,24 +6,14 @@ from typing import Annotated
 
 import typer
 
-from lmpool.cli import say
 from lmpool.errors import SettingsError
 from lmpool.producer.cli.options import ServerOptions, with_options
 
-TOKEN_VARIABLE = "LMPOOL_WEB_TOKEN"
-
 Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
-Changes = Annotated[
-    bool, typer.Option("--allow-changes", help="Let pages retry and drop dead letters (default: read-only).")
-]
-Hosts = Annotated[
-    list[str] | None, typer.Option("--allow-host", help="Host name of this service, for example behind a proxy.")
-]
-Token = Annotated[
-    str | None,
-    typer.Option(envvar=TOKEN_VARIABLE, help="Secret to sign in with (default: generate and print one)."),
-]
+Changes = Annotated[bool, typer.Option("--allow-changes", help="Let pages retry and drop dead letters.")]
+Hosts = Annotated[list[str] | None, typer.Option("--allow-host", help="Host name of this service, as behind a proxy.")]
+Token = Annotated[str | None, typer.Option(envvar="LMPOOL_WEB_TOKEN", help="Secret to sign in (default: generated).")]
 
 
 def register(app: typer.Typer) -> None:
@@ -48,6 +38,4 @@ def web(
         from lmpool.web.app import WebSettings, serve
     except ImportError as error:
         raise SettingsError(f"web: the package {error.name} is not installed: pip install 'lmpool[web]'") from error
-    prefix, hosts = at.keys.prefix, allow_host or ()
-    settings = WebSettings(at.redis, prefix, token=token or "", hosts=hosts, allow_changes=allow_changes)
-    serve(settings, host, port, say)
+    serve(WebSettings(at.redis, at.keys.prefix, token or "", allow_host or (), allow_changes), host, port)

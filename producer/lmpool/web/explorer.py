@@ -1,6 +1,6 @@
 """The routes of the explorer page: the tokens of a text with alternatives, one row, and the byte trie.
 
-`Models` holds one producer per model. `ExplorerRoutes` answers the requests of the page.
+`Models` holds one producer per model. `explorer_routes` makes the routes of the page.
 """
 
 from __future__ import annotations
@@ -48,23 +48,20 @@ _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or 
 _Top = Annotated[int, Meta(ge=1, le=MAX_ALTERNATIVES)]
 
 
-class _TextRequest(Struct, forbid_unknown_fields=True):
-    """Request the tokens of a text (or of token ids), each with its most likely alternatives."""
-
+class _ModelRequest(Struct, forbid_unknown_fields=True):
     model: str
     adapter: str = ""
+    ids: list[int] = []
+
+
+class _TextRequest(_ModelRequest):
+    """Request the tokens of a text, or else of token ids, each with its most likely alternatives."""
+
     text: str = ""
-    ids: list[int] | None = None
     top: _Top = 10
 
 
-class _PromptRequest(Struct, forbid_unknown_fields=True):
-    model: str
-    ids: list[int]
-    adapter: str = ""
-
-
-class _RowRequest(_PromptRequest):
+class _RowRequest(_ModelRequest):
     """Request the next-token distribution before and after temperature and top-p; `token` is always listed."""
 
     temperature: float = 1.0
@@ -73,7 +70,7 @@ class _RowRequest(_PromptRequest):
     token: int | None = None
 
 
-class _TrieRequest(_PromptRequest):
+class _TrieRequest(_ModelRequest):
     """Request the byte trie below a prefix, which is given in hexadecimal."""
 
     under: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", max_length=2 * _MAX_PREFIX)] = ""
@@ -103,13 +100,6 @@ class ExploredModel:
         tokenizer: Tokenizer = await self._once("tokenizer", find)
         return tokenizer
 
-    async def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text."""
-        ids = await TOKENIZERS.encode(await self.tokenizer(), text, _ENCODE_S)
-        if not ids:
-            raise errors.SettingsError("text: it has no token: type something")
-        return [int(token) for token in ids]
-
     async def decode(self, ids: Sequence[int]) -> str | None:
         """Return the text of token ids, or None if the model has no tokenizer."""
         try:
@@ -119,8 +109,7 @@ class ExploredModel:
 
     def check_length(self, ids: Sequence[int]) -> None:
         """Raise `PromptTooLong` for a text that is too long for a page or for the model."""
-        limit = min(MAX_TOKENS, self.producer.model.max_prompt_tokens)
-        if len(ids) > limit:
+        if len(ids) > (limit := min(MAX_TOKENS, self.producer.model.max_prompt_tokens)):
             raise errors.PromptTooLong(f"the text has {len(ids)} tokens; this page accepts at most {limit}. Shorten it")
 
     async def trie(self) -> PooledTrie:
@@ -134,13 +123,9 @@ class ExploredModel:
         try:
             vocabulary = (await self.trie()).structure.vocabulary
         except errors.UnknownVocabulary:
-            # Stop at the first token if there is no tokenizer: each `decode` would search for a tokenizer again.
-            texts = dict.fromkeys(wanted, "")
-            for token in wanted:
-                if (text := await self.decode([token])) is None:
-                    break
-                texts[token] = shown_text(text)
-            return texts
+            if await self.decode([]) is None:  # No tokenizer: do not search for one again for each token.
+                return dict.fromkeys(wanted, "")
+            return {token: shown_text(await self.decode([token]) or "") for token in wanted}
         # A row may have more entries than the vocabulary has tokens.
         return {token: shown_bytes(vocabulary[token]) if token < len(vocabulary) else "" for token in wanted}
 
@@ -153,7 +138,8 @@ class Models:
     """
 
     def __init__(self, redis: str | None, prefix: str) -> None:
-        self._options: dict[str, Any] = {"redis": redis, "prefix": prefix}
+        self._options: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": _TIMEOUT_S}
+        self._options |= {"cache_bytes": _CACHE_BYTES, "when_full": "raise"}
         self._models: OrderedDict[str, ExploredModel] = OrderedDict()
 
     @asynccontextmanager
@@ -161,8 +147,7 @@ class Models:
         """Open a model and keep it open during the block; raises as `Producer` and `Producer.open`."""
         model = self._models.get(name)
         if model is None:
-            limits: dict[str, Any] = {"timeout": _TIMEOUT_S, "cache_bytes": _CACHE_BYTES, "when_full": "raise"}
-            model = self._models[name] = ExploredModel(Producer(name, **self._options, **limits))
+            model = self._models[name] = ExploredModel(Producer(name, **self._options))
         self._models.move_to_end(name)
         model.users += 1
         try:
@@ -171,14 +156,11 @@ class Models:
             yield model
         finally:
             model.users -= 1
-            while (unneeded := self._unneeded()) is not None:
-                await finish(self._models.pop(unneeded).producer.close())
+            while unneeded := [name for name, model in self._models.items() if self._is_unneeded(model)]:
+                await finish(self._models.pop(unneeded[0]).producer.close())
 
-    def _unneeded(self) -> str | None:
-        """Return the name of a model without requests that failed to open or exceeds `MAX_MODELS`, or None."""
-        is_full = len(self._models) > MAX_MODELS
-        unused = ((name, model) for name, model in self._models.items() if not model.users)
-        return next((name for name, model in unused if is_full or not model.is_open), None)
+    def _is_unneeded(self, model: ExploredModel) -> bool:
+        return not model.users and (len(self._models) > MAX_MODELS or not model.is_open)
 
     async def close(self) -> None:
         """Close all models."""
@@ -186,51 +168,45 @@ class Models:
             await self._models.popitem()[1].producer.close()
 
 
-class ExplorerRoutes:
-    """The routes of the explorer for the given models."""
+def explorer_routes(models: Models) -> list[Route]:
+    """Return the routes of the explorer."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
-        self.routes = [
-            Route("/api/text", answers(self._text), methods=["POST"]),
-            Route("/api/row", answers(self._row), methods=["POST"]),
-            Route("/api/trie", answers(self._trie), methods=["POST"]),
-        ]
-
-    async def _text(self, request: Request) -> dict[str, Any]:
+    async def show_text(request: Request) -> dict[str, Any]:
         wanted = await read_body(request, _TextRequest)
-        async with self._models.use(wanted.model) as model:
-            producer, adapter = model.producer, wanted.adapter
-            ids = await model.encode(wanted.text) if wanted.ids is None else wanted.ids
+        async with models.use(wanted.model) as model:
+            producer, adapter, ids = model.producer, wanted.adapter, wanted.ids
+            if wanted.text:
+                ids = await TOKENIZERS.encode(await model.tokenizer(), wanted.text, _ENCODE_S)
             model.check_length(ids)
             # Check the whole text before it is split: an error must not mention a continuation, unknown to the user.
             info = producer.model
             encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
             # The first token has no log-probability, because no token precedes it.
             starts, rests = ([ids[:1]], [ids[1:]]) if len(ids) > 1 else ([], [])
-            scored, (values, alternatives) = await gather(
-                [
-                    producer.batch_score(starts, rests, adapter=adapter),
-                    producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter),
-                ]
-            )
-            scores = [None, *(_number(value) for found in scored for value in found)]
+            scores = producer.batch_score(starts, rests, adapter=adapter)
+            positions = producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter)
+            scored, (values, alternatives) = await gather([scores, positions])
+            logprobs = [None, *(_number(value) for found in scored for value in found)]
             texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
-            expected = [_listed(values[at], alternatives[at], texts) for at in range(len(ids))]
+            # For each position, the most likely tokens after it.
+            expected = [
+                [[token, texts[token], _number(value)] for value, token in zip(*listed, strict=True)]
+                for listed in zip(values.tolist(), alternatives.tolist(), strict=True)
+            ]
             return {
                 "ids": ids,
                 "text": await model.decode(ids),
                 "tokens": [
-                    {"text": texts[token], "logprob": score, "top": expected[at - 1] if at else []}
-                    for at, (token, score) in enumerate(zip(ids, scores, strict=True))
+                    {"text": texts[token], "logprob": score, "top": before}
+                    for token, score, before in zip(ids, logprobs, [[], *expected[:-1]], strict=True)
                 ],
                 "next": expected[-1],
             }
 
-    async def _row(self, request: Request) -> dict[str, Any]:
+    async def show_row(request: Request) -> dict[str, Any]:
         wanted = await read_body(request, _RowRequest)
         how = read_sampling(wanted.temperature, wanted.top_p, None)
-        async with self._models.use(wanted.model) as model:
+        async with models.use(wanted.model) as model:
             model.check_length(wanted.ids)
             row = await model.producer.logprobs(wanted.ids, adapter=wanted.adapter)
             before, after = np.exp(row.astype(np.float64)), drawn_from(row, how.temperature, how.top_p)
@@ -249,30 +225,31 @@ class ExplorerRoutes:
                 "vocab_size": len(row),
             }
 
-    async def _trie(self, request: Request) -> dict[str, Any]:
+    async def show_trie(request: Request) -> dict[str, Any]:
         wanted = await read_body(request, _TrieRequest)
         prefix = bytes.fromhex(wanted.under)
-        async with self._models.use(wanted.model) as model:
+        async with models.use(wanted.model) as model:
             model.check_length(wanted.ids)
             trie = await model.trie()
-            structure = trie.structure
-            node = structure.node(prefix)
-            nodes = [node, *structure.children(node).tolist()]
+            node = trie.structure.node(prefix)
+            nodes = [node, *trie.structure.children(node).tolist()]
             try:
                 mass = await trie.weight_sum(prompt=wanted.ids, adapter=wanted.adapter, nodes=nodes)
             except errors.UnknownModel:
                 # Most pools have no trie worker: show a note, not an error.
                 return {"note": _NO_TRIES}
-            children = [(structure.prefix(child), float(mass[at])) for at, child in enumerate(nodes[1:], 1)]
-            children.sort(key=lambda child: -child[1])
+            children = sorted(zip(mass[1:].tolist(), map(trie.structure.prefix, nodes[1:]), strict=True), reverse=True)
             return {
                 "prefix": shown_bytes(prefix),
                 "mass": float(mass[0]),
                 # Mass of the tokens that end at this prefix: the part of the mass that no child has.
                 "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
-                "children": [[whole.hex(), shown_bytes(whole), value] for whole, value in children[:_MAX_CHILDREN]],
+                "children": [[whole.hex(), shown_bytes(whole), value] for value, whole in children[:_MAX_CHILDREN]],
                 "left_out": max(0, len(children) - _MAX_CHILDREN),
             }
+
+    handlers = {"/api/text": show_text, "/api/row": show_row, "/api/trie": show_trie}
+    return [Route(path, answers(handler), methods=["POST"]) for path, handler in handlers.items()]
 
 
 def drawn_from(row: NDArray[np.float32], temperature: float, top_p: float) -> NDArray[np.float64]:
@@ -298,10 +275,6 @@ def _entropy(probabilities: NDArray[np.float64]) -> float:
     """Return the entropy of a distribution in bits."""
     some = probabilities[probabilities > 0]
     return float(-(some * np.log2(some)).sum())
-
-
-def _listed(values: Iterable[float], ids: Iterable[int], texts: dict[int, str]) -> list[list[Any]]:
-    return [[int(token), texts[int(token)], _number(value)] for value, token in zip(values, ids, strict=True)]
 
 
 def _number(value: float) -> float | None:

@@ -39,7 +39,6 @@ MAX_EVENTS = 50
 
 _MAX_MODELS = 64  # Max models in the graphs; more curves cannot be told apart.
 _MAX_TEXT = 120  # Max characters of a name or text on the page.
-_LOADING = "loading"
 _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server before the page reports it as unreachable.
 _GZIP_LEVEL = 1  # The fastest level: higher levels take three to six times as long and save 5 % on numbers.
 _WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; a survey of 1,000 workers takes 0.3 s.
@@ -86,8 +85,8 @@ class Events:
                 has_left = worker["state"] == "draining" or unseen_s < (number(worker, "lease_s") or 0.0)
                 self._add(at, key, "left" if has_left else "died" if worker["state"] == SILENT else "is gone")
         for key, worker in now.items():
-            last = before.get(key, {"state": _LOADING})
-            if last["state"] == _LOADING != worker["state"]:
+            last = before.get(key, {"state": "loading"})
+            if last["state"] == "loading" != worker["state"]:
                 self._add(at, key, "joined")
             claimed = int((number(worker, "claimed") or 0) - (number(last, "claimed") or 0))
             if claimed > 0:
@@ -180,10 +179,10 @@ class Feed:
             self._frame = f"data: {to_json(frame, separators=(',', ':'))}\n\n".encode()
             self._changed.notify_all()
 
-    async def served(self) -> list[dict[str, Any]]:
+    async def served(self) -> dict[str, Any]:
         """Return the served models with their adapters; see `_read_served`; raises `ServerError`."""
         async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
-            return await _read_served(redis, self._keys)
+            return {"models": await _read_served(redis, self._keys)}
 
     async def history(self) -> bytes:
         """Return all samples as gzipped JSON, encoded in a thread at most once per survey."""

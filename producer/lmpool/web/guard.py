@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmpool import errors
 from lmpool.broker.server import without_advice
-from lmpool.errors import LMPoolError, printable
 
 T = TypeVar("T")
 
@@ -43,7 +42,7 @@ MAX_SESSIONS = 1000
 SESSION_S = 30 * 24 * 3600
 """Seconds until a browser must sign in again: 30 days."""
 
-_SESSION_PATH = "/api/session"
+_SESSION_PATH, _SESSIONS_PATH = "/api/session", "/api/sessions"
 _HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -57,18 +56,10 @@ _HEADERS = {
 _COOKIE = "lmpool-web"
 _HOW = "sign in on the page with the token of `lmpool web`, or send Authorization: Bearer TOKEN"
 _WRONG_TOKEN = (
-    "the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN or --token sets it; "
-    f"{_HOW}"
+    f"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN is set; {_HOW}"
 )
-_LINK_USED = (
-    "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed below the "
-    "address, or restart `lmpool web`"
-)
-_WRONG_LINK = (
-    "the token in this address is not valid: only the address that `lmpool web` printed at its last start signs in, "
-    "once. Type the token here; in an address it would stay in the browser's history"
-)
-
+_LINK_USED = "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed"
+_WRONG_LINK = "the token in this address is not valid. Type the token: an address would stay in the browser's history"
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (errors.SettingsError, 400),
@@ -80,7 +71,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 )
 
 
-class Refused(LMPoolError):
+class Refused(errors.LMPoolError):
     """A refused request, with its HTTP status."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -103,11 +94,11 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
         try:
             answer = await handle(request)
             return answer if isinstance(answer, Response) else json_answer(answer)
-        except LMPoolError as error:
+        except errors.LMPoolError as error:
             text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
             if isinstance(error, errors.ServerUnreachable):  # A browser's user cannot name another server.
                 text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
-            return json_answer({"error": printable(text)}, error.status if isinstance(error, Refused) else status)
+            return json_answer({"error": errors.printable(text)}, getattr(error, "status", status))
 
     return route
 
@@ -122,7 +113,7 @@ async def read_body(request: Request, kind: type[T]) -> T:
     try:
         return msgspec.json.decode(bytes(data), type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise Refused(400, printable(f"invalid request: {error}")) from error
+        raise Refused(400, errors.printable(f"invalid request: {error}")) from error
 
 
 class SignIn(msgspec.Struct, forbid_unknown_fields=True):
@@ -196,30 +187,26 @@ class Sessions:
     @property
     def routes(self) -> list[Route]:
         """`POST /api/session` signs in, `DELETE /api/session` signs out, `DELETE /api/sessions` ends all sessions."""
-        return [
-            Route(_SESSION_PATH, answers(self._sign_in), methods=["POST"]),
-            Route(_SESSION_PATH, answers(self._sign_out), methods=["DELETE"]),
-            Route("/api/sessions", answers(self._sign_all_out), methods=["DELETE"]),
-        ]
 
-    async def _sign_in(self, request: Request) -> Response:
-        shown = await read_body(request, SignIn)
-        cookie, key = self.begin(shown.token, shown.link_token)
-        self.end(request.scope)
-        response, name = json_answer({"key": key}), _cookie_name(request.scope)
-        # Any client may claim that a proxy ends TLS: a false claim only makes the client's own cookie unusable.
-        forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
-        is_encrypted = "https" in (request.url.scheme, forwarded)
-        response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="strict", secure=is_encrypted)
-        return response
+        async def sign_in(request: Request) -> Response:
+            shown = await read_body(request, SignIn)
+            cookie, key = self.begin(shown.token, shown.link_token)
+            self.end(request.scope)
+            response, name = json_answer({"key": key}), _cookie_name(request.scope)
+            # Any client may claim that a proxy ends TLS: a false claim only makes the client's own cookie unusable.
+            forwarded = request.headers.get("x-forwarded-proto", "").partition(",")[0].strip().lower()
+            is_encrypted = "https" in (request.url.scheme, forwarded)
+            response.set_cookie(name, cookie, max_age=SESSION_S, httponly=True, samesite="strict", secure=is_encrypted)
+            return response
 
-    async def _sign_out(self, request: Request) -> dict[str, str]:
-        self.end(request.scope)
-        return {}
+        async def sign_out(request: Request) -> dict[str, str]:
+            self.end(request.scope)
+            if request.scope["path"] == _SESSIONS_PATH:
+                self._open.clear()
+            return {}
 
-    async def _sign_all_out(self, _: Request) -> dict[str, str]:
-        self._open.clear()
-        return {}
+        ending = [Route(path, answers(sign_out), methods=["DELETE"]) for path in (_SESSION_PATH, _SESSIONS_PATH)]
+        return [Route(_SESSION_PATH, answers(sign_in), methods=["POST"]), *ending]
 
 
 class Guard:
@@ -239,9 +226,7 @@ class Guard:
         hosts: allowed host names, in addition to `localhost` and IP addresses.
     """
 
-    def __init__(
-        self, app: ASGIApp, sessions: Sessions, public: Collection[str] = (), hosts: Collection[str] = ()
-    ) -> None:
+    def __init__(self, app: ASGIApp, sessions: Sessions, public: Collection[str], hosts: Collection[str]) -> None:
         self._app = app
         self._sessions = sessions
         self._public = frozenset(public)
@@ -255,8 +240,7 @@ class Guard:
         async def send_strictly(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers[name] = value
+                headers.update(_HEADERS)
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
@@ -268,7 +252,8 @@ class Guard:
         if self._sessions.is_program(scope):
             return None
         headers, is_reading = Headers(scope=scope), scope["method"] in ("GET", "HEAD")
-        if not self._is_allowed_host(headers.get("host", "")):
+        name, _ = _host_and_port(headers.get("host", ""))
+        if name not in self._hosts and not _is_address(name):
             text = "this host name is not allowed: start `lmpool web` with --allow-host NAME to allow it"
             return PlainTextResponse(text, 421)
         is_signing_in = scope["path"] == _SESSION_PATH and scope["method"] == "POST"
@@ -278,20 +263,18 @@ class Guard:
             if _sent_cookie(scope):
                 text = f"this browser is not signed in: {_HOW}"
             return PlainTextResponse(text, 401, {"WWW-Authenticate": "Bearer"})
-        if not is_reading and not _is_same_origin(headers):
+        origin = headers.get("origin", "").partition("://")[2]
+        if not is_reading and origin.lower() != headers["host"].lower():
             return PlainTextResponse("this request must come from a page of this service", 403)
         return None
 
-    def _is_allowed_host(self, host: str) -> bool:
-        name, _ = _host_and_port(host)
-        if name in self._hosts:
-            return True
-        try:
-            # Allow any IP address: another site can point only a DNS name to this service.
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
+
+def _is_address(name: str) -> bool:
+    """Whether a host is an IP address. Each is allowed: another site can point only a DNS name to this service."""
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return False
 
 
 def _is_equal(shown: str, secret: str) -> bool:
@@ -325,11 +308,3 @@ def _host_and_port(host: str) -> tuple[str, int]:
         return (parts.hostname or "").lower(), parts.port or 0
     except ValueError:
         return "", 0
-
-
-def _is_same_origin(headers: Headers) -> bool:
-    origin = headers.get("origin", "")
-    try:
-        return bool(origin) and urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
-    except ValueError:
-        return False

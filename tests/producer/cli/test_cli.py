@@ -97,12 +97,12 @@ def test_a_foreign_backend_needs_no_descriptions_and_a_broken_one_is_left_out(tm
     ended = run("worker", "--help-all", PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]), COLUMNS="200")
     assert ended.returncode == 0, ended.stderr
     assert re.search(r"--litres +<float> +\(default: 1.5\)", ended.stdout), ended.stdout
-    told = {line.split("'")[1]: line for line in ended.stderr.splitlines()}
-    assert told.keys() == FOREIGN_BACKENDS.keys() - {"plain"}
-    for name, line in told.items():
+    warnings = {line.split("'")[1]: line for line in ended.stderr.splitlines()}
+    assert warnings.keys() == FOREIGN_BACKENDS.keys() - {"plain"}
+    for name, line in warnings.items():
         assert line.startswith(f"the backend '{name}' of others_{name}:Settings (kitchen) is left out: "), line
-    assert "RuntimeError: no licence found" in told["raising"]
-    assert "redis: the command has an option of this name" in told["colliding"]
+    assert "RuntimeError: no licence found" in warnings["raising"]
+    assert "redis: the command has an option of this name" in warnings["colliding"]
 
 
 @pytest.mark.parametrize("command", [[], ["trie"], ["adapters"], ["dead"]])
@@ -208,9 +208,9 @@ def test_a_prompt_that_names_a_file_gets_a_hint(pool: Pool, tmp_path: Path, comm
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("1 2 3")
     for text, lines in [(str(prompt), 2), ("no such file", 1), ("x" * 5000, 1), (str(tmp_path), 1)]:
-        told = on(pool, *command, text).stderr.splitlines()
-        assert len(told) == lines
-        assert (f"the prompt is the text {str(prompt)!r}, not the content of this file" in told[0]) is (lines == 2)
+        printed = on(pool, *command, text).stderr.splitlines()
+        assert len(printed) == lines
+        assert (f"the prompt is the text {str(prompt)!r}, not the content of this file" in printed[0]) is (lines == 2)
     assert len(on(pool, *command, "--ids", str(prompt)).stderr.splitlines()) == 1
 
 
@@ -287,13 +287,13 @@ def test_status_shows_a_worker_load_serve_and_drain(pool: Pool, tmp_path: Path) 
     assert not pool.redis.exists(pool.keys.loading())
     busy = pool.start("--name", "busy", command=steps.command)
     with SyncProducer("busy", redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S) as producer:
-        asking = threading.Thread(target=producer.logprobs, args=([1],))
-        asking.start()
+        thread = threading.Thread(target=producer.logprobs, args=([1],))
+        thread.start()
         until(lambda: pool.held("busy") == 1, "the worker holds a prompt")
         busy.signal(signal.SIGTERM)
         until(lambda: ("busy", "draining") in states(), "status shows that the worker drains")
         steps.open()
-        asking.join()
+        thread.join()
     assert busy.wait() == 0
     assert states() == [("syn", "ready")]
 

@@ -215,7 +215,7 @@ def test_an_ambiguous_prefix_lists_some_candidates(pool: Pool) -> None:
 def test_ids_are_never_cut(width: int) -> None:
     letters = [read_letter(b"1763800000000-%d" % number, {b"e": GIVEN_UP.pack(), b"m": job([1])}) for number in (0, 17)]
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(letters_table([summary(letter) for letter in letters], width, has_models=False))
+    console.print(letters_table([summary(letter) for letter in letters], has_models=False))
     lines = console.export_text().splitlines()
     assert max(map(len, lines)) <= width
     cells = [line.strip("│┃┏┡└├").split("│")[0].strip() for line in lines]

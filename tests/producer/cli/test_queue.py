@@ -128,7 +128,7 @@ async def test_clearing_a_busy_queue_loses_no_prompt(pool: Pool) -> None:
     client = Server(pool.url).client()
     async with pool.producer("syn", cache_bytes=0) as first, pool.producer("syn", cache_bytes=0) as second:
 
-        async def request(number: int) -> None:
+        async def submit(number: int) -> None:
             producer, ids = (first, second)[number % 2], [number // 2, 0]
             while True:
                 try:
@@ -141,7 +141,7 @@ async def test_clearing_a_busy_queue_loses_no_prompt(pool: Pool) -> None:
                         return
                     ids = [ids[0], (ids[1] + 1) % V]
 
-        requests = [asyncio.ensure_future(request(number)) for number in range(800)]
+        requests = [asyncio.ensure_future(submit(number)) for number in range(800)]
         cleared = Cleared(0, 0, 0)
         while not cleared.removed or len(outcomes) < 50:
             cleared = await clear_queue(client, pool.keys.model("syn"), "syn", lease_s=15)
@@ -183,7 +183,7 @@ async def test_clear_reports_prompts_that_were_submitted_during_the_call(
 async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     unattended(pool)
     keys, count = pool.keys.model("syn"), 20_000
-    reply = keys.reply("a-client")
+    reply = keys.reply("client")
     pipe = pool.redis.pipeline(transaction=False)
     for number in range(count):
         digest = number.to_bytes(16, "big")
@@ -195,10 +195,10 @@ async def test_a_long_queue_is_cleared_in_many_short_calls(pool: Pool, monkeypat
     pool.redis.slowlog_reset()
     assert (await clear(pool))["removed"] == count
     assert not leftovers(pool)
-    counts: Any = pool.redis.xrange(reply)
-    digests = b"".join(fields[b"d"] for _, fields in counts)
+    replies: Any = pool.redis.xrange(reply)
+    digests = b"".join(fields[b"d"] for _, fields in replies)
     assert len(digests) == 16 * count
-    assert 400 <= len(counts) <= 800, "each call notifies for many prompts, but not for all"
+    assert 400 <= len(replies) <= 800, "each call notifies for many prompts, but not for all"
 
 
 async def test_a_queue_with_hostile_entries_can_be_cleared(pool: Pool) -> None:

@@ -20,7 +20,7 @@ from rich.console import Console
 from lmpool.admin.survey import Survey
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
-from lmpool.producer.cli.status import seconds, status_tables, top_tables
+from lmpool.producer.cli.status import STATUS, TOP, seconds, survey_tables
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, pending, run_lmpool, until, until_async
 from tests.support.scrape import free_port, scrape
@@ -30,9 +30,8 @@ LONG = "mistralai/Mistral-Nemo-Instruct-2407-a-rather-long-name"
 
 def lines_of(models: Survey, width: int) -> list[str]:
     console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-    for tables in (status_tables, top_tables):
-        for table in tables(models, width):
-            console.print(table)
+    for columns in (STATUS, TOP):
+        console.print(*survey_tables(models, columns))
     return console.export_text().splitlines()
 
 
@@ -42,10 +41,10 @@ def folded(lines: list[str], column: int) -> str:
 
 
 def a_worker(name: str) -> dict[str, object]:
-    told = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "in_flight": "128", "failures": "3"}
+    fields = {"state": "draining", "rows": "1234567", "rows_per_s": "12345.6", "in_flight": "128", "failures": "3"}
     more = {"batch": "31.9", "p50_s": "0.0123", "p99_s": "0.25", "tokens": "200", "reused": "50", "silent_s": 2.2}
     more |= {"lane": 57, "homed": "123456", "stolen": "789"}
-    return {"id": name, "model": LONG, **told, **more}
+    return {"id": name, "model": LONG, **fields, **more}
 
 
 def a_model(name: str) -> dict[str, object]:
@@ -69,7 +68,7 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         assert "99999" in "".join(lines)
     for width, shown in ((80, ("lane", "reuse")), (100, ("lane", "reuse", "heard"))):
         console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
-        console.print(status_tables(models, width)[1])
+        console.print(survey_tables(models, STATUS)[1])
         (titles,) = [line for line in console.export_text().splitlines() if "state" in line]
         assert all(title in titles for title in shown)
     widest = "\n".join(lines)
@@ -100,8 +99,8 @@ def on_a_terminal(command: list[str], width: int) -> str:
 
 
 def test_durations_have_readable_units() -> None:
-    written = [seconds(value) for value in (None, 0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
-    assert written == ["", "850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
+    written = [seconds(value) for value in (0.00085, 0.0034, 0.0123, 0.25, 3.42, 61.2, 7200.0)]
+    assert written == ["850 µs", "3.4 ms", "12 ms", "250 ms", "3.4 s", "61 s", "120 min"]
 
 
 def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> None:
@@ -160,43 +159,43 @@ async def test_homed_reused_and_stolen_prompts_are_shown(pool: Pool, tmp_path: P
             for context in contexts:
                 context.append(0)
             await producer.batch_logprobs(contexts)
-            told = (await workers()).values()
-            return all(worker["homed"] > 0 and worker["reused"] > 0 for worker in told)
+            seen = (await workers()).values()
+            return all(worker["homed"] > 0 and worker["reused"] > 0 for worker in seen)
 
         await until_async(are_homed, "growing prompts return to their worker and reuse its prefix cache")
         slow.shut()
-        asked = [asyncio.ensure_future(producer.logprobs([100, number])) for number in range(60)]
+        requests = [asyncio.ensure_future(producer.logprobs([100, number])) for number in range(60)]
 
         async def are_taken() -> bool:
             holders = [entry["consumer"].decode() for entry in pending(pool)]
-            return holders == [held_up] * sum(not task.done() for task in asked) != []
+            return holders == [held_up] * sum(not task.done() for task in requests) != []
 
         await until_async(are_taken, "the other worker computes the prompts that the slow one does not hold")
-        told = await workers()
-        lane = told[held_up]["lane"]
+        seen = await workers()
+        lane = seen[held_up]["lane"]
         assert lane + int(pool.redis.xlen(pool.keys.model("syn").jobs)) == pool.held()
-        assert lane > told[thief]["lane"] == 0
+        assert lane > seen[thief]["lane"] == 0
 
         async def is_counted() -> bool:
-            told.update(await workers())
+            seen.update(await workers())
             counted = await asyncio.to_thread(
                 lambda: {
                     name: (value(name, "homed_jobs_total"), value(name, "stolen_jobs_total"), value(name, "lane_jobs"))
-                    for name in told
+                    for name in seen
                 }
             )
-            same = {name: (worker["homed"], worker["stolen"], worker["lane"]) for name, worker in told.items()}
-            return counted == same and told[thief]["stolen"] > 0
+            same = {name: (worker["homed"], worker["stolen"], worker["lane"]) for name, worker in seen.items()}
+            return counted == same and seen[thief]["stolen"] > 0
 
         await until_async(is_counted, "heartbeats, commands and metrics agree")
         shown = await asyncio.to_thread(run_lmpool, "top", "--once", "--redis", pool.url, "--prefix", pool.prefix)
         cells = [re.split(r" *[┃│] *", line) for line in shown.stdout.splitlines()]
         titles, line = (next(row for row in cells if name in row) for name in ("stolen", held_up))
         assert line[titles.index("lane")] == str(lane)
-        assert line[titles.index("homed")] == str(told[held_up]["homed"])
+        assert line[titles.index("homed")] == str(seen[held_up]["homed"])
         assert line[titles.index("reuse")] != "0%"
         slow.open()
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
         async def are_empty() -> bool:
             return all(worker["lane"] == 0 for worker in (await workers()).values())
@@ -234,9 +233,9 @@ def test_the_live_view_outlives_its_server_and_ends_at_ctrl_c(own_server: Embedd
         until(lambda: "no Redis server answers" in shown.text, "the view shows that the server is unreachable")
         assert shown.is_running
         own_server.start()
-        gone = len(shown.text)
+        before = len(shown.text)
         until(
-            lambda: "s ago)" not in shown.text[gone:][-1500:] and "ready" in shown.text[gone:],
+            lambda: "s ago)" not in shown.text[before:][-1500:] and "ready" in shown.text[before:],
             "the view shows the worker again",
         )
         shown.signal(signal.SIGINT)

@@ -70,8 +70,8 @@ def spoilt(pool: Pool) -> Pool:
     # Workers remove infos without workers after a third of a lease.
     worker = pool.start("--lease-s", 60, model=ALLOWED)
     add_infos(pool)
-    told: dict[Any, Any] = {"model": NASTY, "state": "loading", "backend": NASTY, "rows": NASTY}
-    pool.redis.hset(pool.keys.worker(NASTY), mapping=told)
+    heartbeat: dict[Any, Any] = {"model": NASTY, "state": "loading", "backend": NASTY, "rows": NASTY}
+    pool.redis.hset(pool.keys.worker(NASTY), mapping=heartbeat)
     pool.redis.hset(pool.keys.loading(), NASTY, NASTY)
     keys = pool.keys.model(ALLOWED)
     served: Any = pool.redis.hget(pool.keys.models(), ALLOWED)

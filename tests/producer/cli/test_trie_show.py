@@ -211,8 +211,8 @@ class RecordedMasses:
 
 def grown(tokens: list[bytes], prefix: bytes, limits: dict[str, Any]) -> tuple[Branch, RecordedMasses]:
     trie = Trie(tokens)
-    asked = RecordedMasses(trie)
-    return run_async(BranchReader(trie, asked).read(prefix, **limits)), asked
+    recorded = RecordedMasses(trie)
+    return run_async(BranchReader(trie, recorded).read(prefix, **limits)), recorded
 
 
 def branches(root: Branch) -> Iterator[Branch]:
@@ -223,12 +223,12 @@ def branches(root: Branch) -> Iterator[Branch]:
 
 def test_only_children_of_shown_branches_are_requested() -> None:
     trie = Trie(TOKENS)
-    root, asked = grown(TOKENS, b" ", {"depth": 3, "top": 2, "least": 0.0})
+    root, recorded = grown(TOKENS, b" ", {"depth": 3, "top": 2, "least": 0.0})
     shown = [root]
-    for call in asked.calls:
+    for call in recorded.calls:
         assert call == [root.node, *(int(n) for branch in sort(shown) for n in trie.children(branch.node))]
         shown = [child for branch in shown for child in branch.children if child.longer]
-    assert len(asked.calls) == 3
+    assert len(recorded.calls) == 3
 
 
 def sort(shown: list[Branch]) -> list[Branch]:
@@ -237,17 +237,17 @@ def sort(shown: list[Branch]) -> list[Branch]:
 
 def test_a_level_requests_a_bounded_number_of_nodes() -> None:
     two = [bytes([first, second, third]) for first in range(64) for second in range(16) for third in (0, 1)]
-    root, asked = grown(two, b"", WIDE)
-    assert [len(call) for call in asked.calls] == [1 + 64, 1 + 64 * 16, 1 + 256 * 2]
+    root, recorded = grown(two, b"", WIDE)
+    assert [len(call) for call in recorded.calls] == [1 + 64, 1 + 64 * 16, 1 + 256 * 2]
     assert sum(branch.is_open for branch in branches(root)) == 1 + 64 + 256
 
 
 def test_a_chain_is_one_branch_up_to_a_token_or_a_fork() -> None:
-    root, asked = grown([b"abcd", b"abcdef", b"xyz1", b"xyz2"], b"", WIDE)
+    root, recorded = grown([b"abcd", b"abcdef", b"xyz1", b"xyz2"], b"", WIDE)
     assert [(branch.edge, branch.tokens) for branch in branches(root)] == [
         (b"", []), (b"abcd", [0]), (b"ef", [1]), (b"xyz", []), (b"1", [2]), (b"2", [3]),
     ]  # fmt: skip
-    assert len(asked.calls) == 2
+    assert len(recorded.calls) == 2
 
 
 def test_light_branches_are_counted_and_not_shown() -> None:
@@ -261,9 +261,9 @@ def test_light_branches_are_counted_and_not_shown() -> None:
 
 
 def test_a_prefix_that_is_a_token_without_longer_ones_is_one_branch() -> None:
-    root, asked = grown([b"ab", b"ab", b"c"], b"ab", WIDE)
+    root, recorded = grown([b"ab", b"ab", b"c"], b"ab", WIDE)
     assert (root.tokens, root.mass, root.alone, root.children) == ([0, 1], 2 / 3, 2 / 3, [])
-    assert len(asked.calls) == 1
+    assert len(recorded.calls) == 1
 
 
 def test_without_mass_there_are_no_shares() -> None:

@@ -23,7 +23,7 @@ from lmpool.producer.client.session import Priority
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.synthetic import synthetic_row
-from lmpool.web.demand import read_demand
+from lmpool.web.app import read_demand
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.trie import TrieBackend, TrieSettings
 from tests.shared.broker.secure_server import ROLES, SHIPPED, SecureServer, password_of

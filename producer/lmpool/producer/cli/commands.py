@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Annotated, Any
 
 import numpy as np
 import typer
 from numpy.typing import NDArray
-from rich.console import Group
 from rich.table import Table
 
 from lmpool.admin.survey import file_notices, survey
@@ -17,17 +17,15 @@ from lmpool.broker.server import Server
 from lmpool.broker.server_checks import check_server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
+from lmpool.producer.cli.options import TEXT, AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
 from lmpool.producer.cli.queues import dead_app, queue_app
-from lmpool.producer.cli.status import field_column, print_table, status_tables, top
+from lmpool.producer.cli.status import STATUS, Column, FittingTable, survey_tables, top
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
 from lmpool.rows.cache import scan_pattern
 
-adapters_app = typer.Typer(
-    name="adapters", help="LoRA adapters of a served model: list, add, remove.", no_args_is_help=True
-)
+adapters_app = typer.Typer(name="adapters", help="LoRA adapters of a model: list, add, remove.", no_args_is_help=True)
 
 AdapterName = Annotated[str, typer.Argument(help="The name that requests use for the adapter.")]
 
@@ -47,19 +45,14 @@ def register(app: typer.Typer) -> None:
 @with_options
 def logprobs(
     at: PoolOptions,
-    text: Annotated[
-        str,
-        typer.Argument(
-            metavar="PROMPT", help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input."
-        ),
-    ],
+    prompt: Annotated[str, TEXT],
     ids: AreIds = False,
     top: Annotated[int, typer.Option(min=1, help="Number of tokens to show.")] = 10,
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = "",
     as_json: AsJson = False,
 ) -> None:
     """Show the most likely next tokens of a prompt, with their log-probabilities."""
-    text = read_prompt(text, ids)
+    text = read_prompt(prompt, ids)
 
     async def request() -> tuple[list[int], NDArray[np.float32], Any]:
         async with at.producer() as producer:
@@ -73,18 +66,16 @@ def logprobs(
 
     tokens, row, tokenizer = run(request())
     order = np.argsort(row, kind="stable")[::-1][:top].tolist()
-    texts = [None if tokenizer is None else tokenizer.decode([token]) for token in order]
-    if as_json:
+    table, listed = Table("id", "token", "log-probability", "probability"), []
+    for token, value in zip(order, row[order].tolist(), strict=True):
+        piece = None if tokenizer is None else tokenizer.decode([token])
+        table.add_row(str(token), "" if piece is None else repr(piece), f"{value:.4f}", f"{math.exp(value):.2%}")
         # JSON has no infinity: a token with probability 0 has null.
-        values = [float(row[token]) if np.isfinite(row[token]) else None for token in order]
-        shown = zip(order, texts, values, strict=True)
-        say_json({"ids": tokens, "top": [dict(zip(("id", "token", "logprob"), item, strict=True)) for item in shown]})
-        return
-    table = Table("id", "token", "log-probability", "probability")
-    for token, piece in zip(order, texts, strict=True):
-        name = "" if piece is None else repr(piece)
-        table.add_row(str(token), name, f"{row[token]:.4f}", f"{np.exp(row[token]):.2%}")
-    Terminal().print(table)
+        listed.append({"id": token, "token": piece, "logprob": value if value > -math.inf else None})
+    if as_json:
+        say_json({"ids": tokens, "top": listed})
+    else:
+        Terminal().print(table)
 
 
 @with_options
@@ -98,8 +89,7 @@ async def status(at: ServerOptions, as_json: AsJson = False) -> None:
         say_json([{**model, "server_memory": memory and memory._asdict()} for model in models])
         return
     if models:
-        console = Terminal()
-        console.print(Group(*status_tables(models, console.width)))
+        Terminal().print(*survey_tables(models, STATUS))
     else:
         say(f"no model is served under the prefix {at.prefix!r} at {server}")
     if memory:
@@ -134,23 +124,16 @@ async def bench(
     length: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 32,
     concurrency: Annotated[int, typer.Option(min=1, help="Concurrent requests.")] = 256,
     seed: Annotated[int | None, typer.Option(help="Seed of the prompts (default: random).")] = None,
-    is_bulk: Annotated[
-        bool, typer.Option("--bulk", help="Low priority: prompts of interactive clients go first.")
-    ] = False,
+    is_bulk: Annotated[bool, typer.Option("--bulk", help="Low priority: interactive clients go first.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Benchmark a served model: throughput and latency of new rows, of cached rows, and of single requests."""
     server = Server(at.redis)
-
     before = (await check_server(server))[0]
     if before and (doubt := before.doubt()):
         say(doubt, err=True)
     rates: dict[str, float] = {}
-
-    def add_quantiles(kind: str, seconds: list[float]) -> None:
-        p50, p99 = np.quantile(seconds, [0.5, 0.99]) * 1000
-        rates.update({f"{kind}_p50_ms": float(p50), f"{kind}_p99_ms": float(p99)})
-
+    latencies: dict[str, list[float]] = {}
     async with at.producer(cache_bytes=0, priority="bulk" if is_bulk else "interactive") as producer:
         if length > (limit := producer.model.max_prompt_tokens):
             raise SettingsError(f"length: {length} tokens; this model accepts at most {limit}")
@@ -159,27 +142,27 @@ async def bench(
         drawn = generator.integers(0, producer.model.vocab_size, (prompts + _MAX_ALONE, length)).tolist()
         for kind in ("new", "cached"):
             started = time.perf_counter()
-            latencies = await _latencies(producer, drawn[:prompts], concurrency)
+            latencies[kind] = await _latencies(producer, drawn[:prompts], concurrency)
             rates[f"{kind}_per_s"] = prompts / (time.perf_counter() - started)
-            add_quantiles(kind, latencies)
-        alone: list[float] = []
+        alone = latencies["alone"] = list[float]()
         while len(alone) < _MAX_ALONE and sum(alone) < _MAX_ALONE_S:
             alone += await _latencies(producer, [drawn[prompts + len(alone)]], 1)
-        add_quantiles("alone", alone)
     after = (await check_server(server))[0]
     # A restarted server counts evicted keys from 0 again, so the difference may be negative.
     evicted = max(0, after.evicted_keys - before.evicted_keys) if before and after else None
     if evicted:
         text = f"the server evicted {evicted} keys during the benchmark ({after}): evicted rows were computed again"
         say(f"{text}; raise maxmemory, or request fewer rows at once (--prompts, --concurrency)", err=True)
-    if as_json:
-        say_json({**rates, "evicted_keys": evicted})
-        return
     table = Table("", "rows/s", "p50 ms", "p99 ms")
     for kind, title in (("new", "new"), ("cached", "cached"), ("alone", "one new alone")):
+        p50, p99 = (np.quantile(latencies[kind], [0.5, 0.99]) * 1000).tolist()
+        rates |= {f"{kind}_p50_ms": p50, f"{kind}_p99_ms": p99}
         per_s = f"{rates[f'{kind}_per_s']:.1f}" if kind != "alone" else ""
-        table.add_row(title, per_s, f"{rates[f'{kind}_p50_ms']:.2f}", f"{rates[f'{kind}_p99_ms']:.2f}")
-    Terminal().print(table)
+        table.add_row(title, per_s, f"{p50:.2f}", f"{p99:.2f}")
+    if as_json:
+        say_json({**rates, "evicted_keys": evicted})
+    else:
+        Terminal().print(table)
 
 
 async def _latencies(producer: Producer, prompts: list[list[int]], concurrency: int) -> list[float]:
@@ -207,7 +190,7 @@ async def list_adapters(at: PoolOptions, as_json: AsJson = False) -> None:
         say("the model has no adapters")
     else:
         rows = [{"adapter": name, "revision": revisions[name]} for name in sorted(revisions)]
-        print_table([field_column("adapter", 0), field_column("revision", 0)], rows)
+        Terminal().print(FittingTable(None, (Column("adapter", 0), Column("revision", 0)), rows))
 
 
 @adapters_app.command()

@@ -29,15 +29,9 @@ from lmpool.settings import check_name
 
 T = TypeVar("T")
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that end a command."""
-_DEFAULT = (signal.SIG_DFL, signal.default_int_handler)
-"""Python's default signal handlers: a command replaces no other signal handlers."""
 _COMPLETION_S = 1.0  # Max seconds to complete a model name in a shell, whose prompt is blocked.
 _CHECK_S = 10.0  # Max seconds to check whether the model is served, before a command starts.
-_MAX_PROMPT_BYTES = (
-    1 << 26
-)  # Max bytes of a prompt on standard input: 32 per token for the longest prompt of any model.
+_MAX_PROMPT_BYTES = 1 << 26  # Max bytes of a prompt on standard input: 32 per token of the longest prompt.
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
@@ -45,9 +39,9 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     keys = Keys(context.params.get("prefix") or "lmpool")
 
     async def names() -> list[bytes]:
-        async with Server(context.params.get("redis")).connected(reply_timeout_s=_COMPLETION_S) as redis:
-            async with asyncio.timeout(_COMPLETION_S):
-                return list(await read_infos(redis, keys))
+        server = Server(context.params.get("redis"))
+        async with server.connected(reply_timeout_s=_COMPLETION_S) as redis, asyncio.timeout(_COMPLETION_S):
+            return list(await read_infos(redis, keys))
 
     try:
         found = [name.decode("utf-8", "replace") for name in asyncio.run(names())]
@@ -56,22 +50,18 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
     return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
 
 
-ModelName = Annotated[
-    str | None,
-    typer.Option("--model", help="Name of the model (default: the only one served).", autocompletion=complete_model),
-]
-RedisUrl = Annotated[
-    str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
-]
+TEXT = typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input.")
+_MODEL = typer.Option("--model", help="Name of the model (default: the only one).", autocompletion=complete_model)
+ModelName = Annotated[str | None, _MODEL]
+RedisUrl = Annotated[str | None, typer.Option(help="Server's URL (default: LMPOOL_REDIS_URL, then your own server).")]
 Prefix = Annotated[str, typer.Option(help="Prefix of all Redis keys.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 Waits = Annotated[
     bool | None,
     typer.Option(
         "--wait/--no-wait",
-        help="Wait up to --timeout seconds for a missing server or model, or fail at once. The default waits for a "
-        "named server, for the first model, and for a model that is loading. It fails if no server is named and "
-        "none of yours runs, or if the model is missing while others are served.",
+        help="Wait up to --timeout seconds for a missing server or model, or fail at once. The default waits, unless "
+        "no server is named and none of yours runs, or the model is missing while others are served.",
         show_default=False,
     ),
 ]
@@ -111,10 +101,8 @@ class PoolOptions(ServerOptions):
     @asynccontextmanager
     async def producer(self, **options: Any) -> AsyncIterator[Producer]:
         """Open a producer for a command; `options` are other arguments of `Producer`."""
-        absent = when_absent(self.waits)
-        producer = Producer(
-            self.model, redis=self.redis, prefix=self.prefix, timeout=self.timeout, when_absent=absent, **options
-        )
+        options |= {"redis": self.redis, "prefix": self.prefix, "timeout": self.timeout}
+        producer = Producer(self.model, when_absent=when_absent(self.waits), **options)
         await check_served(self.model, self.redis, self.prefix, self.waits)
         async with producer:
             yield producer
@@ -133,10 +121,8 @@ def with_options(command: Callable[..., Any]) -> Callable[..., None]:
         if inspect.iscoroutine(result):
             run(result)
 
-    keyword = inspect.Parameter.KEYWORD_ONLY
-    expanded.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [parameter.replace(kind=keyword) for parameter in (*own, *fields)]
-    )
+    parameters = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in (*own, *fields)]
+    expanded.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     expanded.__name__, expanded.__doc__, expanded.__annotations__ = command.__name__, command.__doc__, {}
     return expanded
 
@@ -205,9 +191,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
         import uvloop
 
         loop_factory = uvloop.new_event_loop
-    # Only the main thread can handle signals.
+    # Only the main thread can handle signals. Replace only Python's default handlers.
     is_main = threading.current_thread() is threading.main_thread()
-    handled = [number for number in _ENDING if is_main and signal.getsignal(number) in _DEFAULT]
+    replaced = (signal.SIG_DFL, signal.default_int_handler) if is_main else ()
+    handled = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) in replaced]
     received: list[int] = []
 
     async def cancelled_by_signals() -> T:

@@ -8,23 +8,18 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from lmpool.admin.queue import Cleared, DeadLetter, DeadLetters, clear_queue, contents, count_queue, summary
 from lmpool.admin.survey import why_unknown
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import LMPoolError, SettingsError, UnknownModel
 from lmpool.producer.cli.options import AsJson, ModelName, ServerOptions, run, with_options
-from lmpool.producer.cli.status import UNFOLDED, field_column, fitting, print_table, seconds
+from lmpool.producer.cli.status import UNFOLDED, Column, FittingTable, seconds
 from lmpool.producer.client.discovery import Discovery
 from lmpool.settings import check_name
 
-queue_app = typer.Typer(
-    name="queue", help="The queue of a model: its depth and its clients; clear it.", no_args_is_help=True
-)
-dead_app = typer.Typer(
-    name="dead", help="Dead letters: prompts that were given up, with the reason.", no_args_is_help=True
-)
+queue_app = typer.Typer(name="queue", help="A model's queue: its depth and clients; clear it.", no_args_is_help=True)
+dead_app = typer.Typer(name="dead", help="Dead letters: prompts that were given up, and why.", no_args_is_help=True)
 
 _WAYS = "as `lmpool dead list` shows them, or an unambiguous prefix."
 Id = Annotated[str, typer.Argument(help=f"Id or digest, {_WAYS}")]
@@ -40,9 +35,7 @@ _MIN_REASON_WIDTH = 20  # Min width of the column of reasons, in characters.
 @with_options
 async def show_queue(
     at: ServerOptions,
-    model: Annotated[
-        str | None, typer.Argument(help="Name of the model, served or not (default: all served models).")
-    ] = None,
+    model: Annotated[str | None, typer.Argument(help="A model, served or not (default: all served ones).")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show the numbers of prompts that wait, are held by workers and are in lanes, and the clients of the backlog."""
@@ -52,19 +45,20 @@ async def show_queue(
         doubts = {name: await why_unknown(discovery, name) for name, counts in counted.items() if not counts["queued"]}
     if as_json:
         say_json(counted if model is None else counted[model])
-    elif not counted:
+        return
+    if not counted:
         say("no model is served")
-    for name, counts in counted.items() if not as_json else ():
-        held, backlog, lanes = counts["held"], counts["backlog"], counts["lanes"].values()
+    for name, counts in counted.items():
+        queued, held, backlog, lanes = counts["queued"], counts["held"], counts["backlog"], counts["lanes"].values()
+        head = "" if model is not None else f"{name}: "
+        oldest = f", the oldest of {seconds(counts['age_s'])}" if queued else ""
         of_bulk = f", {counts['bulk']} of them of bulk clients" if counts["bulk"] else ""
         in_lanes = f"; {sum(lanes)} are in lanes, {max(lanes)} of them in the longest" if any(lanes) else ""
-        oldest = f", the oldest of {seconds(counts['age_s']) or '0 s'}" if counts["queued"] else ""
-        head, queued = "" if model is not None else f"{name}: ", counts["queued"]
         text = f"{head}{queued} prompts{oldest}: workers hold {held}, {queued - held - backlog} are next, {backlog} "
         _say_result(f"{text}wait behind them{of_bulk}{in_lanes}", doubts.get(name, ""))
         if counts["clients"]:
             rows = [{"client": client, "behind": count} for client, count in counts["clients"].items()]
-            print_table([field_column("client", 0), field_column("behind", 1)], rows)
+            Terminal().print(FittingTable(None, (Column("client", 0), Column("behind", 1)), rows))
 
 
 @queue_app.command()
@@ -110,43 +104,40 @@ async def list_letters(
     as_json: AsJson = False,
 ) -> None:
     """Show the prompts that were given up, of one model or of all served models."""
-    count, doubt = 0, ""
-    newest: list[tuple[float, dict[str, Any]]] = []
+    count, newest = 0, list[dict[str, Any]]()
     async with at.connected(model) as (client, discovery):
         names = sorted(await discovery.infos()) if model is None else [model]
-        if not names:
-            doubt = "no model is served: pass --model for a model that is not served"
+        doubt = "" if names else "no model is served: pass --model for a model that is not served"
         for name in names:
             letters = DeadLetters(client, at.keys.model(name))
-            newest += [(one.given_up, {"model": name, **summary(one)}) for one in await letters.newest(limit)]
+            newest += [{"model": name, **summary(letter)} for letter in await letters.newest(limit)]
             count += await letters.count()
         if model is not None and not newest:
             doubt = await why_unknown(discovery, model)
-    newest.sort(key=lambda pair: pair[0], reverse=True)
-    rows = [row for _, row in newest[:limit]]
+    # An id begins with the time at which the prompt was given up.
+    rows = sorted(newest, key=lambda row: int(row["id"].partition("-")[0]), reverse=True)[:limit]
     if as_json or not rows:
         _say_result("no prompt was given up", doubt, rows if as_json else None)
         return
-    console = Terminal()
-    console.print(letters_table(rows, console.width, has_models=model is None))
+    Terminal().print(letters_table(rows, has_models=model is None))
     if count > len(rows):
         say(f"and {count - len(rows)} older ones: see --limit")
 
 
-def letters_table(rows: Sequence[Mapping[str, Any]], width: int, *, has_models: bool) -> Table:
+def letters_table(rows: Sequence[Mapping[str, Any]], *, has_models: bool) -> FittingTable:
     """Return a table of dead letters. It never cuts ids, because users pass ids to commands."""
-    columns = [
-        field_column("id", 0, min_width=UNFOLDED),
-        *([field_column("model", 0)] if has_models else []),
-        field_column("given up", 3, "given_up"),
-        field_column("error", 1),
-        field_column("reason", 0, min_width=_MIN_REASON_WIDTH),
-        field_column("tokens", 2),
-        field_column("adapter", 5),
-        field_column("request", 4, "asked"),
-        field_column("digest", 6),
-    ]
-    return fitting(None, columns, rows, width)
+    columns = (
+        Column("id", 0, min_width=UNFOLDED),
+        *([Column("model", 0)] if has_models else []),
+        Column("given up", 3, "given_up"),
+        Column("error", 1),
+        Column("reason", 0, min_width=_MIN_REASON_WIDTH),
+        Column("tokens", 2),
+        Column("adapter", 5),
+        Column("request", 4, "asked"),
+        Column("digest", 6),
+    )
+    return FittingTable(None, columns, rows)
 
 
 @asynccontextmanager

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from redis.exceptions import RedisError
 from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -49,7 +49,7 @@ async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, a
         if as_json:
             say_json(models)
         else:
-            console.print(_view(models, console.width, ""))
+            console.print(_view(models))
         return
     # Poll until cancelled; while the server is unreachable, show the reason and the last view.
     models, seen_at = Survey(), 0.0
@@ -63,7 +63,7 @@ async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, a
                     trouble = str(server.explain(error))
                     if seen_at:
                         trouble += f" (below: {time.monotonic() - seen_at:.0f} s ago)"
-                view = _view(models, console.width, trouble)
+                view = _view(models, trouble)
                 if console.is_terminal:
                     live.update(view, refresh=True)
                 else:
@@ -71,143 +71,118 @@ async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, a
                 await asyncio.sleep(interval)
 
 
-def _view(models: Survey, width: int, trouble: str) -> Group:
+def _view(models: Survey, trouble: str = "") -> Group:
     head = [Text(printable(trouble), style="bold red")] if trouble else []
     if not models:
         return Group(*(head or [Text("no model is served")]))
-    return Group(*head, *top_tables(models, width))
+    return Group(*head, *survey_tables(models, TOP))
 
 
 class Column(NamedTuple):
-    """A column of a table.
+    """A column of a table, which shows one field of each row, or nothing for a row without the field.
 
     Attributes:
         title: its header.
         rank: in a narrow terminal, columns of the highest rank are left out first. Rank 0: names, which are folded.
-        cell: returns the column's text for a row of the table.
+        name: name of the field; "" if it is the title.
+        form: formats the field as a number; None to show the field as text.
         min_width: names up to this many characters stay on one line.
     """
 
     title: str
     rank: int
-    cell: Callable[[Mapping[str, Any]], str]
+    name: str = ""
+    form: Callable[[float], str] | None = None
     min_width: int = 12
 
-
-def field_column(
-    title: str, rank: int, name: str = "", form: Callable[[float], str] | None = None, min_width: int = 12
-) -> Column:
-    """Return a column that shows the field `name` (default: `title`) of each row, or nothing if a row lacks the field.
-
-    `form` formats the field as a number. Without `form`, the field is shown as text.
-    """
-
-    def cell(row: Mapping[str, Any]) -> str:
-        if form is None:
-            return str(value) if (value := row.get(name or title)) is not None else ""
-        return "" if (value := number(row, name)) is None else form(value)
-
-    return Column(title, rank, cell, min_width)
+    def cell(self, row: Mapping[str, Any]) -> str:
+        """Return the text of this column for a row."""
+        if self.form is None:
+            return "" if (value := row.get(self.name or self.title)) is None else str(value)
+        return "" if (value := number(row, self.name)) is None else self.form(value)
 
 
-def fitting(title: str | None, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]], width: int) -> Table:
-    """Return a table with the columns that fit into `width` characters per line; its caption names other columns."""
-    texts = {column: [column.cell(row) for row in rows] for column in columns}
-    widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in columns}
-    kept = list(columns)
+class FittingTable(NamedTuple):
+    """A table for rich that shows the columns which fit into a line; its caption names the other columns."""
 
-    def needed() -> int:
-        """Characters of a line when names are folded as far as allowed."""
-        least = (widths[column] if column.rank else min(widths[column], column.min_width) for column in kept)
-        return _FRAME + sum(least) + _PADDING * len(kept)
+    title: str | None
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
 
-    while needed() > width and any(column.rank for column in kept):
-        kept.remove(max(kept, key=lambda column: column.rank))
-    left_out = ", ".join(column.title for column in columns if column not in kept)
-    table = Table(title=title, caption=f"too narrow for {left_out}" if left_out else None)
-    for column in kept:
-        if column.rank:
-            table.add_column(column.title, no_wrap=True, justify="right")
-        else:
-            is_whole = widths[column] <= min(column.min_width, width - needed() + widths[column])
-            table.add_column(column.title, overflow="fold", no_wrap=is_whole)
-    for cells in zip(*(texts[column] for column in kept), strict=True):
-        table.add_row(*cells)
-    return table
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table]:
+        width, kept = options.max_width, list(self.columns)
+        texts = {column: [column.cell(row) for row in self.rows] for column in kept}
+        widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in kept}
+
+        def needed() -> int:
+            """Characters of a line when names are folded as far as allowed."""
+            least = (widths[column] if column.rank else min(widths[column], column.min_width) for column in kept)
+            return _FRAME + sum(least) + _PADDING * len(kept)
+
+        while needed() > width and any(column.rank for column in kept):
+            kept.remove(max(kept, key=lambda column: column.rank))
+        left_out = ", ".join(column.title for column in self.columns if column not in kept)
+        table = Table(title=self.title, caption=f"too narrow for {left_out}" if left_out else None)
+        for column in kept:
+            if column.rank:
+                table.add_column(column.title, no_wrap=True, justify="right")
+            else:
+                is_whole = widths[column] <= min(column.min_width, width - needed() + widths[column])
+                table.add_column(column.title, overflow="fold", no_wrap=is_whole)
+        for cells in zip(*(texts[column] for column in kept), strict=True):
+            table.add_row(*cells)
+        yield table
 
 
-def print_table(columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table without a title."""
-    console = Terminal()
-    console.print(fitting(None, columns, rows, console.width))
-
-
-def seconds(value: float | None) -> str:
+def seconds(value: float) -> str:
     """Format a duration: 850 µs, 3.4 ms, 12 ms, 3.4 s, 5 min."""
-    if value is None:
-        return ""
     if value >= 1000:
         return f"{value / 60:.0f} min"
     scaled, unit = (value, "s") if value >= 1 else (value * 1e3, "ms") if value >= 1e-3 else (value * 1e6, "µs")
     return f"{scaled:.{int(scaled < 10 and unit != 'µs')}f} {unit}"
 
 
-def _reuse(worker: Mapping[str, Any]) -> str:
-    """Return the share of tokens found in a prefix cache since the worker's start."""
-    tokens, reused = number(worker, "tokens"), number(worker, "reused")
-    return f"{reused / tokens:.0%}" if tokens and reused is not None else ""
-
-
-_RATE = field_column("rows/s", 2, "rows_per_s", "{:.1f}".format)
-_MODEL = field_column("model", 0, "name")
-_QUEUE = (
-    Column("workers", 2, lambda model: str(len(model["workers"]))),
-    field_column("queued", 1),
-    Column("oldest", 3, lambda model: seconds(model["age_s"]) if model["queued"] else ""),
-    field_column("dead", 4),
-    _RATE,
-)
-_STATUS_MODELS = (
-    _MODEL,
-    field_column("backend", 6),
-    # Trie workers serve any vocabulary, so the vocabulary size in their info has no meaning.
-    Column("V", 7, lambda model: "" if model["name"] == TRIE_SERVICE else str(model.get("vocab_size", ""))),
-    field_column("dtype", 9),
-    field_column("rows as", 8, "encoding"),
-    *_QUEUE,
-)
-_TOP_MODELS = (_MODEL, *_QUEUE, field_column("p50", 6, "p50_s", seconds), field_column("p99", 5, "p99_s", seconds))
+_RATE = Column("rows/s", 2, "rows_per_s", "{:.1f}".format)
+_MODEL = Column("model", 0, "name")
+_QUEUE = (Column("workers", 2), Column("queued", 1), Column("oldest", 3, "age_s", seconds), Column("dead", 4), _RATE)
 _WORKER = (
-    field_column("worker", 0, "id"),
-    field_column("model", 0),
-    field_column("state", 1),
-    field_column("rows", 11),
+    Column("worker", 0, "id"),
+    Column("model", 0),
+    Column("state", 1),
+    Column("rows", 11),
     _RATE,
-    field_column("lane", 7),
-    field_column("in-flight", 10, "in_flight"),
-    field_column("failed", 3, "failures"),
-    Column("reuse", 8, _reuse),
-    field_column("homed", 12),
-    field_column("stolen", 13),
-    field_column("shared", 14),
+    Column("lane", 7),
+    Column("in-flight", 10, "in_flight"),
+    Column("failed", 3, "failures"),
+    Column("reuse", 8, "reuse", "{:.0%}".format),
+    Column("homed", 12),
+    Column("stolen", 13),
+    Column("shared", 14),
 )
-_HEARD = field_column("heard", 9, "silent_s", seconds)
-_TOP_WORKERS = (
-    *_WORKER,
-    field_column("batch", 6),
-    field_column("p50", 5, "p50_s", seconds),
-    field_column("p99", 4, "p99_s", seconds),
-    _HEARD,
+_HEARD = Column("heard", 9, "silent_s", seconds)
+
+_INFO = (Column("backend", 6), Column("V", 7, "vocab_size"), Column("dtype", 9), Column("rows as", 8, "encoding"))
+
+STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD))
+"""The columns of `lmpool status`, of models and of workers."""
+
+TOP = (
+    (_MODEL, *_QUEUE, Column("p50", 6, "p50_s", seconds), Column("p99", 5, "p99_s", seconds)),
+    (*_WORKER, Column("batch", 6), Column("p50", 5, "p50_s", seconds), Column("p99", 4, "p99_s", seconds), _HEARD),
 )
+"""The columns of `lmpool top`, of models and of workers."""
 
 
-def status_tables(models: Survey, width: int) -> tuple[Table, Table]:
-    """Return the tables of models and workers for `lmpool status`."""
-    rows = [{**(model["info"] or {}), **model} for model in models]
-    workers = fitting("Workers", (*_WORKER, _HEARD), workers_of(models), width)
-    return fitting("Models", _STATUS_MODELS, rows, width), workers
-
-
-def top_tables(models: Survey, width: int) -> tuple[Table, Table]:
-    """Return the tables of models and workers for `lmpool top`."""
-    return fitting("Models", _TOP_MODELS, models, width), fitting("Workers", _TOP_WORKERS, workers_of(models), width)
+def survey_tables(models: Survey, columns: tuple[Sequence[Column], Sequence[Column]]) -> list[FittingTable]:
+    """Return the tables of models and workers with the columns `STATUS` or `TOP`."""
+    of_models = [{**(model["info"] or {}), **model, "workers": len(model["workers"])} for model in models]
+    for row in of_models:
+        if row["name"] == TRIE_SERVICE:
+            row["vocab_size"] = None  # Trie workers serve any vocabulary.
+        row["age_s"] = row["age_s"] if row["queued"] else None
+    of_workers = [dict(worker) for worker in workers_of(models)]
+    for row in of_workers:
+        # The share of tokens found in a prefix cache since the worker's start.
+        tokens, reused = number(row, "tokens"), number(row, "reused")
+        row["reuse"] = reused / tokens if tokens and reused is not None else None
+    return [FittingTable("Models", columns[0], of_models), FittingTable("Workers", columns[1], of_workers)]

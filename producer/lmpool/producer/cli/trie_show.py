@@ -21,12 +21,13 @@ from rich.tree import Tree
 
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import SettingsError, printable
-from lmpool.producer.cli.options import AreIds, AsJson, PoolOptions, read_prompt, run, with_options
+from lmpool.producer.cli.options import TEXT, AreIds, AsJson, PoolOptions, read_prompt, run, with_options
 from lmpool.producer.tokenizer import read_tokens
 from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
-trie_app = typer.Typer(name="trie", help="The token trie (prefix tree) of a served model.", no_args_is_help=True)
+# Without a callback, typer would name the group's only command `trie` instead of `trie show`.
+trie_app = typer.Typer(name="trie", help="The token trie of a model.", no_args_is_help=True, callback=lambda: None)
 
 _ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
 _LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
@@ -128,11 +129,12 @@ class BranchReader:
         opened = [root]
         for _ in range(depth):
             heads = [self._trie.children(branch.node) for branch in opened]
-            masses = await self._masses(nodes=np.concatenate([np.array([root.node], np.int32), *heads]))
-            root.mass, *others = masses.astype(np.float64).tolist()
-            for branch, nodes in zip(opened, heads, strict=True):
-                self._open(branch, nodes, np.array(others[: nodes.size]), top, least * root.mass)
-                del others[: nodes.size]
+            nodes = np.concatenate([np.array([root.node], np.int32), *heads])
+            values = (await self._masses(nodes=nodes)).astype(np.float64)
+            masses = dict(zip(nodes.tolist(), values.tolist(), strict=True))
+            root.mass = masses[root.node]
+            for branch, head in zip(opened, heads, strict=True):
+                self._open(branch, {node: masses[node] for node in head.tolist()}, top, least * root.mass)
             longer = [child for branch in opened for child in branch.children if child.longer]
             opened = sorted(longer, key=lambda branch: -branch.mass)[:_MAX_OPENED]
             if not opened:
@@ -143,27 +145,24 @@ class BranchReader:
         prefix = self._trie.prefix(node)
         return Branch(node, prefix, prefix[above:], self._tokens.get(node, []), int(self._below[node]))
 
-    def _open(
-        self, branch: Branch, nodes: NDArray[np.int32], masses: NDArray[np.float64], top: int, least: float
-    ) -> None:
-        """List the branches of a branch, which begin at the children `nodes` of its node."""
-        in_all = float(masses.sum())
-        branch.alone = max(0.0, branch.mass - in_all) if branch.tokens else 0.0
-        order = np.argsort(-masses, kind="stable")[:top]
-        kept = order[masses[order] >= least]
-        for index in kept:
-            end = int(nodes[index])
+    def _open(self, branch: Branch, masses: dict[int, float], top: int, least: float) -> None:
+        """List the branches of a branch, which begin at the children of its node; `masses` has their masses."""
+        branch.alone = max(0.0, branch.mass - sum(masses.values())) if branch.tokens else 0.0
+        order = sorted(masses, key=lambda node: -masses[node])
+        kept = [node for node in order[:top] if masses[node] >= least]
+        for node in kept:
+            end = node
             while end not in self._tokens and (children := self._trie.children(end)).size == 1:
                 end = int(children[0])
             child = self._branch(end, len(branch.prefix))
-            child.mass = float(masses[index])
+            child.mass = masses[node]
             child.share = child.mass / branch.mass if branch.mass else None
             child.alone = None if child.longer else child.mass
             branch.children.append(child)
         # A branch without listed branches stays closed: its line shows the number of longer tokens.
-        if kept.size or branch.edge == b"":
-            branch.hidden = nodes.size - kept.size
-            branch.hidden_mass = max(0.0, in_all - float(masses[kept].sum())) if branch.hidden else 0.0
+        if kept or branch.edge == b"":
+            branch.hidden = len(masses) - len(kept)
+            branch.hidden_mass = sum(masses[node] for node in order[len(kept) :])
 
 
 def to_text(data: bytes) -> str:
@@ -193,40 +192,24 @@ def from_text(text: str) -> bytes:
         ) from None
 
 
-@trie_app.callback()
-def _several() -> None:
-    """Make typer keep the name `trie show`: without a callback, a group's only command has the name of the group."""
-
-
 @trie_app.command()
 @with_options
 def show(
     at: PoolOptions,
-    prompt: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[PROMPT]",
-            help="The prompt: text, or token ids such as 1,2,3 with --ids. Without a prompt, each branch shows its "
-            "part of all tokens.",
-        ),
-    ] = None,
+    prompt: Annotated[str | None, TEXT] = None,
     under: Annotated[
-        str,
-        typer.Option(
-            help=r"The prefix whose branches are shown, such as ' the'; all tokens without it. \xe2 stands for a byte, "
-            r"\n for a line break, \\ for a backslash."
-        ),
+        str, typer.Option(help=r"The prefix, such as ' the'; \xe2 is a byte, \n a line break, \\ a backslash.")
     ] = "",
     ids: AreIds = False,
     depth: Annotated[int, typer.Option(min=1, max=_MAX_DEPTH, help="Levels of branches below the prefix.")] = 3,
     top: Annotated[int, typer.Option(min=1, max=_MAX_CHILDREN, help="Branches shown per branch.")] = 8,
     least: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Leave out branches with less than this part of the prefix's mass.")
+        float, typer.Option(min=0.0, max=1.0, help="Leave out smaller parts of the prefix's mass.")
     ] = 0.001,
     local: Annotated[bool, typer.Option("--local", help="Compute here, not on a trie worker.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show the branches below a prefix, with the probability of each after a prompt."""
+    """Show the branches below a prefix, with the probability of each after a prompt, or else its part of all tokens."""
     shown_prefix = from_text(under)
     if ids and prompt is None:
         raise SettingsError("ids: there is no prompt; pass its token ids, such as `lmpool trie show 1,2,3 --ids`")
@@ -245,25 +228,16 @@ def show(
     if as_json:
         say_json({"model": name, "prompt": tokens, "n_tokens": n_tokens, "tree": root.as_dict()})
         return
-    title = _quoted(root.prefix) if root.prefix else "all tokens"
-    count = f"{root.below} of {n_tokens} tokens"
-    if tokens is None:
-        print_tree(root, f"{title} · {name} · {count}", "of tokens")
-        return
-    listed = "the tokens " + ", ".join(map(str, tokens[:_MAX_IDS])) + ("…" if len(tokens) > _MAX_IDS else "")
-    after = listed if ids else _quoted((prompt or "").encode("utf-8", "surrogateescape"))
-    mass = f"{_percent(root.mass)} of the probability"
-    print_tree(root, f"{title} after {after} · {name} · {mass}, {count}", "probability")
+    title, mass, measure = _quoted(root.prefix) if root.prefix else "all tokens", "", "of tokens"
+    if tokens is not None:
+        listed = "the tokens " + ", ".join(map(str, tokens[:_MAX_IDS])) + ("…" if len(tokens) > _MAX_IDS else "")
+        title += f" after {listed if ids else _quoted((prompt or '').encode('utf-8', 'surrogateescape'))}"
+        mass, measure = f"{_percent(root.mass)} of the probability, ", "probability"
+    print_tree(root, f"{title} · {name} · {mass}{root.below} of {n_tokens} tokens", measure)
 
 
 def print_tree(root: Branch, title: str, measure: str) -> None:
-    """Print the branches below a prefix. On a terminal, lines are cut to its width.
-
-    Args:
-        root: the branch of the prefix.
-        title: the first line.
-        measure: the header of the column of masses.
-    """
+    """Print a title and the branches below a prefix, cut to the terminal; `measure` names the column of masses."""
     lines = [(0, "branch", measure, "of parent", "tokens", "dim"), *_lines(root, 0)]
     label_cells = max(_GUIDE_CELLS * depth + cell_len(label) for depth, label, *_ in lines)
     mass_cells = max(len(mass) for _, _, mass, *_ in lines)

@@ -37,11 +37,9 @@ __all__ = [
     "load_model_by_name",
 ]
 
-# Names imported at their first use, because they need torch and genlm-backend. The tries need neither.
-_LAZY = ("PooledLM", "UnknownLora", "load_model_by_name")
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    """Import the language model at its first use, because it needs torch and genlm-backend. The tries need neither."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("lmpool.producer.genlm.language_model"), name)

@@ -40,10 +40,6 @@ from lmpool.producer.sync import SyncProducer
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_kind, shown
 
-PREFIX = "lmpool"
-"""Prefix of a private pool's Redis keys."""
-
-_LOG = "worker.log"
 _LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves: enough to download a large model.
 _STOP_S = 5.0  # Seconds between SIGTERM and SIGKILL of a worker that does not stop.
 _POLL_S = 0.05  # Seconds between two checks whether the model is served.
@@ -89,20 +85,13 @@ class Address:
     @property
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `Producer` and `SyncProducer`."""
-        options = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "model"}
+        options = {field.name: getattr(self, field.name) for field in fields(self)}
         return options | {"timeout": seconds_of(self.timeout)}
 
 
 def seconds_of(timeout: float) -> float:
     """Return a producer's timeout for a language model's timeout, where infinity means no deadline."""
     return ENDLESS_S if timeout == math.inf else check_timeout(timeout)
-
-
-class LazyProducer(SyncProducer):
-    """A producer that connects at its first call, so that it can be closed while it connects."""
-
-    def _connect(self) -> None:
-        pass
 
 
 class ModelConnection:
@@ -121,7 +110,7 @@ class ModelConnection:
         self._of_thread = threading.local()
         self._producers: weakref.WeakSet[Producer] = weakref.WeakSet()
         self._lock = threading.Lock()
-        self._sync: LazyProducer | None = None
+        self._sync: SyncProducer | None = None
 
     def after_fork(self) -> None:
         """Replace the connections in a child process; the parent's connections stay open."""
@@ -135,23 +124,24 @@ class ModelConnection:
         self._check_open()
         producer: Producer | None = getattr(self._of_thread, "producer", None)
         if producer is None:
-            producer = self._of_thread.producer = Producer(self._address.model, **self._address.options)
+            producer = self._of_thread.producer = Producer(**self._address.options)
             self._producers.add(producer)
         return producer
 
     @property
-    def sync(self) -> LazyProducer:
-        """The producer of synchronous callers, which connects at its first call; raises `ProducerClosed`."""
+    def sync(self) -> SyncProducer:
+        """The producer of synchronous callers. Its first call connects, so that `close` can end the connecting."""
         with self._lock:
             self._check_open()
             if self._sync is None:
-                self._sync = LazyProducer(self._address.model, **self._address.options)
+                self._sync = SyncProducer.__new__(SyncProducer)
+                self._sync.__setstate__(Producer(**self._address.options))
             return self._sync
 
     @property
     def used(self) -> list[Producer | SyncProducer]:
         """The producers that this thread has used: its own, and the one of synchronous callers."""
-        producers: list[Producer | SyncProducer | None] = [getattr(self._of_thread, "producer", None), self._sync]
+        producers = (getattr(self._of_thread, "producer", None), self._sync)
         return [producer for producer in producers if producer is not None]
 
     def close(self) -> None:
@@ -177,15 +167,7 @@ class ModelConnection:
 
     def abandon(self) -> None:
         """Close without waiting: the garbage collector calls this, in any thread and at any moment."""
-        for producer in list(self._producers):
-            producer.close_soon()
-        if self._sync is None and self._owned is None:
-            atexit.unregister(self.close)
-            return
-        try:
-            threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
-        except RuntimeError:  # The interpreter is ending and starts no more threads.
-            self.close()
+        threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -208,7 +190,6 @@ class PrivatePool:
     """
 
     def __init__(self, model: str, backend: str, options: list[str], load_timeout: float = _LOAD_TIMEOUT_S) -> None:
-        self._lock = threading.Lock()
         has_long_path = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_PATH
         self._folder = Path(tempfile.mkdtemp(prefix="lmpool-", dir="/tmp" if has_long_path else None))
         self._server = EmbeddedServer(folder=self._folder / "server")
@@ -217,69 +198,59 @@ class PrivatePool:
         try:
             self._server.start()
             self.url = self._server.url
-            atexit.register(self.close)
-            self._process = self._launch(["--backend", backend, *options, "--", model])
-            self._await_model(self._process, model, load_timeout)
+            self._serve(model, ["--backend", backend, *options, "--", model], load_timeout)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """End the worker and the server and remove their files; closing twice does nothing."""
-        with self._lock:
-            process, self._process = self._process, None
-            if process is not None:
+        process, self._process = self._process, None
+        if process is not None:
+            with process:  # Leaving the block closes the worker's pipe and waits for its end.
                 process.terminate()
                 try:
                     process.wait(_STOP_S)
                 except subprocess.TimeoutExpired:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                if process.stdin is not None:
-                    process.stdin.close()
-            self._server.stop()
-            shutil.rmtree(self._folder, ignore_errors=True)
-        atexit.unregister(self.close)
+                    os.killpg(process.pid, signal.SIGKILL)
+        self._server.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def after_fork(self) -> None:
         """Leave everything to the parent process."""
         process, self._process = self._process, None
-        self._lock = threading.Lock()
-        atexit.unregister(self.close)
         if process is not None and process.stdin is not None:
             # The worker ends when all copies of its pipe are closed, so this process must not keep a copy.
             process.stdin.close()
             _left_to_parent.append(process)
 
-    def _launch(self, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def _serve(self, model: str, arguments: list[str], load_timeout: float) -> None:
+        """Start the worker and wait until it serves."""
         # Without -P, a file in the user's working directory could replace a module. `--adapter-hub` allows any adapter
         # of the hub, because no other program can add adapters to a private pool.
-        program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url, "--prefix", PREFIX]
-        with (self._folder / _LOG).open("wb") as log:
-            return subprocess.Popen(
+        program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url]
+        log, deadline = self._folder / "worker.log", time.monotonic() + load_timeout
+        with log.open("wb") as output:
+            self._process = process = subprocess.Popen(
                 [*program, "--adapter-hub", *arguments],
                 stdin=subprocess.PIPE,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 bufsize=0,
                 env={**os.environ, FOLDER_VARIABLE: str(self._folder)},
                 # Ctrl-C must not reach the worker: in a notebook, Ctrl-C must end a cell and not the model.
                 start_new_session=True,
             )
-
-    def _await_model(self, process: subprocess.Popen[bytes], model: str, load_timeout: float) -> None:
-        deadline = time.monotonic() + load_timeout
         with contextlib.closing(redis.Redis.from_url(self.url)) as client:
-            while not client.hlen(Keys(PREFIX).models()):
+            while not client.hlen(Keys().models()):
                 problem = ""
                 if (code := process.poll()) is not None:
                     problem = f"the worker for {model!r} ended with code {code} before it served"
                 elif time.monotonic() > deadline:
                     problem = f"{model!r} is not served within load_timeout = {load_timeout:g} s"
                 if problem:
-                    log = (self._folder / _LOG).read_text("utf-8", "replace").splitlines()[-_LINES_SHOWN:]
-                    raise ModelError(f"{problem}:\n" + "\n".join(log))
+                    lines = log.read_text("utf-8", "replace").splitlines()[-_LINES_SHOWN:]
+                    raise ModelError(f"{problem}:\n" + "\n".join(lines))
                 time.sleep(_POLL_S)
 
 
@@ -293,8 +264,7 @@ def _after_fork() -> None:
         connection.after_fork()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -313,8 +283,8 @@ def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[
     for name, (backends, read) in translated.items():
         if name in worker and backend in backends:
             settings = read(worker.pop(name))
-            for twice in settings.keys() & worker.keys():
-                raise SettingsError(f"llm_opts: {name} and {twice} are the same setting: give one of them")
+            if twice := settings.keys() & worker.keys():
+                raise SettingsError(f"llm_opts: {name} and {min(twice)} are the same setting: give one of them")
             worker |= settings
     return model, worker
 
@@ -323,10 +293,8 @@ def check_min_timeout(given: Mapping[str, Any]) -> None:
     """Raise `SettingsError` for a timeout that is too small for a request."""
     timeout = given.get("timeout")
     if isinstance(timeout, (int, float)) and 0 < timeout < MIN_TIMEOUT_S:
-        raise SettingsError(
-            f"llm_opts: timeout = {timeout} is less than {MIN_TIMEOUT_S:g} s: here it limits the time of a request, "
-            "not the time that genlm-backend waits to fill a batch: leave it out"
-        )
+        limit = f"is less than {MIN_TIMEOUT_S:g} s"
+        raise SettingsError(f"llm_opts: timeout = {timeout} {limit}: it limits a request, not a batch: leave it out")
 
 
 def command_options(given: Mapping[str, Any]) -> list[str]:

@@ -10,33 +10,23 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import PurePath
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from lmpool.broker.server import RedisLike
 from lmpool.errors import SettingsError, UnknownAdapter
 from lmpool.producer.client.requests import check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, WhenAbsent
-from lmpool.producer.genlm.connection import (
-    MIN_TIMEOUT_S,
-    POOL_OPTIONS,
-    PREFIX,
-    Address,
-    ModelConnection,
-    PrivatePool,
-    check_min_timeout,
-    command_options,
-    seconds_of,
-    split,
-)
+from lmpool.producer.genlm import connection as pools
+from lmpool.producer.genlm.connection import Address, PrivatePool
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
-from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_choice, check_kind, check_known, shown
 from lmpool.vocabulary import decode_vocab
@@ -87,6 +77,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         address: the model and its pool.
         tokenizer: the model's tokenizer; None for the tokenizer that the model info names.
         owned: a private pool that is closed together with the model, or None.
+        connects: whether to connect now, so that a wrong model name fails here; False to connect at the first request.
 
     Attributes:
         tokenizer: a tokenizer of transformers.
@@ -104,30 +95,27 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     device = torch.device("cpu")
 
-    def __init__(self, address: Address, *, tokenizer: Any = None, owned: PrivatePool | None = None) -> None:
-        connection = ModelConnection(address, owned)
+    def __init__(
+        self, address: Address, *, tokenizer: Any = None, owned: PrivatePool | None = None, connects: bool = True
+    ) -> None:
+        self._connection = pools.ModelConnection(address, owned)
         try:
-            # Connect now, so that a wrong model name fails here and not during inference.
-            info = connection.sync.model
-            # Keep the model's name: the pool may serve more models when this object connects again.
-            named = replace(address, model=info.name)
+            if connects:
+                # Keep the model's name: the pool may serve more models when this object connects again.
+                address = replace(address, model=self.info.name)
             if tokenizer is None:
-                tokenizer = load_tokenizer(info, option="tokenizer", otherwise="pass tokenizer=")
-            self._take(named, connection, tokenizer)
+                tokenizer = load_tokenizer(self.info, option="tokenizer", otherwise="pass tokenizer=")
+            tokens, self.str_vocab = decode_vocab(tokenizer)
         except BaseException:
-            connection.close()
+            self._connection.close()
             raise
-
-    def _take(self, address: Address, connection: ModelConnection, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        tokens, self.str_vocab = decode_vocab(tokenizer)
         self.byte_vocab = [Token(index, token) for index, token in enumerate(tokens)]
         self.batch_size = _GENLM_BATCH_SIZE
         self._timeout = address.timeout
-        self._seconds = seconds_of(address.timeout)
+        self._seconds = pools.seconds_of(address.timeout)
         self._address = address
-        self._connection = connection
-        weakref.finalize(self, connection.abandon).atexit = False
+        weakref.finalize(self, self._connection.abandon).atexit = False
 
     @classmethod
     def from_name(
@@ -159,8 +147,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Raises:
             As the class.
         """
-        address = Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority)
-        return cls(address, tokenizer=tokenizer)
+        return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority), tokenizer=tokenizer)
 
     @property
     def timeout(self) -> float:
@@ -176,8 +163,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        checked = 0.0 if seconds == 0 and seconds is not False else seconds_of(seconds)
-        if checked >= MIN_TIMEOUT_S:
+        checked = 0.0 if seconds == 0 and seconds is not False else pools.seconds_of(seconds)
+        if checked >= pools.MIN_TIMEOUT_S:
             self._seconds = checked
             self._address = replace(self._address, timeout=seconds)
         self._timeout = seconds
@@ -190,7 +177,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def _options(self, lora_name: str | None) -> dict[str, Any]:
         return {"adapter": lora_name or "", "timeout": self._seconds}
 
-    async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+    async def next_token_logprobs(self, token_ids: Any, lora_name: str | None = None) -> Tensor:
         """The log-probabilities of the next token after a prompt.
 
         Args:
@@ -203,14 +190,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         with _errors_of_genlm():
             return tensor_over(await self._connection.producer.logprobs(token_ids, **self._options(lora_name)))
 
-    def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+    def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> Tensor:
         """As `next_token_logprobs`, for synchronous callers; it blocks a running event loop."""
         with _errors_of_genlm():
             return tensor_over(self._connection.sync.logprobs(token_ids, **self._options(lora_name)))
 
-    async def batch_next_token_logprobs(
-        self, token_ids_list: Iterable[Any], lora_name: str | None = None
-    ) -> torch.Tensor:
+    async def batch_next_token_logprobs(self, token_ids_list: Iterable[Any], lora_name: str | None = None) -> Tensor:
         """The rows of several prompts.
 
         Args:
@@ -224,14 +209,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             rows = await self._connection.producer.batch_logprobs(token_ids_list, **self._options(lora_name))
         return torch.from_numpy(rows)
 
-    def batch_next_token_logprobs_sync(
-        self, token_ids_list: Iterable[Any], lora_name: str | None = None
-    ) -> torch.Tensor:
+    def batch_next_token_logprobs_sync(self, token_ids_list: Iterable[Any], lora_name: str | None = None) -> Tensor:
         """As `batch_next_token_logprobs`, for synchronous callers."""
         with _errors_of_genlm():
             return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, **self._options(lora_name)))
 
-    def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> torch.Tensor:
+    def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> Tensor:
         """As `next_token_logprobs_sync`, but a worker computes the row again even if it is cached."""
         with _errors_of_genlm():
             return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, **self._options(lora_name)))
@@ -262,10 +245,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Returns:
             the token ids after the prompt.
         """
-        if isinstance(prompt_token_ids, (str, Mapping)) or not hasattr(prompt_token_ids, "__iter__"):
-            raise not_token_ids(prompt_token_ids)
-        prompt = list(prompt_token_ids)
-        ends = frozenset(eos_token_ids)
+        prompt, ends = list(prompt_token_ids), frozenset(eos_token_ids)
         # Temperature 0 needs no seed; genlm-backend would divide by 0.
         if seed is not None and temperature != 0:
             continuation: list[int] = await super().sample(prompt, max_tokens, ends, temperature, seed, lora_name)
@@ -344,27 +324,21 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self._connection.aclose()
 
     def __reduce__(self) -> tuple[Any, ...]:
         redis = self._address.redis
         if redis is not None and not isinstance(redis, str):
-            raise SettingsError(
-                "redis: a model that was made with a redis-py client cannot be pickled: make it with a URL"
-            )
+            raise SettingsError("redis: a model that was made with a redis-py client cannot be pickled: give a URL")
         set_since = {"batch_size": self.batch_size, "_timeout": self._timeout}
-        return _reconnected, (type(self), self._address, self.tokenizer), set_since
+        return partial(type(self), self._address, tokenizer=self.tokenizer, connects=False), (), set_since
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._address.model!r})"
@@ -372,13 +346,6 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
 
 # llamppl chooses its code path by genlm-backend's classes; PooledLM has the methods of AsyncTransformer.
 AsyncTransformer.register(PooledLM)
-
-
-def _reconnected(kind: type[PooledLM], address: Address, tokenizer: Any) -> PooledLM:
-    """An unpickled model; it connects at the first request."""
-    model = kind.__new__(kind)
-    model._take(address, ModelConnection(address), tokenizer)
-    return model
 
 
 def load_model_by_name(
@@ -409,15 +376,15 @@ def load_model_by_name(
     """
     given: dict[str, Any] = dict(check_kind("llm_opts", llm_opts or {}, Mapping, "a mapping of options to values"))
     if backend is None or backend == "pool":
-        check_known(given, POOL_OPTIONS, "an option of a connection")
-        check_min_timeout(given)
+        check_known(given, pools.POOL_OPTIONS, "an option of a connection")
+        pools.check_min_timeout(given)
         return PooledLM.from_name(name, **{"when_absent": "wait"} | given)
     check_choice("backend", backend, ("pool", *_BACKENDS))
     if not isinstance(name, (str, PurePath)) or "\0" in str(name):
         raise SettingsError(f"name: {shown(name)}: the {backend} backend needs the hub name or folder of a model")
     name, backend = str(name), _ALIASES.get(backend, backend)
     loading = {"load_timeout": check_timeout(given.pop("load_timeout"))} if "load_timeout" in given else {}
-    options, worker = split(backend, given)
+    options, worker = pools.split(backend, given)
     served = name
     if backend == "synthetic":
         served = PurePath(name).name
@@ -425,12 +392,9 @@ def load_model_by_name(
             options["tokenizer"] = read_tokenizer(name, option="name", otherwise="pass tokenizer= in llm_opts")
         worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
     tokenizer = options.pop("tokenizer", None)
-    pool = PrivatePool(served, backend, command_options(worker), **loading)
-    try:
-        model = PooledLM(Address(redis=pool.url, prefix=PREFIX, **options), tokenizer=tokenizer, owned=pool)
-    except BaseException:
-        pool.close()
-        raise
+    pool = PrivatePool(served, backend, pools.command_options(worker), **loading)
+    # The model closes the pool, also if it cannot be made.
+    model = PooledLM(Address(redis=pool.url, **options), tokenizer=tokenizer, owned=pool)
     model.batch_size = worker.get("max_batch", model.batch_size)
     return model
 
@@ -446,6 +410,6 @@ class _Writable:
         self._owner = array
 
 
-def tensor_over(array: NDArray[np.float32]) -> torch.Tensor:
+def tensor_over(array: NDArray[np.float32]) -> Tensor:
     """A tensor that shares an array's memory and keeps the array alive; do not change the tensor in place."""
     return torch.from_numpy(array if array.flags.writeable else np.asarray(_Writable(array)))

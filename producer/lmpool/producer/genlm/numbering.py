@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidVocabulary
 from lmpool.settings import shown
-from lmpool.trie.trie import Compressed, Trie
+from lmpool.trie.trie import Trie
 
 BASE = 255
 """Codes below 255 are spelled as one byte; the byte 255 begins a longer spelling."""
 
-_N_BYTES = 256  # Number of values of a byte.
+N_BYTES = 256  # Number of values of a byte.
 
 
 def _by_id(compare: Callable[[int, int], bool]) -> Any:
@@ -109,7 +109,7 @@ def spell(decode: Sequence[Any]) -> tuple[list[bytes], list[Hashable], list[Hash
     words: list[bytes] = []
     keys: dict[Hashable, int] = {}
     others: dict[int, list[int]] = {}
-    codes: dict[Hashable, int] = {byte: byte for byte in range(_N_BYTES)}
+    codes: dict[Hashable, int] = {byte: byte for byte in range(N_BYTES)}
     for index, item in enumerate(decode):
         key, word = item, b""
         if is_token(item):
@@ -128,12 +128,10 @@ def spell(decode: Sequence[Any]) -> tuple[list[bytes], list[Hashable], list[Hash
                     f"hashable iterable of hashable letters ({error})"
                 ) from error
         if (first := keys.setdefault(key, index)) != index:
-            raise InvalidVocabulary(
-                f"Duplicate word in vocabulary: {shown(key, 120)} is item {first} and item {index}; "
-                f"give tokens of one byte string different ids"
-            )
+            where = f"item {first} and item {index}; give tokens of one byte string different ids"
+            raise InvalidVocabulary(f"Duplicate word in vocabulary: {shown(key, 120)} is {where}")
         words.append(word)
-    letters = list(codes)[_N_BYTES:]
+    letters = list(codes)[N_BYTES:]
     if letters:
         words = [word.replace(b"\xff", b"\xff\x00") for word in words]
     for index, item_codes in others.items():
@@ -213,13 +211,13 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
         np.concatenate([firsts[kids], np.arange(trie.n_tokens)]),
         np.concatenate([size[kids], np.ones(trie.n_tokens, np.int64)]),
     )
-    kid_offset, item_offset = offset[: kids.size], offset[kids.size :]
+    kid_offset = offset[: kids.size]
     # A subtree's first number is the sum of the offsets on the path to it. An offset applies to a whole subtree.
     steps = np.zeros(trie.n_nodes + 1, np.int64)
     steps[kids] = kid_offset
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
     start = np.cumsum(steps)[:-1]
-    node, leaf = start + size - 1, start[trie.leaf] + item_offset
+    node, leaf = start + size - 1, start[trie.leaf] + offset[kids.size :]
     nodes = np.flatnonzero(whole)
     n_nodes = nodes.size + leaf.size
     node_map = np.empty(n_nodes, np.int32)
@@ -241,10 +239,3 @@ def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[n
     offset = np.empty_like(before)
     offset[order] = before - np.maximum.accumulate(np.where(eldest, before, 0))
     return offset
-
-
-def renumbered(trie: Trie, node_map: NDArray[np.int32]) -> Compressed:
-    """A trie for kernels, with the nodes of a `Numbering.node_map`."""
-    of_nodes = trie.value_of[np.maximum(node_map, 0)]
-    value_of = np.where(node_map >= 0, of_nodes, np.int32(trie.n_inner - 1) - node_map)
-    return Compressed(trie.home, trie.inner_parent, value_of)

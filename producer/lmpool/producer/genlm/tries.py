@@ -18,15 +18,12 @@ from numpy.typing import NDArray
 
 from lmpool.aio import join_task
 from lmpool.errors import InvalidWeights, SettingsError
-from lmpool.producer.genlm.numbering import Token, number, renumbered, spans_of, spell
+from lmpool.producer.genlm.numbering import N_BYTES, Token, number, spans_of, spell
 from lmpool.settings import check_choice, shown
 from lmpool.trie.kernels import open_kernels
-from lmpool.trie.trie import Trie, nan_found
+from lmpool.trie.trie import Compressed, Trie, nan_found
 
 _Op = Literal["sum", "max"]
-
-_N_BYTES = 256  # Number of values of a byte.
-_WHITE = "#ffffff"  # The colour of a node without weight.
 
 
 class TokenCharacterTrie:
@@ -54,29 +51,22 @@ class TokenCharacterTrie:
         SettingsError: numba is not installed.
     """
 
-    decode: Sequence[Any]
-    structure: Trie
-    node_map: NDArray[np.int32]
-    root: int
-
     def __init__(self, decode: Sequence[Any]) -> None:
         self._build(decode, "cpu")
 
     def _build(self, decode: Sequence[Any], device: str) -> None:
         if any(map(Token.is_plain_bytes, decode)):
-            warnings.warn(
-                "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids.",
-                DeprecationWarning,
-                stacklevel=3,
-            )
+            text = "Passing plain bytes to TokenCharacterTrie is deprecated. Use Token objects, which have ids."
+            warnings.warn(text, DeprecationWarning, stacklevel=3)
         words, self._keys, self._letters = spell(decode)
         self.decode = decode
-        self.structure = Trie(words)
-        self._numbering = number(self.structure, escaped=bool(self._letters))
+        self.structure = trie = Trie(words)
+        self._numbering = number(trie, escaped=bool(self._letters))
         self.node_map = self._numbering.node_map
         self.root = len(self.node_map) - 1
-        self._renumbered = renumbered(self.structure, self.node_map)
-        self._kernels = open_kernels(self._renumbered, device)
+        of_leaves = np.int32(trie.n_inner - 1) - self.node_map
+        self._value_of = np.where(self.node_map < 0, of_leaves, trie.value_of[np.maximum(self.node_map, 0)])
+        self._kernels = open_kernels(Compressed(trie.home, trie.inner_parent, self._value_of), device)
 
     def weight_sum(self, ws: Any) -> NDArray[Any]:
         """The sum of the weights below every node.
@@ -172,7 +162,7 @@ class TokenCharacterTrie:
         sharing = np.flatnonzero(trie.value_of < trie.n_inner)
         nodes[trie.value_of[sharing]] = sharing
         bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
-        return spans.items, bounds, self._renumbered.value_of.astype(np.intp)
+        return spans.items, bounds, self._value_of.astype(np.intp)
 
     @cached_property
     def children(self) -> list[dict[Any, int]]:
@@ -227,7 +217,7 @@ class TokenCharacterTrie:
     @cached_property
     def _letters_of_nodes(self) -> list[Any]:
         """The letter that leads to every node; (None, i) for the leaf of item i."""
-        alphabet: list[Hashable] = [*range(_N_BYTES), *self._letters]
+        alphabet: list[Hashable] = [*range(N_BYTES), *self._letters]
         letters: list[Any] = [alphabet[code] for code in self._numbering.letter.tolist()]
         for item, leaf in enumerate(self._numbering.leaf.tolist()):
             letters[leaf] = (None, item)
@@ -241,41 +231,17 @@ class TokenCharacterTrie:
 
         Raises:
             InvalidWeights: the number of weights is not G.
-            SettingsError: graphviz is not installed.
+            SettingsError: genlm-backend or graphviz is not installed.
         """
-        try:
-            import graphviz
-        except ImportError as error:
-            raise SettingsError("graphviz is not installed: pip install 'lmpool[genlm]'") from error
-        count = len(self.node_map)
         weights = None if ws is None else np.asarray(ws)
-        if weights is not None and weights.shape != (count,):
-            raise InvalidWeights(f"weights of shape {weights.shape} for {count} nodes: give one for each")
-        dot = graphviz.Digraph(comment="Token Character Trie")
-        dot.attr(rankdir="LR")
-        with dot.subgraph(name="cluster_legend") as legend:
-            legend.attr(label="Legend", fontsize="10")
-            legend.attr("node", fontsize="7", width="0.1", height="0.1")
-            legend.node("legend_internal", "Internal Node ID\n'Prefix'\nWeight (if provided)", shape="circle")
-            legend.node("legend_leaf", "Complete Token", shape="doublecircle")
-            legend.edge("legend_internal", "legend_leaf", label="Token item", fontsize="10")
-            legend.attr(rankdir="TB")
-            legend.attr(rank="same")
-        for node in range(count):
-            label, color = f"{node}\n'{self.node2prefix[node]}'", _WHITE
-            if weights is not None:
-                label += f"\n{weights[node]:.4f}"
-                # White for a weight of 0, full green for the highest weight.
-                if (highest := weights.max()) > 0:
-                    rest = min(max(int(255 * (1 - weights[node] / highest)), 0), 255)
-                    color = f"#{rest:02x}ff{rest:02x}"
-            shape = "doublecircle" if node in self.leaf2word else "circle"
-            dot.node(str(node), label, shape=shape, style="filled", fillcolor=color)
-        for node, kids in enumerate(self.children):
-            for letter, kid in kids.items():
-                is_end = isinstance(letter, tuple) and letter[0] is None
-                dot.edge(str(node), str(kid), label=f"End-of-Token (ID: {letter[1]})" if is_end else str(letter))
-        return dot
+        if weights is not None and weights.shape != self.node_map.shape:
+            raise InvalidWeights(f"weights of shape {weights.shape} for {len(self.node_map)} nodes: give one for each")
+        try:
+            from genlm.backend.trie import TokenCharacterTrie as Drawn
+
+            return Drawn.visualize(self, weights)
+        except ImportError as error:
+            raise SettingsError("drawing needs genlm-backend and graphviz: pip install 'lmpool[genlm]'") from error
 
 
 class ParallelTokenCharacterTrie(TokenCharacterTrie):
@@ -297,8 +263,6 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         SettingsError: an unknown device, or numba or torch is not installed.
     """
 
-    device: str
-
     def __init__(self, decode: Sequence[Any], device: str | None = None) -> None:
         if device is not None:
             check_choice("device", device, ("cpu", "cuda"))
@@ -311,14 +275,6 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(rows, np.float32)
         return self._kernels.values(op, rows)
-
-
-class _Batch:
-    """Vectors that wait for the next tick of the event loop, and the task that computes them."""
-
-    def __init__(self) -> None:
-        self.vectors: list[NDArray[Any]] = []
-        self.task: asyncio.Task[NDArray[Any]]
 
 
 class AsyncTokenCharacterTrie:
@@ -334,7 +290,8 @@ class AsyncTokenCharacterTrie:
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
-        self._open: dict[_Op, _Batch] = {}
+        # Per operation: the vectors that wait for the next tick of the event loop, and the task that computes them.
+        self._open: dict[_Op, tuple[list[NDArray[Any]], asyncio.Task[NDArray[Any]]]] = {}
 
     @classmethod
     def from_vocab(cls, vocab: Sequence[Any], backend: str = "parallel", **kwargs: Any) -> AsyncTokenCharacterTrie:
@@ -367,34 +324,35 @@ class AsyncTokenCharacterTrie:
     async def cleanup(self) -> None:
         """Wait for the pending batches of this event loop."""
         loop = asyncio.get_running_loop()
-        if waiting := [batch.task for batch in self._open.values() if batch.task.get_loop() is loop]:
+        if waiting := [task for _, task in self._open.values() if task.get_loop() is loop]:
             await asyncio.wait(waiting)
 
     def shutdown(self) -> None:
         """Cancel pending requests; later requests work again."""
         batches, self._open = list(self._open.values()), {}
-        for batch in batches:
-            if not batch.task.get_loop().is_closed():
-                batch.task.cancel()
+        for _, task in batches:
+            if not task.get_loop().is_closed():
+                task.cancel()
 
     async def _request(self, op: _Op, ws: Any) -> NDArray[Any]:
         vector = self.trie.check(ws)
         loop = asyncio.get_running_loop()
-        batch = self._open.get(op)
+        vectors, task = self._open.get(op, ([], None))
         # An event loop that ended early leaves a batch that will never be computed.
-        if batch is None or batch.task.get_loop() is not loop or batch.task.done():
-            batch = self._open[op] = _Batch()
-            batch.task = loop.create_task(self._compute(op, batch))
-        index = len(batch.vectors)
-        batch.vectors.append(vector)
-        result: NDArray[Any] = (await join_task(batch.task))[index]
+        if task is None or task.get_loop() is not loop or task.done():
+            vectors = []
+            task = loop.create_task(self._compute(op, vectors))
+            self._open[op] = vectors, task
+        index = len(vectors)
+        vectors.append(vector)
+        result: NDArray[Any] = (await join_task(task))[index]
         return result
 
-    async def _compute(self, op: _Op, batch: _Batch) -> NDArray[Any]:
+    async def _compute(self, op: _Op, vectors: list[NDArray[Any]]) -> NDArray[Any]:
         """Close a batch and compute it."""
-        if self._open.get(op) is batch:
+        if self._open.get(op, ([], None))[0] is vectors:
             del self._open[op]
-        return self.trie.batch_weight_sum(batch.vectors) if op == "sum" else self.trie.batch_weight_max(batch.vectors)
+        return self.trie.batch_weight_sum(vectors) if op == "sum" else self.trie.batch_weight_max(vectors)
 
 
 def _host(weights: Any) -> NDArray[Any]:
