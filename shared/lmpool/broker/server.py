@@ -141,13 +141,15 @@ class _Cancellable(connections.AbstractConnection):
             try:
                 async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
                     return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-            except BaseException as error:
-                # redis-py would keep a connection that the server has not accepted.
+            except redis_sync.ConnectionError as error:
                 await self.disconnect(nowait=True)
-                is_cut = isinstance(error, redis_sync.ConnectionError) and re.search(replies.CUT, str(error))
-                if not (cuts_left and is_cut):
+                if not (cuts_left and re.search(replies.CUT, str(error))):
                     raise
                 cuts_left -= 1
+            except BaseException:
+                # redis-py would keep a connection that the server has not accepted.
+                await self.disconnect(nowait=True)
+                raise
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         # Connect and check here, outside of the limit for sending: both have limits of their own.

@@ -199,20 +199,12 @@ class AdapterCache:
                     content = await asyncio.to_thread(content_digest, Path(place))
             await self._write_note(content)
             try:
-                found = await self.engine_thread.load_adapter(name, place)
-            except SettingsError as error:
+                found = await self._load_from(name, entry.source, place)
+            except SettingsError:
                 await self.leave()
-                if is_on_hub(entry.source) or await asyncio.to_thread(os.path.lexists, place):
-                    raise
-                # The client may have this folder on its own machine: clients send full paths of folders that they find.
-                where = f"{shown(entry.source)} must be a folder on the worker's machine"
-                if not entry.source.startswith(("/", "~")):
-                    where += ": the program did not find it either, and the worker looks for it where it was started"
-                raise SettingsError(f"{error}; {where}") from error
+                raise
             await self.leave()
             other = qualify(name, found)
-            self._loaded[other] = entry.source
-            _log.info("serving the adapter %r from %s (revision %s)", name, entry.source, found)
             if nonce:
                 # A worker has loaded the adapter, so its quarantine ends.
                 await registry.redis.delete(registry.keys.adapter_load(other))
@@ -258,3 +250,19 @@ class AdapterCache:
                 needed = in_use()
             _log.info("evicting the adapter %r", evicted)
             self.engine_thread.drop_adapter(evicted)
+
+    async def _load_from(self, name: str, source: str, place: str) -> str:
+        """Have the backend load an adapter; returns its revision."""
+        try:
+            revision = await self.engine_thread.load_adapter(name, place)
+        except SettingsError as error:
+            if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
+                raise
+            # The client may have this folder on its own machine: clients send full paths of folders that they find.
+            where = f"{shown(source)} must be a folder on the worker's machine"
+            if not source.startswith(("/", "~")):
+                where += ": the program did not find it either, and the worker looks for it where it was started"
+            raise SettingsError(f"{error}; {where}") from error
+        self._loaded[qualify(name, revision)] = source
+        _log.info("serving the adapter %r from %s (revision %s)", name, source, revision)
+        return revision
