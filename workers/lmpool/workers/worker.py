@@ -173,18 +173,14 @@ class Worker:
         self.health.start()
         self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
-            self._backend.open,
-            self._results.put,
-            self._give_up,
-            self.counters.stepped,
-            tells_steps=self.settings.tracing,
+            self._backend.open, self._results.put, self._break, self.counters.stepped, tells_steps=self.settings.tracing
         )
         guarded = ExitStack()
         try:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await engine_thread.start()
             guarded.enter_context(guard)
-            on_hang = partial(self._give_up, hung=engine_thread)
+            on_hang = partial(self._break, hung=engine_thread)
             async with watching_calls(engine_thread, self.settings.step_timeout_s, on_hang):
                 await self._run(engine_thread, opened, on_ready)
         finally:
@@ -350,7 +346,7 @@ class Worker:
         if line or in_flight:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
-    def _give_up(self, error: BaseException, hung: EngineThread | None = None) -> None:
+    def _break(self, error: BaseException, hung: EngineThread | None = None) -> None:
         """Stop, because the backend broke, or because its thread `hung`; keep the first reason."""
         if hung is None:
             _log.error("the backend broke", exc_info=error)
