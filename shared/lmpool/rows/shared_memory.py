@@ -460,5 +460,4 @@ class SegmentReader:
 
 def _number_at(segment: _OpenSegment, at: int) -> int:
     """The row number in a slot; the writer sets it to 0 before the row changes."""
-    (number,) = _NUMBER.unpack_from(segment.memory, at)
-    return int(number)
+    return int(_NUMBER.unpack_from(segment.memory, at)[0])

@@ -99,8 +99,7 @@ class TorchKernels:
         nothing = 0.0 if op == "sum" else -torch.inf
         tree = torch.full((sum(self._sizes), len(weights)), nothing, dtype=exact, device=self._device)
         tree[: self._n_tokens] = weights.T.index_select(0, self._order)
-        pair = _PAIRS[op]
-        here = 0
+        pair, here = _PAIRS[op], 0
         for size in self._sizes[:-1]:
             above = here + size
             tree[above : above + size // 2] = pair(tree[here:above:2], tree[here + 1 : above : 2])

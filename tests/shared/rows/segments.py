@@ -1,4 +1,4 @@
-"""A test's own segments, and rows to write there."""
+"""Segments for one test, and rows to write to them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def place_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield folder()
 
 
-def made(slots: int = 64) -> Segment:
+def make(slots: int = 64) -> Segment:
     segment = make_segment("fp", V, slots * SLOT, lambda: True)
     assert segment is not None
     assert segment.slots == slots
@@ -40,21 +40,21 @@ def made(slots: int = 64) -> Segment:
 @pytest.fixture(name="segment")
 def segment_fixture() -> Iterator[Segment]:
     """A segment with 64 slots."""
-    segment = made()
+    segment = make()
     yield segment
     segment.close()
 
 
 @pytest.fixture(name="reader")
 def reader_fixture(segment: Segment) -> Iterator[SegmentReader]:
-    """Reads that segment."""
+    """A reader of the fixture `segment`."""
     reader = SegmentReader()
-    look(reader)
+    refresh(reader)
     yield reader
     reader.close()
 
 
-def look(reader: SegmentReader, fingerprint: str = "fp") -> None:
+def refresh(reader: SegmentReader, fingerprint: str = "fp") -> None:
     asyncio.run(reader.refresh(fingerprint))
 
 

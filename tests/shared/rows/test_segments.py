@@ -22,7 +22,17 @@ from lmpool.rows import segment as segment_file
 from lmpool.rows import shared_memory
 from lmpool.rows.segment import Segment, SegmentListener, default_size, make_segment, remove_abandoned
 from lmpool.rows.shared_memory import SEALS, Reference, SegmentReader, host_token, receive_segment, segments_in
-from tests.shared.rows.segments import SLOT, V, look, made, place_fixture, prompt, put, reader_fixture, segment_fixture  # noqa: F401
+from tests.shared.rows.segments import (  # noqa: F401
+    SLOT,
+    V,
+    make,
+    place_fixture,
+    prompt,
+    put,
+    reader_fixture,
+    refresh,
+    segment_fixture,
+)
 from tests.support.pool import DEADLINE_S
 
 
@@ -33,17 +43,17 @@ def test_readers_release_a_segment_without_socket_and_its_worker_creates_the_soc
     assert segment.keep_name()
     (path,) = place.iterdir()
     path.unlink()
-    assert reader.find(prompt(1), V) is not None  # It is mapped.
-    look(reader)
+    assert reader.find(prompt(1), V) is not None  # The segment is still mapped.
+    refresh(reader)
     assert reader.find(prompt(1), V) is None
     assert not segment.keep_name()
-    look(reader)
+    refresh(reader)
     assert reader.find(prompt(1), V) is not None
     assert list(place.iterdir()) == [path]
 
 
 @pytest.mark.parametrize("seals", [0, SEALS & ~fcntl.F_SEAL_SHRINK, SEALS & ~0x10])
-def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) -> None:
+def test_unsealed_memory_is_not_mapped(place: Path, seals: int) -> None:
     fd = os.memfd_create("lmpool-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 100_000)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
@@ -55,7 +65,7 @@ def test_memory_that_others_can_change_is_not_mapped(place: Path, seals: int) ->
 
 
 @pytest.mark.parametrize(("mode", "owner"), [(0o702, 0), (0o720, 0), (0o700, 1)])
-def test_nothing_is_read_from_a_folder_or_put_into_one_that_others_can_write_to(
+def test_a_folder_that_other_users_can_write_to_is_not_used(
     segment: Segment, reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int
 ) -> None:
     (path,) = place.iterdir()
@@ -70,13 +80,13 @@ def test_nothing_is_read_from_a_folder_or_put_into_one_that_others_can_write_to(
         receive_segment(others / path.name, DEADLINE_S)
     with pytest.raises(PermissionError, match=f"{others}: .*LMPOOL_SHM_DIR"):
         make_segment("fp", V, 64 * SLOT, lambda: True)
-    look(reader)
+    refresh(reader)
     assert not reader.has_any
     assert [*others.iterdir()] == [others / path.name]
     others.rename(place)
 
 
-def test_names_of_other_users_in_the_machines_folder_are_not_scanned(
+def test_only_the_folder_of_this_user_is_scanned(
     segment: Segment, reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put(segment, 1)
@@ -89,13 +99,13 @@ def test_names_of_other_users_in_the_machines_folder_are_not_scanned(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", scan)
-        look(reader)
-        made().close()
+        refresh(reader)
+        make().close()
     assert reader.find(prompt(1), V) is not None
     assert set(scanned) == {str(place)}
 
 
-async def test_a_scan_keeps_no_event_loop_waiting(
+async def test_a_scan_does_not_block_the_event_loop(
     segment: Segment, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[int] = []
@@ -113,9 +123,9 @@ async def test_a_scan_keeps_no_event_loop_waiting(
     reader.close()
 
 
-def test_a_worker_makes_the_folder_and_makes_it_again(place: Path) -> None:
+def test_a_worker_creates_the_folder_again_after_its_removal(place: Path) -> None:
     place.rmdir()
-    segment = made()
+    segment = make()
     assert stat.S_IMODE(place.stat().st_mode) == 0o700
     shutil.rmtree(place)
     assert not segment.keep_name()
@@ -130,34 +140,34 @@ def test_memory_that_is_no_segment_is_refused(place: Path, size: int) -> None:
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     listener = SegmentListener(fd, place / f"lmpool-{bytes(8).hex()}")
     reader = SegmentReader()
-    look(reader)
+    refresh(reader)
     assert not reader.has_any
     assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
     listener.close()
     os.close(fd)
 
 
-def test_a_folder_with_a_long_name_will_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_may_have_a_long_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of sockets have at most 107 bytes."""
     folder = place / ("x" * 200)
     folder.mkdir()
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(folder))
-    segment, reader = made(), SegmentReader()
+    segment, reader = make(), SegmentReader()
     put(segment, 1)
-    look(reader)
+    refresh(reader)
     assert reader.find(prompt(1), V) is not None
     segment.close()
     assert list(shared_memory.folder().iterdir()) == []
     assert shared_memory.folder().parent == folder
 
 
-def test_files_of_others_and_of_other_releases_are_left_alone(place: Path) -> None:
+def test_files_that_are_no_segments_are_ignored(place: Path) -> None:
     (place / "lmpool-nothex").write_bytes(b"x")
     (place / f"lmpool-{'00' * 8}").write_bytes(b"LMPSHM" + bytes(5000))
     (place / f"lmpool-{'11' * 8}").symlink_to("/etc/passwd")
     (place / "somebody").write_bytes(b"x")
     reader = SegmentReader()
-    look(reader)
+    refresh(reader)
     assert not reader.has_any
     assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
 
@@ -189,7 +199,7 @@ except OSError as error:
 """
 
 
-def test_a_python_that_cannot_make_sealed_memory_is_an_error_of_the_system(place: Path) -> None:
+def test_python_without_sealed_memory_raises_an_os_error(place: Path) -> None:
     """As on macOS, and in builds for old systems, which lack the names of seals too."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
     assert "memfd_create" in done.stdout
@@ -222,17 +232,17 @@ def test_memory_that_a_container_uses_is_not_free(
             make_segment("fp", V, 64 * SLOT, lambda: True)
 
 
-def test_a_folder_that_is_not_there_is_an_error_of_the_system(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_folder_raises_an_os_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(tmp_path / "nowhere"))
     with pytest.raises(OSError):  # noqa: PT011
         make_segment("fp", V, 64 * SLOT, lambda: True)
     assert host_token() == b""
     reader = SegmentReader()
-    look(reader)
+    refresh(reader)
     assert not reader.has_any
 
 
-def test_only_this_user_may_read_it(segment: Segment, place: Path) -> None:
+def test_only_this_user_can_use_the_socket(segment: Segment, place: Path) -> None:
     (path,) = place.iterdir()
     assert path.is_socket()
     assert path.stat().st_mode & 0o777 == 0o600
@@ -256,6 +266,6 @@ def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> No
         process.wait(DEADLINE_S)
     deadline = time.monotonic() + DEADLINE_S
     while path.exists() and time.monotonic() < deadline:
-        made().close()
+        make().close()
     assert not path.exists()
     assert list(place.iterdir()) == []

@@ -31,12 +31,12 @@ from lmpool.synthetic import synthetic_row
 from tests.shared.rows.segments import (  # noqa: F401
     SLOT,
     V,
-    look,
-    made,
+    make,
     place_fixture,
     prompt,
     put,
     reader_fixture,
+    refresh,
     row_of,
     segment_fixture,
     write_row,
@@ -56,14 +56,14 @@ def test_a_row_is_read_by_its_reference_by_its_slot_and_by_its_digest(segment: S
     assert (reader.counts.rows, reader.counts.lost) == (3, 0)
 
 
-def test_rows_of_16_bits_are_read_too(segment: Segment, reader: SegmentReader) -> None:
+def test_16_bit_rows_are_read(segment: Segment, reader: SegmentReader) -> None:
     bits = (np.arange(V, dtype=np.uint32) % 7 << 7).astype(np.uint16)
     logits = (bits.astype(np.uint32) << 16).view(np.float32)
     log_z = np.float32(np.log(np.exp(logits.astype(np.float64)).sum()))
     block = RowBlock([prompt(1)], bits[None], np.array([log_z]), Encoding.BF16)
     segment.write(block.digests, block.encoded())
     put(segment, 2)
-    for _ in range(2):  # One is longer than the other.
+    for _ in range(2):  # The decoded rows have different encoded sizes.
         row, other = reader.find(prompt(1), V), reader.find(prompt(2), V)
         assert row is not None
         assert other is not None
@@ -85,14 +85,14 @@ def test_a_replaced_row_is_not_found(segment: Segment, reader: SegmentReader) ->
             assert found is not None
 
 
-def test_the_rows_that_are_replaced_are_named_once(segment: Segment) -> None:
+def test_each_replaced_row_is_reported_once(segment: Segment) -> None:
     replaced = []
     for number in range(140):
         put(segment, number % 70)
         replaced.append(segment.replaced())
     assert replaced == [[]] * 64 + [[prompt((number - 64) % 70)] for number in range(64, 140)]
     # Written again before its slot was reused: it is still there.
-    again = made()
+    again = make()
     try:
         for number in [*range(63), 0]:
             put(again, number)
@@ -103,29 +103,29 @@ def test_the_rows_that_are_replaced_are_named_once(segment: Segment) -> None:
         again.close()
 
 
-def test_another_prompt_another_number_and_another_model_find_nothing(segment: Segment, reader: SegmentReader) -> None:
+def test_a_read_with_a_wrong_prompt_number_or_model_finds_no_row(segment: Segment, reader: SegmentReader) -> None:
     reference = put(segment, 3)
     assert reader.read(reference, prompt(4), V) is None
     assert reader.read(reference._replace(number=reference.number + 64), prompt(3), V) is None
     assert reader.read(reference._replace(nonce=bytes(8)), prompt(3), V) is None
     assert reader.read(reference, prompt(3), V - 1) is None
-    look(reader, "another")
+    refresh(reader, "another")
     assert reader.find(prompt(3), V) is None
     assert not reader.has_any
 
 
 @pytest.mark.parametrize("is_length_known", [False, True])
 @pytest.mark.parametrize("at", [*range(0, 72, 5), 80, 100, 3000, 6079])
-def test_junk_anywhere_in_a_slot_makes_its_row_none(
+def test_a_row_whose_slot_has_a_wrong_byte_is_not_returned(
     segment: Segment, reader: SegmentReader, at: int, is_length_known: bool
 ) -> None:
-    """As on processors that reorder stores."""
+    """Simulates a processor that reorders stores."""
     segment.is_summed = True
     reference, other = put(segment, 5), put(segment, 6)
     if is_length_known:
         assert reader.read(reference, prompt(5), V) is not None
     segment._memory[segment.size - 64 * SLOT + SLOT * (reference.number % 64) + at] ^= 0x10
-    assert (reader.read(reference, prompt(5), V) is None) is not (40 <= at < 64), "but for the padding"
+    assert (reader.read(reference, prompt(5), V) is None) is not (40 <= at < 64), "every byte except the padding"
     row = reader.read(other, prompt(6), V)
     assert row is not None
     assert row.tobytes() == row_of(6).tobytes()
@@ -142,7 +142,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_not_returned(
     is_length_known: bool,
     encoding: Encoding,
 ) -> None:
-    """Also if the other row has the same words in another order, and so the same sum."""
+    """The other row has the same words in another order, and therefore the same checksum."""
     segment.is_summed = is_summed
     log_z = None if encoding is Encoding.F32 else np.zeros(1, np.float32)
 
@@ -169,7 +169,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_not_returned(
 @pytest.mark.parametrize("machine", ["x86_64", "AMD64", "aarch64", "arm64", "riscv64"])
 def test_rows_have_checksums_on_processors_that_reorder_stores(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
     monkeypatch.setattr("platform.machine", lambda: machine)
-    segment = made()
+    segment = make()
     assert segment.is_summed is (machine not in ("x86_64", "AMD64"))
     segment.close()
 
@@ -199,7 +199,7 @@ def read_all(reader: SegmentReader, references: Mapping[bytes, bytes], names: li
 
 
 @pytest.mark.parametrize("is_summed", [False, True])
-def test_rows_that_are_computed_in_slots_are_read_as_others_are(
+def test_rows_computed_in_their_slots_are_read_like_copied_rows(
     segment: Segment, reader: SegmentReader, is_summed: bool
 ) -> None:
     segment.is_summed = is_summed
@@ -242,7 +242,7 @@ def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) ->
 def test_slots_that_rows_are_copied_to_are_not_reused(
     segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend's thread takes slots while another thread copies; at the end of the ring some are passed over."""
+    """The backend's thread takes slots while another thread copies; at the end of the ring, some slots are skipped."""
     for name in range(33):
         put(segment, name)
     block = RowBlock([prompt(100), prompt(101)], np.stack([row_of(100), row_of(101)]), None, Encoding.F32)
@@ -263,7 +263,7 @@ def test_slots_that_rows_are_copied_to_are_not_reused(
     read_all(reader, references, [100, 101])
 
 
-def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: SegmentReader) -> None:
+def test_a_segment_of_an_older_layout_is_not_read(segment: Segment, reader: SegmentReader) -> None:
     """In that layout rows had only checksums, and their field was padding."""
     header = bytearray(segment._memory[: shared_memory.HEADER.size])
     assert Layout.read(segment._memory) is not None
@@ -272,9 +272,7 @@ def test_a_segment_of_the_layout_before_is_not_read(segment: Segment, reader: Se
     assert Layout.read(segment._memory) is None
 
 
-def test_a_batch_of_more_rows_than_slots_is_written_as_far_as_slots_are_free(
-    segment: Segment, reader: SegmentReader
-) -> None:
+def test_a_batch_with_more_rows_than_slots_fills_the_free_slots(segment: Segment, reader: SegmentReader) -> None:
     names = list(range(200))
     block = RowBlock([*map(prompt, names)], np.stack([*map(row_of, names)]), None, Encoding.F32)
     references = writer_of(segment).write(block, (), ()).references
@@ -324,7 +322,7 @@ def test_a_row_that_is_left_out_of_its_slot_is_not_found(segment: Segment, reade
     assert reader.find(prompt(2), V) is not None
 
 
-def test_rows_of_the_model_before_are_not_found_once_another_is_requested(
+def test_rows_of_the_previous_model_are_not_found_after_the_model_changed(
     segment: Segment, reader: SegmentReader
 ) -> None:
     put(segment, 1)
@@ -362,19 +360,19 @@ def test_references_and_rows_are_distinguished() -> None:
 
 
 def test_the_rows_of_many_workers_are_found() -> None:
-    several = [made() for _ in range(32)]
+    several = [make() for _ in range(32)]
     reader = SegmentReader()
     try:
         for number, segment in enumerate(several):
             put(segment, number)
-        look(reader)
+        refresh(reader)
         for number in range(32):
             row = reader.find(prompt(number), V)
             assert row is not None
             assert row.tobytes() == row_of(number).tobytes()
         for segment in several[:16]:
             segment.close()
-        look(reader)
+        refresh(reader)
         assert [reader.find(prompt(number), V) is None for number in range(32)] == [True] * 16 + [False] * 16
     finally:
         reader.close()
@@ -382,7 +380,7 @@ def test_the_rows_of_many_workers_are_found() -> None:
             segment.close()
 
 
-def test_rows_that_are_dropped_lend_their_memory_to_the_next_and_others_keep_theirs(
+def test_memory_of_deleted_rows_is_reused_and_memory_of_kept_rows_is_not(
     segment: Segment, reader: SegmentReader
 ) -> None:
     for number in range(8):
@@ -426,7 +424,7 @@ def test_rows_of_a_forked_child_do_not_change_when_the_parent_reads_more(
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_memory_for_batches_is_used_again_for_those_of_about_their_size() -> None:
+def test_memory_of_a_batch_is_reused_for_batches_of_a_similar_size() -> None:
     memory = RowMemory()
     first = memory.take_writeable(1000)
     first[:] = 1
@@ -462,7 +460,7 @@ def test_rows_whose_size_is_no_multiple_of_a_word_are_read_whole_or_not_at_all(p
         for number in range(2):
             block = RowBlock([prompt(number)], row[None], None, Encoding.F32)
             odd.write(block.digests, block.encoded())
-        look(reader, "odd")
+        refresh(reader, "odd")
         for _ in range(2):
             found = reader.find(prompt(0), vocab_size)
             assert found is not None
