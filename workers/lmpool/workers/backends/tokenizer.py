@@ -93,8 +93,8 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         # The Rust package `tokenizers` raises plain `Exception`, not a subclass.
         if type(error) is Exception or isinstance(error, _TOKENIZER_ERRORS):
             _log.warning(missing, info.name, first_line(error))
-        else:
-            raise
+            return Texts(vocabulary, tokenizer)
+        raise
     return Texts(vocabulary, tokenizer)
 
 

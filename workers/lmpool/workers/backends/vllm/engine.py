@@ -265,13 +265,16 @@ class PositionCapture(PositionAnswers):
                 first = 0
                 rows_at_once = max(1, _MAX_LOGITS // self._vocab_size)
                 for part in torch.split(torch.tensor(rows, device=hidden.device), rows_at_once):
-                    logits: Tensor = self._runner.model.compute_logits(hidden[part])
-                    _check_shape(logits, len(part), self._vocab_size, "positions")
-                    self.add(pieces, first, logits)
+                    self.add(pieces, first, self._logits(hidden[part]))
                     first += len(part)
             finally:
                 if self._head is not None:
                     self._head.punica_wrapper = original
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits: Tensor = self._runner.model.compute_logits(hidden)
+        _check_shape(logits, len(hidden), self._vocab_size, "positions")
+        return logits
 
 
 class _OneAdapter:
