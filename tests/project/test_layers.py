@@ -275,7 +275,6 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/cli/serve.py": {"pythonjsonlogger", "uvloop"},
         "testing/lmpool/pytest_plugin.py": {"pytest"},
         "testing/lmpool/testing/front.py": {"fakeredis"},
-        "testing/lmpool/testing/memory_pool.py": {"lupa"},
     }
     unlisted = {
         name_of(path): more

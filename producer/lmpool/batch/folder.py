@@ -207,7 +207,8 @@ class Folder:
             raise BatchRefused(f"{self.location} holds {others[0]} and no {MANIFEST}. Give an empty or a new folder")
         with self._lock(fcntl.LOCK_EX) as lock:
             lock.truncate()
-            print(os.getpid(), end="", file=lock, flush=True)
+            lock.write(str(os.getpid()))
+            lock.flush()
             try:
                 self._remove_temporary(0)  # No other process writes now.
                 yield
