@@ -136,7 +136,10 @@ class FetchLoop:
     def __init__(self, dispatcher: Dispatcher, consumer: Consumer, leases: Leases) -> None:
         self.dispatcher, self.consumer, self.leases = dispatcher, consumer, leases
         self.lifecycle, self.in_flight = dispatcher.lifecycle, dispatcher.in_flight
-        self.engine_thread, self._info = dispatcher.engine_thread, dispatcher.info
+        self.engine_thread, info = dispatcher.engine_thread, dispatcher.info
+        self._claim_wait_s = _DRAIN_SHARE * info.lease_s
+        # Max bytes of a job. Trie jobs have no useful limit: their inputs are larger than their prompt.
+        self._max_job_bytes = float("inf") if info.is_trie else 4 * info.max_prompt_tokens
         # Locked from reading jobs until they are in `in_flight`: earlier, the worker does not renew their leases.
         self._taking = asyncio.Lock()
         self._block_ms = _MAX_BLOCK_MS  # Ms for which the next read for jobs may block.
@@ -206,7 +209,7 @@ class FetchLoop:
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, for at most `_DRAIN_SHARE` of a lease; return whether it holds."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(_DRAIN_SHARE * self._info.lease_s):
+            async with asyncio.timeout(self._claim_wait_s):
                 await self.lifecycle.wait_for(condition)
                 return True
         return False
@@ -217,10 +220,8 @@ class FetchLoop:
 
     def _count_to_take(self, capacity: int) -> int:
         """Max prompts to take in one call: a batch, or with very short steps several batches, up to the capacity."""
-        batch, info = self.engine_thread.batch, self._info
-        # Trie jobs have no useful limit: their inputs are larger than their prompt.
-        is_small = not info.is_trie and capacity * 4 * info.max_prompt_tokens <= _MAX_TAKEN_BYTES
-        is_short = is_small and self.engine_thread.step_s < _SHORT_STEP_S
+        batch = self.engine_thread.batch
+        is_short = self.engine_thread.step_s < _SHORT_STEP_S and capacity * self._max_job_bytes <= _MAX_TAKEN_BYTES
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:

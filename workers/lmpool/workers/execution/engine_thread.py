@@ -22,9 +22,9 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError, WorkerError
+from lmpool.errors import LMPoolError, ProtocolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.row import Encoding, NewRows, VectorBlock
+from lmpool.protocol.row import Encoding, NewRows, VectorBlock, check_row
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution import contract, yielding
@@ -335,9 +335,12 @@ class EngineThread:
                 finished = engine.backend.step()
                 self.call, ended = None, time.monotonic()
                 digests = check_answers(finished, engine.held, engine.info)
-                for block in finished.blocks:
-                    if block.digests:  # One row is enough to find logits; clients do not check rows in shared memory.
-                        yielding.checked_row(block, 0)
+                try:
+                    for block in finished.blocks:
+                        if block.digests:  # One row shows whether a block has logits; clients check only some rows.
+                            check_row(block.row(0))
+                except ProtocolError as error:
+                    raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
                 self._note_step_time(ended - began, len(digests))
                 result = engine.take_results(finished, digests)
                 self._on_step(ended - began, len(result.prompts))
@@ -497,7 +500,9 @@ def check_answers(finished: contract.Finished, held: Collection[bytes], info: Mo
     Raises:
         WorkerError: a result for a prompt that was not submitted, two results for a prompt, or rows of another length.
     """
-    digests, who = finished.digests, f"the backend {info.backend!r} has returned"
+    digests = [digest for block in finished.blocks for digest in block.digests]
+    digests += [*(finished.answers.digests if finished.answers else ()), *finished.failures]
+    who = f"the backend {info.backend!r} has returned"
     if len(set(digests)) < len(digests):
         twice = [digest for digest, count in Counter(digests).items() if count > 1]
         raise WorkerError(f"{who} two results in one step for {len(twice)} prompts, such as {twice[0].hex()}")

@@ -148,11 +148,10 @@ class AnswerMemory:
     """
 
     def __init__(self, info: ModelInfo) -> None:
-        self._info = info
+        self._info, self._taken_bytes = info, 0
         # Prompts that wait for memory, in order of arrival.
         self._waiting: deque[InFlightPrompt] = deque()
         self._waiting_bulk: deque[InFlightPrompt] = deque()
-        self._taken_bytes = 0
 
     def admit(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
         """Return the prompts that the backend may have now; the other prompts wait."""
@@ -249,7 +248,7 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
             if (prompt := continuations.get(digest)) is None:
                 continue
             try:
-                if (answer := _draw(prompt, checked_row(block, index))) is None:
+                if (answer := _draw(prompt, block.row(index))) is None:
                     longer.append(prompt)
                 else:
                     answers[digest] = answer
@@ -262,19 +261,15 @@ def advance(finished: Finished, continuations: Mapping[bytes, InFlightPrompt]) -
     return Finished(blocks, failures, vectors), longer
 
 
-def checked_row(block: RowBlock, index: int) -> Row:
-    """A row of a block that the backend returned; raises `WorkerError` for anything else, such as logits."""
-    try:
-        return check_row(block.row(index))
-    except ProtocolError as error:
-        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
-
-
 def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     """Draw a token and append it to the prompt; return the whole continuation, encoded, if the token is its last."""
     query, drawn = prompt.generate, prompt.drawn
     assert query is not None
     assert drawn is not None
+    try:
+        check_row(row)
+    except ProtocolError as error:
+        raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
     token = sample(row, query.draw(len(drawn.tokens)))
     encoded = token.to_bytes(4, "little")
     drawn.tokens.append(token)
