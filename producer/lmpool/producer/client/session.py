@@ -386,8 +386,9 @@ class SessionPerLoop:
                     if type(attempt.absence) is not type(error):
                         served = "a model" if self._model is None else repr(self._model)
                         missing = f"a worker to serve {served}" if is_absent else "the server"
+                        limit = f"this waits up to {attempt.timeout_s:g} s ({errors.argument('timeout')})"
                         at_once = errors.argument("when_absent", '"raise"')
-                        _log.warning("waiting for %s: %s; %s fails at once", missing, error, at_once)
+                        _log.warning("waiting for %s: %s; %s; %s fails at once", missing, error, limit, at_once)
                     attempt.absence = error
                 await asyncio.sleep(wait)
             raise AssertionError("the delays never end")

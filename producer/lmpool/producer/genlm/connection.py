@@ -134,8 +134,9 @@ class ModelConnection:
         with self._lock:
             self._check_open()
             if self._sync is None:
+                producer = Producer(**self._address.options)
                 self._sync = SyncProducer.__new__(SyncProducer)
-                self._sync.__setstate__(Producer(**self._address.options))
+                self._sync.__setstate__(producer)  # As unpickled: not connected yet.
             return self._sync
 
     @property

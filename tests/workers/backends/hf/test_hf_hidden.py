@@ -142,7 +142,6 @@ def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, mon
     text = list(range(30))
     with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
         assert producer.model.hidden == 33
-        monkeypatch.setattr("lmpool.producer.client.queries.MAX_ANSWER", 33 * 20)
         with ThreadPoolExecutor(4) as threads:
             head, *others = threads.map(lambda _: producer.head(), range(4))
         assert head.weights.shape == (VOCAB_SIZE, 33)
