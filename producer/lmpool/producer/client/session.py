@@ -253,6 +253,7 @@ class _Attempt:
 
     Attributes:
         waiting: number of callers that wait for the session.
+        timeout_s: longest timeout of these callers.
         server: the server to connect to, or None before the first try.
         absence: the last error that says that the server is unreachable or the model is not served.
         is_over: whether the producer was closed, or all callers have given up.
@@ -260,6 +261,7 @@ class _Attempt:
 
     task: asyncio.Task[Session] = field(init=False)
     waiting: int = 0
+    timeout_s: float = 0.0
     server: Server | None = None
     absence: errors.LMPoolError | None = None
     is_over: bool = False
@@ -333,6 +335,7 @@ class SessionPerLoop:
                         self._opening.pop(old, None)
                 self._opening[loop] = attempt
         attempt.waiting += 1
+        attempt.timeout_s = max(attempt.timeout_s, deadline.seconds)
         try:
             async with deadline.limit():
                 await ended(attempt.task)
