@@ -106,7 +106,7 @@ def prompt_types(objects: Iterable[object], ids: list[int], foreign: set[bytes])
 
 
 class RequestPath:
-    """The common part of several requests of one kind; each request is the list of the files of its frames.
+    """The files that all traced requests of one kind entered; each request is a list of the files of its stack frames.
 
     Attributes:
         files: files that every request entered, in the order of the last request.

@@ -188,7 +188,7 @@ class RowCache:
 
     Attributes:
         is_seen: whether scripts on the model's queue can read the rows; on a cluster, rows are on other masters.
-        weights_prefix: the keys of weights without the weights' name.
+        weights_prefix: beginning of the Redis key of weights that a client has sent for a trie; the name follows.
         queue: calls scripts on the model's queue, after all pending writes of rows if scripts can read rows.
     """
 

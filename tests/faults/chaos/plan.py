@@ -57,7 +57,7 @@ class Strike:
         lasts: seconds; 0 for a fault without a duration.
         share: share of the workers or connections that are affected.
         way: the affected direction.
-        number: number of the worker, or another choice.
+        number: a random number from which the fault draws its choices, such as the worker that it hits.
     """
 
     at: float

@@ -203,7 +203,7 @@ class FetchLoop:
                     # The prompt may have crashed other workers, so it runs alone in this worker.
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
-                    # Give up for now: another worker may become empty sooner. If none does, the next claim tries again.
+                    # Leave the prompt in the queue: another worker may become empty sooner. Otherwise the next claim takes it.
                     break
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:

@@ -28,7 +28,7 @@ Path: TypeAlias = "array[int]"
 
 Prompts: TypeAlias = Sequence[Sequence[int]]  # Token ids of each prompt.
 
-# Stamp of a slot that is unused or must not be freed.
+# Use time of an empty slot and of a slot in use: later than all others, so that neither is chosen for eviction.
 _NEVER = np.iinfo(np.int64).max
 # Low bits of a stamp, which hold the depth of the slot's token in its prompt.
 _DEPTH_BITS = 32
