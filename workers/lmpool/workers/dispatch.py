@@ -203,7 +203,7 @@ class FetchLoop:
                     # The prompt may have crashed other workers, so it runs alone in this worker.
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
-                    # Leave the prompt in the queue: another worker may become empty sooner. Otherwise the next claim takes it.
+                    # Leave the prompt: another worker may become empty sooner. Otherwise the next claim takes it.
                     break
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:

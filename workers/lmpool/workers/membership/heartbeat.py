@@ -241,7 +241,7 @@ class Heartbeat:
     async def _forget(self, model: str, seen: bytes, field: bytes = b"") -> None:
         """Remove a model that no worker serves; its queue and its dead letters stay for a week.
 
-        `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if this name is not UTF-8.
+        `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
             keys = self.keys.model(model)
