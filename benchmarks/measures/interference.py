@@ -131,7 +131,7 @@ def bulk_alone(testbed: Testbed) -> list[Result]:
 
 
 def web_pages(testbed: Testbed) -> list[Result]:
-    """Throughput while browsers show the pool page: of workers that wait in each step (as for a GPU) and of busy ones."""
+    """Throughput while pool pages are open: of workers that wait in each step, as for a GPU, and of busy ones."""
     results = []
     for name, step, options in (
         ("web-pages", "steps of 20 ms", ("--step-ms", "20")),
