@@ -423,7 +423,7 @@ class EmbeddedServer:
             file.unlink(missing_ok=True)  # A killed process may have left the file.
         arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
         command = [sys.executable, "-P", "-m", "lmpool.embedded", *arguments]
-        with open(self.log_path, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+        with open(self.log_path, "xb", opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o600)) as log:
             # Ctrl-C in this terminal must not reach the keeper and the server, and both may outlive this process.
             self._keeper = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

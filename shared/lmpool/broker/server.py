@@ -137,19 +137,20 @@ class _Cancellable(connections.AbstractConnection):
         # A TLS server that refuses a client sends the reason and closes the connection. If the client has already sent
         # more data, its system discards the reason: then connect again.
         cuts_left = _MAX_CUTS if _is_of_tls(type(self)) else 0
-        while True:
-            try:
-                async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
-                    return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
-            except redis_sync.ConnectionError as error:
-                await self.disconnect(nowait=True)
-                if not (cuts_left and re.search(replies.CUT, str(error))):
-                    raise
-                cuts_left -= 1
-            except BaseException:
-                # redis-py would keep a connection that the server has not accepted.
-                await self.disconnect(nowait=True)
-                raise
+        try:
+            async with self._limit("socket_connect_timeout", "Timeout connecting to server"):
+                while True:
+                    try:
+                        return await super().connect()  # type: ignore[no-untyped-call,no-any-return]
+                    except redis_sync.ConnectionError as error:
+                        if not (cuts_left and re.search(replies.CUT, str(error))):
+                            raise
+                    cuts_left -= 1
+                    await self.disconnect(nowait=True)
+        except BaseException:
+            # redis-py would keep a connection that the server has not accepted.
+            await self.disconnect(nowait=True)
+            raise
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         # Connect and check here, outside of the limit for sending: both have limits of their own.

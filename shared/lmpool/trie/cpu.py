@@ -263,8 +263,10 @@ class CpuKernels:
                     scratch = self._scratch.pop()
                 except IndexError:
                     scratch = _Scratch(self._plan)
-                block_loops(width)["gather"](source, scratch.compute(op, weights, first, width), first, out)
-                self._scratch.append(scratch)
+                try:
+                    block_loops(width)["gather"](source, scratch.compute(op, weights, first, width), first, out)
+                finally:
+                    self._scratch.append(scratch)
 
         # Compute in this thread, and in the free threads of the pool.
         helpers = [_pool(self._threads).submit(compute_blocks) for _ in firsts[1 : self._threads]]

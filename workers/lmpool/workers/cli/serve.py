@@ -122,8 +122,8 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
         if worker.is_hung:  # The backend's thread runs, and an ordinary exit might wait for a lock of that thread.
             logging.shutdown()
             os._exit(_FAILED)
-    for number in _signals():  # Prompts are finished: a second signal from now on changes nothing.
-        loop.add_signal_handler(number, lambda: None)
+    for number in _signals():  # Prompts are finished. A thread, such as a download, may still run: a signal ends it.
+        loop.add_signal_handler(number, os._exit, 0)
     _log.info("stopped; nothing was left unfinished")
 
 
