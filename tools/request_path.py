@@ -12,7 +12,7 @@ to its return.
 - A type carries a prompt if it is a class of the package, an instance appears among the locals of these frames (or in
   an attribute of such an object), and one of its attributes holds the prompt's ids, its digest, or an object that holds
   either. The digest is found as a bytes value of at least 16 bytes next to the ids that belongs to no other prompt.
-  Objects that appear during two prompts do not count, and prompts inside a list or dict do not count either.
+  Objects that several prompts use, and objects that hold the prompt only inside a list or dict, do not carry it.
 """
 
 from __future__ import annotations

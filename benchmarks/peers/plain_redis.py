@@ -27,7 +27,7 @@ _JOBS, _ANSWERS, _GROUP = "plain:jobs", "plain:answers", "workers"
 
 
 class PlainRedis:
-    """Handlers that move values, and return timings where the benchmark needs them."""
+    """Handlers that store values in Redis or fetch them; some return how long this took."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis

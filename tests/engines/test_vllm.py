@@ -75,7 +75,7 @@ def test_a_session_is_opened_when_a_prompt_begins_to_grow(backend: VllmBackend) 
 
 @contextmanager
 def computed(backend: VllmBackend) -> Iterator[list[int]]:
-    """The number of tokens that each step computes in this context."""
+    """Record the number of tokens of each step that the backend computes while the context manager is open."""
     scheduler: Any = backend._scheduler
     schedule, tokens = scheduler.schedule, []
 

@@ -24,7 +24,15 @@ from genlm.backend.llm import AsyncLM, AsyncTransformer
 from genlm.backend.tokenization import decode_vocab as their_decode_vocab
 from llamppl import CachedCausalLM
 
-from lmpool.errors import EmptyPrompt, LMPoolError, ProducerClosed, SettingsError, UnknownAdapter, UnknownModel
+from lmpool.errors import (
+    EmptyPrompt,
+    InvalidPrompt,
+    LMPoolError,
+    ProducerClosed,
+    SettingsError,
+    UnknownAdapter,
+    UnknownModel,
+)
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
@@ -224,6 +232,13 @@ async def test_an_empty_prompt_is_a_value_error(small: PooledLM) -> None:
             small.next_token_logprobs_sync([])
         with pytest.raises(kind):
             await small.batch_next_token_logprobs([IDS, []])
+
+
+@pytest.mark.parametrize("prompt", ["a text", {"input_ids": IDS}, None, 5])
+async def test_a_prompt_to_sample_from_must_be_token_ids(small: PooledLM, prompt: Any) -> None:
+    for most, seed in ((0, None), (2, None), (2, 1)):
+        with pytest.raises(InvalidPrompt, match="the prompt is "):
+            await small.sample(prompt, most, [], seed=seed)
 
 
 def test_methods_that_genlm_backend_removed_raise_here_too(small: PooledLM) -> None:

@@ -159,6 +159,8 @@ async def test_a_deadline_while_connecting_leaves_no_task(mute: Mute) -> None:
     ends = await ended(first, second)
     assert [type(end) for end in ends] == [ServerUnreachable] * 2
     assert ends[0] is not ends[1]
+    await producer.close()
+    assert "lmpool-connect" not in {task.get_name() for task in asyncio.all_tasks()}, "closing waits for the attempt"
 
     async def is_quiet() -> bool:
         return len(asyncio.all_tasks() - before) == mute.is_open == 0

@@ -146,7 +146,7 @@ def test_every_particle_of_both_processes_is_json_of_the_given_form(url: str) ->
     assert len(asked) == 2
     shared = re.search(r"computed once: (\d+)", out)
     assert shared is not None
-    # At least the first prompt, because it is the same one.
+    # The runs share at least their first prompt, because all of them begin with the same prompt.
     assert 1 <= int(shared[1]) <= min(int(prompts) for _, prompts in asked)
 
 

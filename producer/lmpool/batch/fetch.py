@@ -116,7 +116,9 @@ def explained(location: str, advice: str, kind: type[Exception] = Exception) -> 
     except LMPoolError:
         raise
     except kind as error:
-        text = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+        # Only the text of a store's error names the host or the file.
+        reason = getattr(error, "strerror", None) if kind is OSError else None
+        text = reason or " ".join(str(error).split()) or type(error).__name__
         remedy = "Free some space. " if getattr(error, "errno", None) in _FULL else ""
         raised = BatchError(f"{named(location)}: {named(text)}. {remedy}{advice}")
         # A file of this machine was removed: another try lists the files again. A store may answer later.

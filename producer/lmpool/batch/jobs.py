@@ -243,11 +243,15 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     prefix: str = "lmpool"
 
 
+class _Schedule(msgspec.Struct):
+    run: list[Nightly]
+
+
 def read_schedule(path: Path) -> list[Nightly]:
     """The entries of a TOML file, each a table `[[run]]`."""
     try:
-        return msgspec.toml.decode(path.read_bytes(), type=dict[str, list[Nightly]])["run"]
-    except (OSError, ValueError, KeyError) as error:
+        return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
+    except (OSError, ValueError) as error:
         raise SettingsError(f"schedule: {path} is not a list of runs: {error}") from error
 
 

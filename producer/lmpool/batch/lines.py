@@ -264,7 +264,8 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
             continue
         # Decode up to `MAX_CHUNK_LINES` rows at once, of up to `MAX_CHUNK_BYTES` if all rows have the same size.
         parts = map(group.column, range(group.num_columns))
-        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in parts)
+        read = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
+        size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in read)
         rows = max(1, min(MAX_CHUNK_LINES, MAX_CHUNK_BYTES * group.num_rows // max(1, size)))
         for batch in file.iter_batches(batch_size=rows, row_groups=[number], columns=columns):
             if is_wanted(batch.num_rows):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -131,7 +131,8 @@ class Progress:
         self._bar.update(self._task, rates=rates)
         if self._bar.disable and task.total and now - self._reported >= _REPORT_INTERVAL_S:
             self._reported = now
-            left = timedelta(seconds=round(task.time_remaining or 0))
+            # By the mean rate of the whole run: rich's own estimate needs two results within 30 s.
+            left = timedelta(seconds=round((task.remaining or 0) * seconds / max(computed, 1)))
             say(f"{task.completed:.0f} of {task.total:.0f} {self._label}, {rates}, {left} left", err=True)
 
 
@@ -236,14 +237,20 @@ class Run:
         with self.progress.shown(self.index.lines, lines_done):
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
-            finally:
-                with self.folder.explained():
-                    await finish(asyncio.to_thread(self.folder.sum_up, manifest, is_over=True))
+            except BaseException:
+                with suppress(errors.BatchError):  # The run may have failed because the disk is full.
+                    await self._sum_up()
+                raise
+            await self._sum_up()
         if left := manifest.shards - len(manifest.done):
             gone = f"another program removed or replaced {left} of {manifest.shards} shards"
             raise errors.BatchError(f"{self.folder.location}: {gone}. {TRY_AGAIN}")
         texts, failed = (sum(getattr(shard, name) for shard in manifest.done) for name in ("texts", "errors"))
         return Outcome(texts, failed, manifest.shards, len(resumed))
+
+    async def _sum_up(self) -> None:
+        with self.folder.explained():
+            await finish(asyncio.to_thread(self.folder.sum_up, self.manifest, is_over=True))
 
     async def run_shards(self, shards: Sequence[int]) -> None:
         """Compute some shards."""

@@ -182,12 +182,12 @@ class PooledTrie(CopiedAsItself):
             return _Choice(trie.n_nodes, None, "inner", b"")
         if not isinstance(under, bytes):
             raise errors.SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
-        if under not in self._under:
+        if (choice := self._under.get(under)) is None:
             if len(self._under) >= _MAX_CHOICES:
                 self._under.clear()
             children = trie.children(node := trie.node(under))
-            self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
-        return self._under[under]
+            choice = self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
+        return choice
 
     def _compute(self, call: _Call, weights: Values) -> Values:
         """Compute the values in this process: (n, V) -> (n, number of requested nodes)."""
@@ -249,16 +249,20 @@ class PooledTrie(CopiedAsItself):
                 values = await self._insist(session, ask_model_workers, deadline, 1)
         if values is None:
             trie_session = await self._trie_sessions.open(deadline)
+            failure: errors.RequestFailed | None = None
 
             async def ask_trie_workers() -> Values:
+                nonlocal failure
+                if failure is not None:
+                    # Have the row stored again. Fetching a damaged row makes a worker compute it again.
+                    is_missing = isinstance(failure, errors.SourceMissing)
+                    await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
                 # Read the fingerprint at each try: it changes when the model is served with other weights.
                 packed = structs.replace(query, rows=session.info.fingerprint, source=prompt.digest).pack()
                 try:
                     return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
                 except (errors.SourceMissing, errors.CorruptRow) as error:
-                    # Have the row stored again. Fetching a damaged row makes a worker compute it again.
-                    is_missing = isinstance(error, errors.SourceMissing)
-                    await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
+                    failure = error
                     raise
 
             values = await self._insist(trie_session, ask_trie_workers, deadline)

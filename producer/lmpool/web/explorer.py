@@ -238,7 +238,8 @@ def explorer_routes(models: Models) -> list[Route]:
             except errors.UnknownModel:
                 # Most pools have no trie worker: show a note, not an error.
                 return {"note": _NO_TRIES}
-            children = sorted(zip(mass[1:].tolist(), map(trie.structure.prefix, nodes[1:]), strict=True), reverse=True)
+            children = list(zip(mass[1:].tolist(), map(trie.structure.prefix, nodes[1:]), strict=True))
+            children.sort(key=lambda child: -child[0])
             return {
                 "prefix": shown_bytes(prefix),
                 "mass": float(mass[0]),

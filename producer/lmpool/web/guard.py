@@ -56,10 +56,17 @@ _HEADERS = {
 _COOKIE = "lmpool-web"
 _HOW = "sign in on the page with the token of `lmpool web`, or send Authorization: Bearer TOKEN"
 _WRONG_TOKEN = (
-    f"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN is set; {_HOW}"
+    "the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_WEB_TOKEN or --token sets it; "
+    f"{_HOW}"
 )
-_LINK_USED = "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed"
-_WRONG_LINK = "the token in this address is not valid. Type the token: an address would stay in the browser's history"
+_LINK_USED = (
+    "this address was used before; it signs in one browser, once. Type the token that `lmpool web` printed below the "
+    "address, or restart `lmpool web`"
+)
+_WRONG_LINK = (
+    "the token in this address is not valid: only the address that `lmpool web` printed at its last start signs in, "
+    "once. Type the token here; in an address it would stay in the browser's history"
+)
 
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (errors.SettingsError, 400),

@@ -71,6 +71,8 @@ class SegmentListener:
             self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
+            with suppress(OSError):
+                path.unlink()
             raise
         self._thread = threading.Thread(target=self._serve, name="lmpool-segment", daemon=True)
         self._thread.start()
@@ -387,7 +389,8 @@ class SegmentWriter:
             if segment is not None and not self._is_wanted:  # The worker has stopped without waiting for this thread.
                 segment.close()
             elif segment is not None:
-                self.segment, self.host = segment, shared_memory.host_token()
+                self.host = shared_memory.host_token()  # First: the event loop reads it as soon as there is a segment.
+                self.segment = segment
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)
             elif self._is_wanted:

@@ -124,7 +124,10 @@ def own_folder(place: Path, *, make: bool = False) -> Iterator[str]:
 def segments_in(place: Path) -> Iterator[Path]:
     """The sockets of segments in a user's folder; none in a folder that other users can write to."""
     with suppress(OSError), own_folder(place):
-        yield from filter(Path.is_socket, place.glob(f"{NAME}*"))
+        for path in place.glob(f"{NAME}*"):
+            with suppress(OSError):  # An entry that cannot be read must not hide the others.
+                if path.is_socket():
+                    yield path
 
 
 @contextmanager
@@ -301,7 +304,7 @@ class _OpenSegment(NamedTuple):
     layout: Layout
     memory: mmap.mmap
     view: memoryview
-    first: int  # Offset of the first slot: the layout would compute it at every read.
+    first: int  # Offset of the first slot, kept because `layout` computes it anew at each call.
 
 
 @dataclass(slots=True)

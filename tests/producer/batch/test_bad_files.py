@@ -204,6 +204,23 @@ def test_long_lines_are_read_a_few_at_a_time(
     assert read[-1].is_last
 
 
+def test_columns_that_are_not_read_do_not_make_batches_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, texts = tmp_path / "in.parquet", [[line, 1] for line in range(64)]
+    pq.write_table(pa.table({"ids": texts, "image": [os.urandom(1 << 16) for _ in texts]}), path)
+    sizes, iter_batches = list[int](), pq.ParquetFile.iter_batches
+
+    def record(file: Any, *, batch_size: int, **options: Any) -> Any:
+        sizes.append(batch_size)
+        return iter_batches(file, batch_size=batch_size, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", record)
+    monkeypatch.setattr(lines_module, "MAX_CHUNK_BYTES", 1 << 16)
+    source = open_input(path)
+    read = [line for chunk in source.read(source.index(64), 64, [0]) for line in chunk.lines]
+    assert [isinstance(line, Line) and line.fields.ids for line in read] == texts
+    assert min(sizes) >= len(texts)
+
+
 def test_duplicates_are_all_lines_but_the_first_with_an_id() -> None:
     generator = np.random.default_rng(0)
     drawn = [None if value == 0 else str(value) for value in generator.integers(0, 300, 2000)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gzip
 import json
 import os
@@ -20,8 +21,9 @@ from msgspec.structs import replace
 import lmpool.batch
 from lmpool.batch import fetch
 from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
+from lmpool.batch.run import Run
 from lmpool.batch.shards import Text, open_writer
-from lmpool.errors import BatchError, BatchRefused, SettingsError
+from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
 from tests.support.pool import Pool, run_lmpool, until
@@ -224,6 +226,23 @@ async def test_a_run_fails_if_another_program_removes_its_shards(
     async with pool.producer() as producer:
         with pytest.raises(BatchError, match="another program removed or replaced 1 of 6 shards"):
             await run(producer, source, output, "topk:3", shard_lines=10)
+
+
+async def test_a_failed_manifest_does_not_hide_the_error_that_ended_the_run(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def end(*_: Any) -> None:
+        raise ModelMismatch("the model has other weights")
+
+    pool.start()
+    monkeypatch.setattr(Folder, "sum_up", fail)
+    monkeypatch.setattr(Run, "run_shards", end)
+    async with pool.producer() as producer:
+        with pytest.raises(ModelMismatch):
+            await run(producer, write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out", "topk:3", shard_lines=10)
 
 
 def test_jobs_are_tried_again_if_the_store_cannot_be_reached(

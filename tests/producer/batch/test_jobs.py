@@ -541,7 +541,7 @@ def test_a_malformed_schedule_is_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(SettingsError):
             read_schedule(path)
-    path.write_text(entry)
+    path.write_text('title = "nightly runs"\n' + entry)
     assert [run.what for run in read_schedule(path)] == ["topk:3"]
 
 

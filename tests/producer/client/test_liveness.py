@@ -43,7 +43,7 @@ async def test_workers_are_not_missing_before_a_lease_and_a_restart_have_passed(
 
 @pytest.mark.parametrize("gap", [4.5, 600])
 async def test_a_client_blocked_between_two_checks_starts_the_time_without_workers_again(gap: float) -> None:
-    """A heartbeat lasts for a lease, so a worker may have joined and left unseen."""
+    """While a client is blocked for more than a lease, a worker may join and leave without being seen."""
     assert await checks(100, 100 + gap, 100 + 2 * gap, 101 + 2 * gap) == [None] * 4
     *_, last = await checks(100, 100 + gap, 103 + gap, 105 + gap)
     assert "for 5 s" in str(last), "counted from the check after the gap"

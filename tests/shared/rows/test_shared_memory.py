@@ -91,7 +91,7 @@ def test_each_replaced_row_is_reported_once(segment: Segment) -> None:
         put(segment, number % 70)
         replaced.append(segment.replaced())
     assert replaced == [[]] * 64 + [[prompt((number - 64) % 70)] for number in range(64, 140)]
-    # Written again before its slot was reused: it is still there.
+    # A row that is written a second time moves to a new slot, so the reuse of its first slot does not replace it.
     again = make()
     try:
         for number in [*range(63), 0]:

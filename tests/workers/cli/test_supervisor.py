@@ -323,7 +323,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 supervisor.LAUNCH = '''
 import os, sys
 how = sys.argv[1]
-print(f"[{os.environ['NUMBER']}] hello", flush=True)
+os.write(1, f"[{os.environ['NUMBER']}] hello\\\\n".encode())  # In one piece: `print` of two processes may interleave.
 if "serves" in how:
     os.write(int(os.environ["LMPOOL_READY_DESCRIPTOR"]), b"id")
 if "waits" in how:

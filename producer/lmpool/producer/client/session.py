@@ -352,16 +352,26 @@ class SessionPerLoop:
         finally:
             attempt.waiting -= 1
             if not attempt.waiting:
-                with self._lock:
-                    if self._opening.get(loop) is attempt:
-                        del self._opening[loop]
-                if not attempt.task.done() and not loop.is_closed():
-                    # Without callers, end the attempt, so that the next caller does not wait for a dead server.
-                    attempt.is_over = True
-                    attempt.task.cancel()
+                self._abandon(attempt, loop)
         if attempt.is_over:
             raise errors.ProducerClosed(CLOSED)
         return outcome(attempt.task)
+
+    def _abandon(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
+        """End an attempt without callers, so that the next caller does not wait for a dead server."""
+
+        def forget(_: object) -> None:
+            with self._lock:
+                if self._opening.get(loop) is attempt:
+                    del self._opening[loop]
+
+        if attempt.task.done() or loop.is_closed():
+            forget(None)
+        else:
+            # Keep the attempt until its task has ended: `close` waits for it.
+            attempt.is_over = True
+            attempt.task.add_done_callback(forget)
+            attempt.task.cancel()
 
     async def _connect(self, attempt: _Attempt) -> Session:
         session = None

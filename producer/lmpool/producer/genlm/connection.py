@@ -168,7 +168,15 @@ class ModelConnection:
 
     def abandon(self) -> None:
         """Close without waiting: the garbage collector calls this, in any thread and at any moment."""
-        threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
+        for producer in list(self._producers):
+            producer.close_soon()
+        if self._sync is None and self._owned is None:
+            atexit.unregister(self.close)
+            return
+        try:
+            threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
+        except RuntimeError:  # No more threads: the limit of the system is reached, or the interpreter is ending.
+            self.close()
 
     def _check_open(self) -> None:
         if self._closed:

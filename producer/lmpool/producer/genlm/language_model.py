@@ -27,6 +27,7 @@ from lmpool.producer.genlm import connection as pools
 from lmpool.producer.genlm.connection import Address, PrivatePool
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.tokenizer import load_tokenizer, read_tokenizer
+from lmpool.protocol.job import not_token_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.settings import check_choice, check_kind, check_known, shown
 from lmpool.vocabulary import decode_vocab
@@ -245,6 +246,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Returns:
             the token ids after the prompt.
         """
+        if isinstance(prompt_token_ids, (str, Mapping)) or not hasattr(prompt_token_ids, "__iter__"):
+            raise not_token_ids(prompt_token_ids)
         prompt, ends = list(prompt_token_ids), frozenset(eos_token_ids)
         # Temperature 0 needs no seed; genlm-backend would divide by 0.
         if seed is not None and temperature != 0:

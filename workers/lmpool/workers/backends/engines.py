@@ -81,6 +81,8 @@ class EngineBackend(TellsTexts, ABC):
                 self.load_adapter(name, source)
             _log.info("weights are loaded: checking the first rows")
             first = [block for done in _steps(backend, [BackendJob(bytes(16), bytes(4))]) for block in done.blocks]
+            if not first:
+                raise WorkerError("it has answered a prompt without a row")
             self._set_info(dtype, first[0].encoding, **facts)
             check_canary(backend)
         except BaseException as error:

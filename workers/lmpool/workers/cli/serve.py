@@ -67,14 +67,14 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
         from uvloop import new_event_loop
     except ImportError:
         _log.warning("uvloop is not installed: rows are stored more slowly")  # Two to four times slower.
-    try:
-        with asyncio.Runner(loop_factory=new_event_loop) as runner:
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        try:  # Inside of the runner, whose end waits for threads such as downloads: log the error before it.
             runner.run(_serve(server, backend, settings, log))
-    except LMPoolError as error:
-        if log is None:
-            raise
-        _log.critical("%s", error, exc_info=None if isinstance(error, _PLAIN) else error)
-        raise SystemExit(_FAILED) from error
+        except LMPoolError as error:
+            if log is None:
+                raise
+            _log.critical("%s", error, exc_info=None if isinstance(error, _PLAIN) else error)
+            raise SystemExit(_FAILED) from error
 
 
 async def _serve(server: Server, backend: BackendSettings, settings: WorkerSettings, log: Any) -> None:

@@ -120,6 +120,7 @@ class Heartbeat:
         # Register before comparing infos, so that of two workers that start together each finds the other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
         await self._write(counters)
+        await self._keep_texts()
         while (seen := await self._read_info()) != self.info.pack():
             if await self._put_info(seen):
                 return
@@ -147,6 +148,7 @@ class Heartbeat:
             self._others_since = min(self._others_since, now)
             if now - self._others_since > self.info.lease_s:
                 raise
+        await self._keep_texts()  # Last: it may fail for minutes, because a vocabulary has megabytes.
         return lane
 
     async def _read_info(self) -> bytes:
@@ -270,12 +272,13 @@ class Heartbeat:
         batch = 0 if counters.get("state") == "draining" else self.batch
         args = [self.worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
-        lane = int(await scripts.REGISTER(self.redis, registered, args))
-        # Keep vocabulary and tokenizer in the pool, so that clients need no copies.
+        return int(await scripts.REGISTER(self.redis, registered, args))
+
+    async def _keep_texts(self) -> None:
+        """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
         for value in (self.vocabulary, self.tokenizer):
             if value is not None:
                 await register(self.redis, self.keys, value)
-        return lane
 
 
 def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
