@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import signal
 import subprocess
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
@@ -108,6 +109,12 @@ async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool:
     assert (await asyncio.to_thread(dead, pool, "list")).stdout == "no prompt was given up\n"
     until(lambda: not pool.names("*waiting*") and not pool.jobs(), "the prompt has left no keys")
     assert pool.redis.type("keep") == b"none", "no stream of that name was created"
+
+
+def test_a_command_inside_a_program_leaves_the_signal_handlers_of_the_program(pool: Pool) -> None:
+    dead(pool, "list")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_list_without_a_model_shows_the_letters_of_all_served_models(pool: Pool) -> None:

@@ -211,7 +211,11 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
         for number in handled:
             loop.add_signal_handler(number, on_signal, number)
-        return await work
+        try:
+            return await work
+        finally:  # uvloop would leave its handlers, and a program that runs a command would not notice Ctrl-C any more.
+            for number in handled:
+                loop.remove_signal_handler(number)
 
     try:
         with asyncio.Runner(loop_factory=loop_factory) as runner:
