@@ -42,7 +42,7 @@ async def test_interactive_clients_go_before_a_bulk_client(pool: Pool) -> None:
         for number, row in zip([*range(100), *range(200, 205)], await asyncio.gather(*rows, *asked), strict=True):
             assert np.array_equal(row, synthetic_row([number], vocab_size=V))
     computed = [int(decode_ids(ids)[0]) for ids in backend.computed]
-    # Behind the jobs that the worker had taken before it arrived.
+    # Only jobs that the worker had already taken precede the five interactive prompts.
     assert max(computed.index(number) for number in range(200, 205)) < 30
 
 

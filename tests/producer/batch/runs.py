@@ -26,7 +26,7 @@ def write_lines(path: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
 
 
 def draw_texts(count: int, seed: int = 0, longest: int = 6) -> list[list[int]]:
-    """Token ids of texts of several lengths."""
+    """Draw the token ids of texts of several lengths."""
     generator = np.random.default_rng(seed)
     return [generator.integers(1, V, generator.integers(1, longest + 1)).tolist() for _ in range(count)]
 
@@ -55,29 +55,29 @@ def begun_folder(path: Path, suffix: str = "jsonl") -> tuple[Folder, Manifest]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files of an output folder by their paths in it, except the lock, the notes and the arguments of `submit`."""
+    """Paths in an output folder -> contents, without the lock, the notes of shards, and `submit`'s arguments."""
     others = ("lock", "done/", SUBMISSION)
     found = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(others)}
 
 
 def errors(folder: Path) -> list[tuple[int, str | None, str]]:
-    """The lines without a result: number, custom id, reason."""
+    """List the lines that have no result: line number, custom id, reason."""
     lines = (folder / "errors.jsonl").read_text("utf-8").splitlines()
     return [tuple(json.loads(line).values()) for line in lines]
 
 
 async def run(producer: Producer, source: Path | str, output: Path | str, what: str, **settings: Any) -> Outcome:
-    """A run in this process."""
+    """Do a batch run in this process."""
     return await run_batch(producer, source, output, BatchSettings(what, **settings), Progress())
 
 
 def arguments(pool: Pool, source: Path | str, output: Path | str, *options: str | int | float) -> list[str]:
-    """The command line of a run, without `lmpool`."""
+    """The command line of a batch run, without the word `lmpool`."""
     return ["batch", "run", str(source), str(output), "--redis", pool.url, "--prefix", pool.prefix, *map(str, options)]
 
 
 def begin(pool: Pool, source: Path | str, output: Path | str, *options: str | int | float) -> WorkerProcess:
-    """Start a run as a process."""
+    """Start a batch run as a process."""
     command = [*lmpool_command(), *arguments(pool, source, output, *options)]
     return WorkerProcess(command, pool.folder / f"{Path(output).name}.log")

@@ -21,7 +21,7 @@ def row(value: float = 0.0) -> Row:
 
 
 class Listener:
-    """A waiter that records its results."""
+    """A waiter of a pending request, which records its results."""
 
     def __init__(self) -> None:
         self.results: list[Answer] = []

@@ -29,7 +29,7 @@ class Empty:
 
 
 async def checks(*times: float) -> list[NoWorker | None]:
-    """Check such a pool at these loop times."""
+    """Check at these loop times whether a pool without workers has live workers."""
     empty = cast(Any, Empty())
     liveness = Liveness(empty, empty)
     return [await liveness.check(time) for time in times]

@@ -140,7 +140,7 @@ def test_every_waiter_has_an_exception_of_its_own(table: Table) -> None:
 
 
 class Particular(LMPoolError):
-    """An exception whose constructor does not take its text."""
+    """An exception whose constructor takes a code instead of its text."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"code {code}")
