@@ -1,4 +1,4 @@
-"""Fixtures: one embedded server for the whole run, one pool per test."""
+"""Pytest fixtures for all tests: one embedded server for the whole test run, and one pool for each test."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _private_runtime_dir() -> Iterator[None]:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """A folder with a short path: the path of a socket has at most about 100 bytes."""
+    """A folder with a short path, because the path of a Unix socket may have only about 100 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -109,7 +109,7 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture
 def pool(server_url: str, tmp_path: Path) -> Iterator[Pool]:
-    """A pool without workers on the shared server, with its own prefix."""
+    """A pool without workers on the shared server, with a key prefix for this test alone."""
     pool = Pool(server_url, f"test{next(_numbers)}", tmp_path)
     yield pool
     pool.end()

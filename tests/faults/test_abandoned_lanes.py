@@ -60,7 +60,7 @@ class Lane:
 
 
 class TwoWorkers:
-    """A worker with a full lane, and another worker that waits at its gate.
+    """A victim with a full lane (own job stream), and another worker whose steps wait at a gate.
 
     Attributes:
         victim: the worker that a test kills, freezes or stops.

@@ -173,7 +173,7 @@ async def holds_all(pool: Pool) -> bool:
 
 
 async def taken_over(pool: Pool, frozen: WorkerProcess, gate: Gate) -> WorkerProcess:
-    """Freeze the worker that holds jobs, let another worker claim them all, and freeze that worker at its gate too."""
+    """Freeze the worker that holds jobs; start another worker, which claims all jobs, and freeze it too."""
     frozen.signal(signal.SIGSTOP)
     (first,) = {job["consumer"] for job in pending(pool)}
     other = await asyncio.to_thread(lambda: pool.start("--lease-s", 2, "--max-batch", 16, command=gate.command))

@@ -42,8 +42,8 @@ class ClientProcess:
     """A client process that requests many prompts concurrently; the constructor waits until they are queued.
 
     Args:
-        pool: the pool.
-        count: number of prompts.
+        pool: pool to which the client connects.
+        count: number of prompts that the client requests.
     """
 
     def __init__(self, pool: Pool, count: int = QUEUED) -> None:

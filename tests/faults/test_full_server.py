@@ -38,7 +38,7 @@ def leave_room(pool: Pool, policy: str, size: int) -> None:
 
 
 def give_memory(pool: Pool) -> None:
-    """Give the server enough memory."""
+    """Raise the server's memory limit to 256 MiB, which is enough for all rows."""
     pool.redis.config_set("maxmemory", 1 << 28)
 
 

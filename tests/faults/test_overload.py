@@ -1,4 +1,4 @@
-"""More requests than the pool can compute: clients take turns, memory is bounded, the caller chooses the outcome."""
+"""Clients send more requests than the pool can compute: clients take turns, and memory stays bounded."""
 
 from __future__ import annotations
 

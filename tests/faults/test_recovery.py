@@ -1,4 +1,4 @@
-"""Workers crash, servers restart, connections break: requests still return their rows."""
+"""If workers crash, servers restart or connections break, requests still return their rows."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _numbers = itertools.count()
 
 
 def prompts(count: int = 150) -> list[list[int]]:
-    """Prompts that no test has requested yet."""
+    """Return prompts that no test has requested before."""
     return [[next(_numbers) % V, number // 500 % V, number % 500] for number in range(count)]
 
 
@@ -119,7 +119,7 @@ def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFacto
 
 
 async def start(pool: Pool, *options: str | float) -> None:
-    """Start a worker without blocking the proxy."""
+    """Start a worker in a thread, so that the proxy in this event loop can run."""
     gate_of(pool).open()
     await asyncio.to_thread(lambda: pool.start(*(options or SLOW), command=gate_of(pool).command))
 

@@ -72,7 +72,7 @@ async def ask(producer: Producer, prompts: list[list[int]] = PROMPTS) -> None:
 
 
 def stored(pool: Pool) -> list[bytes]:
-    """The values of the rows' keys in Redis."""
+    """Return the values in Redis under the keys of rows."""
     keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*", count=1000))
     values = [pool.redis.get(key) for key in keys]
     return [value for value in values if isinstance(value, bytes)]

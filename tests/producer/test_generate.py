@@ -90,7 +90,7 @@ async def test_a_continuation_ends_with_a_stop_token_or_sequence(pool: Pool) -> 
             ([ids[7], ids[4]], 5),
             ([ids[3:6]], 6),
             ([[ids[2], ids[4]], ids[8:9], np.array(ids[5:8])], 8),
-            ([[*PROMPT[1:], ids[0]]], 12),  # Stop sequences do not match inside the prompt.
+            ([[*PROMPT[1:], ids[0]]], 12),  # A stop sequence that begins in the prompt does not match.
             ([[5], *([token] for token in range(V) if token not in ids)], 12),
         ):
             (made,) = await producer.generate(PROMPT, 12, seed=9, stop=stop)

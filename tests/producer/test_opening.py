@@ -83,11 +83,11 @@ class Said:
         return sum(text in message for message in self._caplog.messages)
 
     def wait_for(self, text: str) -> None:
-        """Wait for a log line."""
+        """Wait until a producer logs a line that contains a text."""
         until(lambda: self.times(text), f"a producer says {text!r}")
 
     async def once(self, text: str) -> None:
-        """Wait for a log line that must appear only once."""
+        """Wait until a producer logs a text, which must appear only once."""
 
         async def is_said() -> bool:
             return self.times(text) > 0
@@ -211,7 +211,7 @@ def test_closing_ends_the_attempts_of_all_event_loops(short_dir: Path) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Disable the garbage collector, which would close connections that the code leaves open."""
+    """Disable the garbage collector, because it would close connections that lmpool forgets to close."""
     gc.collect()
     gc.disable()
     yield

@@ -56,7 +56,7 @@ async def test_an_unpickled_producer_works_in_another_process(pool: Pool) -> Non
 
 @pytest.fixture(scope="module")
 def served() -> Any:
-    """A pool in memory."""
+    """A pool of `lmpool.testing`, whose workers run in this process."""
     with lmpool.testing.pool(lmpool.testing.SyntheticModel("a")) as pool:
         yield pool
 

@@ -1,4 +1,4 @@
-"""A pool of real processes: prompts in, rows out."""
+"""Tests of the main path, on a pool of real processes: programs send prompts and get rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Producer(priority="bulk")` with other clients of the pool."""
+"""`Producer(priority="bulk")`: interactive clients go first, and the bulk client still gets a share."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_prompt_of_both_kinds_of_clients_is_computed_once_and_is_interac
 
 
 class Noting(GatedBackend):
-    """Records the first token of each job, and whether the job yields to others."""
+    """A backend that records the first token of each job, and whether the job has bulk priority."""
 
     def __init__(self) -> None:
         super().__init__(OneByOne(), BATCH)

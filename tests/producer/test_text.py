@@ -211,7 +211,7 @@ def test_the_command_shows_the_top_k_tokens_without_heavy_packages(served: Pool)
     result = ask("The capital of France is")
     assert result["top"][0]["token"] == " Paris"
     assert ask("-", given=b"The capital of France is\n") == result
-    # Results for ids include the texts of tokens.
+    # With --ids too, the output includes the texts of tokens.
     assert ask("--ids", ",".join(map(str, result["ids"]))) == result
 
 

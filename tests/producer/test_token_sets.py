@@ -1,4 +1,4 @@
-"""Token sets: their total probability, and the top-k tokens or a sample among them."""
+"""Token sets: their total probability, and the top-k tokens or a sample from a set."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def mask_of(ids: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def logits_of(prompt: list[int]) -> Row:
-    """Return the logits of the row."""
+    """Return the logits of a prompt's row."""
     base, shifts = draw(np.array(prompt, "<u4").tobytes(), V, 0)
     fill(bits := np.empty(V, np.uint16), base.bits, shifts)
     return widen_bf16(bits)
 
 
 def forms(ids: Any) -> list[Any]:
-    """Return one set in all forms that a caller may use."""
+    """Return a set of tokens in all forms that a caller may use."""
     mask = mask_of(ids)
     bits = np.packbits(mask, bitorder="little").tobytes()
     return [list(ids), np.asarray(ids), mask, bits, TokenSet(np.flatnonzero(mask), V)]

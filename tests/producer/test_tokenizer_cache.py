@@ -1,4 +1,4 @@
-"""The cache of published tokenizers: a session reads a tokenizer once, and a caller that gives up fails no other."""
+"""The cache of published tokenizers: a session reads each tokenizer once, even if a waiting caller gives up."""
 
 from __future__ import annotations
 

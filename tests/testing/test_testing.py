@@ -149,7 +149,7 @@ async def test_a_prompt_of_several_clients_is_computed_once(memory: MemoryPool) 
         await producer.close()
 
 
-# Several models, names
+# Several models and their names
 
 
 async def test_several_models_are_served_by_name() -> None:

@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(params=["in-memory", "real"])
 async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterator[Server]:
-    """A server with an empty tenth database."""
+    """A fake or a real Redis server, with an empty database number 9."""
     if request.param == "real":
         server = Server(request.getfixturevalue("server_url") + "?db=9")
         client = server.client()
@@ -52,7 +52,7 @@ async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, b
 
 
 async def until_reading(raw: RawCommandConnection, *consumers: str) -> None:
-    """Wait until these consumers block in a read of the group."""
+    """Wait until these consumers of the group block in XREADGROUP."""
 
     async def is_so() -> bool:
         reply = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))

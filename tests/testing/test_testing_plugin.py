@@ -1,4 +1,4 @@
-"""The pytest fixtures in the test suite of a user, and the examples of docs/testing.md."""
+"""lmpool's pytest fixtures work in a user's test suite, and the examples of docs/testing.md run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chaos: a pool of real processes under load, with random faults of its workers, connections and server.
+"""Chaos run: a pool of real processes under load, with random faults of its workers, connections and server.
 
     python -m tests.faults.chaos --seconds 180 --seed 7
 

@@ -86,7 +86,7 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
 
 
 def main() -> int:
-    """Run the command line."""
+    """Do the chaos run that the command line describes, and print its report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180, help="for how long clients ask (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="decides the schedule (default: a new one)")

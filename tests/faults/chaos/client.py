@@ -1,4 +1,4 @@
-"""A client process: sends requests until SIGTERM, compares each result, and logs how every request ended.
+"""Client process of a chaos run: sends requests until SIGTERM, checks each result, and logs how requests end.
 
 Most of its tasks send one request after the other. Some let contexts grow in lockstep, and one task of the first
 client puts adapters in service. The log has a line `b NUMBER TIME KIND` when a request begins, and a line
@@ -33,9 +33,9 @@ class Client:
     """The requests of one client process.
 
     Args:
-        settings: the run.
+        settings: settings of the chaos run.
         number: number of the client.
-        producer: sends the requests.
+        producer: producer that sends the requests.
         adapters: the folder of the adapters.
         log: file for the lines about the begin and end of requests.
     """
@@ -51,7 +51,7 @@ class Client:
         self._has_adapter = asyncio.Event()
 
     def stop(self) -> None:
-        """Send no more requests."""
+        """Stop sending requests."""
         self._stopping.set()
 
     async def run(self) -> None:

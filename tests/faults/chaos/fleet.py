@@ -54,7 +54,7 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Id of the process."""
         return self._process.pid
 
     @property
@@ -93,14 +93,14 @@ class Fleet:
     """Starts, replaces and ends the processes of a run.
 
     Args:
-        settings: the run.
-        folder: receives logs and traces.
+        settings: settings of the chaos run.
+        folder: folder for logs and traces.
         hosts: a folder in shared memory for each of two hosts; the last worker and the last client are on the second.
-        url: number of a worker or client -> URL: the server's own address, or the proxy's.
+        url: returns the URL of the server or of the proxy for the number of a worker or client.
         prefix: prefix of all keys.
 
     Attributes:
-        workers: the workers that run now.
+        workers: one process for each worker, the latest replacement.
         clients: all clients.
         failed: processes that the run did not end: number, exit code and last output.
         leaked: processes that did not end after SIGTERM: number and last output.

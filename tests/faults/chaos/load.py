@@ -64,9 +64,9 @@ class Load:
     Requests of other kinds have unique prompts, so that prompts which are computed twice can be counted.
 
     Args:
-        settings: the run.
+        settings: settings of the chaos run.
         number: number of the client.
-        producer: sends the requests.
+        producer: producer that sends the requests.
         adapters: the folder of the adapters.
 
     Attributes:
@@ -197,7 +197,7 @@ class Load:
         return Question("trie", 1, ask)
 
     def adapter(self) -> Question:
-        """Request a row with the adapter in service."""
+        """Request a row with the adapter that is in service."""
         prompt = self._new()
 
         async def ask() -> list[str]:
@@ -252,7 +252,7 @@ class Adapters:
     """The adapters of a run, one folder each, numbered in the order in which they are put in service.
 
     Args:
-        vocab_size: V.
+        vocab_size: number of tokens of the model's vocabulary.
         folder: contains the folders of the adapters.
     """
 

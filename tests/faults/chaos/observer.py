@@ -24,7 +24,7 @@ class Counted(NamedTuple):
 
     Attributes:
         homed: jobs taken whose prompts extend prompts that the worker has computed.
-        stolen: jobs taken from other workers' lanes.
+        stolen: jobs taken from the lanes (job streams) of other workers.
         shared: rows written to shared memory.
     """
 
@@ -46,7 +46,7 @@ class FullLane(NamedTuple):
 
 
 class Observer:
-    """Polls a server while the context is open; the server may be down.
+    """Context manager that polls a server, which may be down at times.
 
     Args:
         url: URL of the server.

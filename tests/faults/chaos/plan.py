@@ -13,7 +13,7 @@ _QUIET_AT_THE_END_S = 1.0
 
 
 class Kind(Enum):
-    """The kinds of faults."""
+    """The kinds of faults, with the texts that describe them."""
 
     KILL = "kill workers"
     KILL_FULL = "kill a worker with a full lane"
@@ -55,7 +55,7 @@ class Strike:
         at: seconds from the start of the run to the fault.
         kind: kind of the fault.
         lasts: duration in seconds; 0 for a fault without a duration.
-        share: share of the workers or connections that are affected.
+        share: share of the workers or connections that the fault affects.
         way: direction of the bytes that the fault affects.
         number: a random number from which the fault draws its choices, such as the worker that it hits.
     """

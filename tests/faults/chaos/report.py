@@ -21,9 +21,9 @@ class Report:
         recoveries: seconds of each recovery from a fault.
         counted: counters of the workers.
         full_lanes: number of waiting jobs in each full lane (job stream) whose worker a fault hit.
-        leaked_keys: keys that were left on the server.
-        leaked_files: files that were left in shared memory.
-        leaked_processes: processes that did not end.
+        leaked_keys: keys that are left on the server and should not exist.
+        leaked_files: files that the workers left in the folders of shared memory.
+        leaked_processes: processes that still run, or did not end after SIGTERM.
         failed: processes that ended with an error, or that the run did not end.
     """
 

@@ -15,27 +15,27 @@ class ChaosSettings:
     Attributes:
         seconds: time for which clients send requests.
         seed: determines the schedule of faults.
-        workers: worker processes; a worker that has ended is replaced at once.
-        clients: client processes.
-        vocab_size: V.
+        workers: number of worker processes; a worker that has ended is replaced at once.
+        clients: number of client processes.
+        vocab_size: number of tokens of the model's vocabulary.
         shm_bytes: shared memory of each worker, enough for only some of the live rows.
         lease_s: lease of the workers, short so that a run has many recoveries. It must be long enough for a busy
             machine, because workers and clients also wait for a reply of the server for this long.
         step_ms: duration of a backend's step. Workers are busy most of the time, so every fault hits prompts in flight.
         token_ms: additional duration of a step for each token that is not in the worker's prefix cache.
         slow_ms: duration of a step of the first worker, so that other workers are idle while its lane is full.
-        max_batch: prompts in a step.
+        max_batch: max number of prompts in a step.
         row_ttl_s: lifetime of rows in Redis; clients do not repeat a prompt after this time.
         timeout_s: the deadline of each request.
         grace_s: a request that ends more than this after its deadline counts as late; busy processors delay clients.
         tasks: concurrent requests of a client, without the requests of its groups.
-        groups: groups of contexts of a client that grow in lockstep, as in a particle filter.
-        particles: contexts in a group.
-        context: tokens at the beginning of the contexts of a group.
+        groups: number of groups of contexts of a client; contexts grow in lockstep, as in a particle filter.
+        particles: number of contexts in a group.
+        context: number of tokens with which all contexts of a group begin.
         rounds: number of tokens by which the contexts of a group grow.
         pause_s: mean pause between two requests of a task.
         lulls_s: interval at which all tasks pause for a second, so that workers become idle and steal jobs.
-        most_twice: share of the prompts that may be computed twice.
+        most_twice: max share of the prompts that may be computed twice.
         most_leases: max duration of a recovery, in leases.
     """
 

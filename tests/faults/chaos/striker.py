@@ -28,10 +28,10 @@ _PIECE = 65_536
 
 
 class Striker:
-    """Carries out a schedule.
+    """Applies the faults of a schedule to the processes of a run.
 
     Args:
-        fleet: the processes.
+        fleet: the processes of the run.
         proxy: proxy through which some of the processes connect.
         server: server of the pool.
         observer: polls the workers' lanes (job streams) and counters.

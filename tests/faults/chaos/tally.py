@@ -54,9 +54,9 @@ class Tally:
         wrong: number of results that differ in any bit, or belong to an adapter that was not in service.
         late: number of requests that ended after their deadline.
         refused: number of requests that failed because a worker terminated while it loaded their adapter.
-        kinds: kind -> number of right results.
-        reasons: exception -> count.
-        wrongs: the wrong requests.
+        kinds: kind of request -> number of right results.
+        reasons: text of an exception -> number of requests that ended with it.
+        wrongs: the requests with a wrong result.
     """
 
     requests: list[Request]
@@ -84,7 +84,7 @@ def read_requests(log: Path, client: int) -> list[Request]:
 
 
 def count(requests: list[Request], deadline_s: float) -> Tally:
-    """Count requests; `deadline_s` is the max seconds of each."""
+    """Count requests by outcome; a request of more than `deadline_s` seconds is late."""
     tally = Tally(requests)
     changes = sorted((request for request in requests if request.kind == CHANGE), key=lambda request: request.began)
     for request in requests:

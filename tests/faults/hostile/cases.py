@@ -15,7 +15,7 @@ def cases(usual: int, *, a_batch: int = 1, most: int = 10**9) -> settings:
 
     Args:
         usual: the property's share of the default 2,000 cases.
-        a_batch: cases in one example.
+        a_batch: number of cases in one example of Hypothesis.
         most: max number of cases, for a slow property.
     """
     count = min(most, usual * CASES // USUAL)

@@ -176,7 +176,7 @@ heartbeats = st.one_of(
 
 
 def encoded_row(prompt: list[int], vocab_size: int, *, dtype: Encoding = Encoding.F32) -> bytes:
-    """The encoded row of a synthetic prompt."""
+    """Return the encoded row of a prompt by the synthetic model."""
     row = synthetic_row(prompt, vocab_size=vocab_size)
     numbers, log_z = row[None], None
     if dtype is Encoding.F16:

@@ -182,7 +182,7 @@ async def test_a_damaged_reply_stream_is_dropped_and_read_again(
 
 
 def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callable[[Any], Any]) -> None:
-    """Write a foreign value under one of the keys that a producer or its worker reads."""
+    """Write a random foreign value under one of the keys that producers or workers read."""
     redis, keys, model = pool.redis, pool.keys, pool.keys.model("syn")
     prompt = draw(st.sampled_from(prompts))
     digest = name(prompt)

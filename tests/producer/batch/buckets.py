@@ -15,7 +15,7 @@ class TestBucket:
     """A new bucket of the S3 store.
 
     Args:
-        folder: a temporary folder of the test.
+        folder: temporary folder of the test.
 
     Attributes:
         url: URL of the bucket.

@@ -19,7 +19,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any] | str]) -> Path:
-    """Write a JSONL file with objects and raw lines."""
+    """Write a JSONL file; a line is an object, or a string that is written unchanged."""
     texts = (line if isinstance(line, str) else json.dumps(line) for line in lines)
     path.write_text("".join(f"{text}\n" for text in texts), "utf-8", "surrogatepass")
     return path
@@ -37,18 +37,18 @@ def write_texts(path: Path, texts: Iterable[list[int]]) -> Path:
 
 
 def rows_of(ids: list[int], start: int = 0, seed: int = 0) -> Array:
-    """The rows of a text's positions by a synthetic model, (n, V)."""
+    """Return the rows of a text's positions by the synthetic model, (n, V)."""
     return np.stack([synthetic_row(ids[: at + 1], vocab_size=V, seed=seed) for at in range(start, len(ids))])
 
 
 def manifest_of(suffix: str, shards: int = 1) -> Manifest:
-    """The manifest of a run with shards of a format."""
+    """Return the manifest of a run whose shards have the format of a file suffix."""
     model = Model("syn", "f", "synthetic", "", "float32", "f32", False, V, "", "")
     return Manifest(1, "0", Input("in", "jsonl", 1, 1, "d"), model, Options("rows", 0, suffix, 10), {}, shards)
 
 
 def begun_folder(path: Path, suffix: str = "jsonl") -> tuple[Folder, Manifest]:
-    """A new output folder and its manifest."""
+    """Make an output folder with a manifest; return both."""
     path.mkdir(exist_ok=True)
     folder = Folder(path)
     return folder, folder.begin(manifest_of(suffix))

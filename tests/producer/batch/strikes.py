@@ -173,7 +173,7 @@ def _count_texts(file: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the rounds that the command line describes, and print the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)

@@ -139,7 +139,7 @@ def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [isinstance(line, Line) and line.fields.ids for line in read] == [[1], False, False]
     assert isinstance(read[1], Failed)
     assert "the line has more than" in read[1].error
-    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # A byte order mark, and no newline at the end.
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # With a byte order mark, without a last newline.
     source = Source(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
@@ -158,14 +158,14 @@ def write_numbered(path: Path, texts: list[list[int]]) -> Path:
 def two_inputs(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """An input of many blocks, its texts, and the texts of another input of the same size."""
+    """Write an input of many blocks; return its path, its texts, and other texts whose input has the same size."""
     monkeypatch.setattr(lines_module, "_READ_BYTES", 4096)
     first, second = ([[kind, *divmod(line, 10)] * 20 for line in range(100, 1000)] for kind in (1, 2))
     return write_numbered(tmp_path / f"in.{request.param}", first), first, second
 
 
 def open_input(path: Path) -> Source:
-    """The input at a path."""
+    """Open the input at a path."""
     return ParquetSource(path) if path.suffix == ".parquet" else Source(path)
 
 

@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URLs: a run writes the same output to a bucket as to a folder, killed or not."""
+"""Inputs and outputs with URLs: a run writes the same output to a bucket as to a folder, even if killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = ("--shard-lines", 10, "--concurrency", 8)
 
 
 def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a batch run."""
     source, output = locations
     options = map(str, ("--what", what, *OPTIONS, "--json"))
     return ["batch", "run", source, output, "--redis", pool.url, "--prefix", pool.prefix, *options]

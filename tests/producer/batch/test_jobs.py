@@ -229,7 +229,7 @@ async def test_a_worker_killed_as_it_starts_a_job_holds_the_job_for_one_lease(
 async def test_cancelled_jobs_do_not_run_and_can_be_queued_again(jobs_pool: Pool, submitted: Submitted) -> None:
     source, output, expected = submitted
     assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
-    assert status(jobs_pool, output)["queued"] == 0  # Cancelled jobs are not reported as lost.
+    assert status(jobs_pool, output)["queued"] == 0  # `status` must not report cancelled jobs as lost.
     await run_until_empty(jobs_pool)
     assert in_place(output) == 0
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS

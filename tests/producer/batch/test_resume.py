@@ -451,7 +451,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
 def test_a_symbolic_link_in_place_of_the_lock_is_refused(
     tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
 ) -> None:
-    """Otherwise any user who can write to the folder could make the run overwrite any file."""
+    """If the run followed the link, a user who can write to the folder could make it overwrite any file."""
     important, output = tmp_path / "important", tmp_path / "out"
     important.write_text("mine")
     output.mkdir()

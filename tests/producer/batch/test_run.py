@@ -34,7 +34,7 @@ TEXTS = draw_texts(40)
 
 
 def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
-    """The columns of a result, computed from the rows of the text."""
+    """Compute the expected columns of a result from the rows of the text."""
     rows = rows_of(ids)
     match what:
         case "topk:5":
@@ -81,7 +81,7 @@ async def test_every_line_has_the_result_of_a_producer(
 
 
 async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -> None:
-    """If a later part of a text fails, the log_z of its earlier parts is dropped too."""
+    """One text fails in its second part: the run must drop log_z of its first part too."""
     pool.start("--encoding", "bf16", "--fail-token", 0)
     source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [*[3] * 4100, 0], *TEXTS[5:]])
     async with pool.producer() as producer:

@@ -419,7 +419,7 @@ def test_a_command_that_ignores_sigint_is_not_ended_by_it(tmp_path: Path) -> Non
 
 @pytest.fixture
 def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runtime folder for one test."""
+    """A runtime folder (for the sockets of embedded servers) for one test."""
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(short_dir / "run"))
     return short_dir / "run"
 

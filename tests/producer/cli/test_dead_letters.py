@@ -256,7 +256,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
     assert ended.stderr == "lmpool: id: '' matches no dead letter: see `lmpool dead list`\n"
 
 
-# Without the command line
+# The class DeadLetters
 
 
 @pytest.fixture(params=[2, 3])

@@ -36,7 +36,7 @@ def lines_of(models: Survey, width: int) -> list[str]:
 
 
 def folded(lines: list[str], column: int) -> str:
-    """Join the lines of one column."""
+    """Join the texts of one column of a table, which may be folded into several lines."""
     return "".join(cells[column].strip() for line in lines if len(cells := line.strip("│┃").split("│")) > column)
 
 

@@ -72,7 +72,7 @@ def walk(branch: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from walk(child)
 
 
-# The command
+# The output of the command
 
 
 @pytest.mark.parametrize("text", ["", " ", " g", r"\xff"])
@@ -194,7 +194,7 @@ def test_a_narrow_terminal_gets_cut_lines(monkeypatch: pytest.MonkeyPatch) -> No
     assert lines[-1].endswith("…")
 
 
-# Branches
+# Branches of a trie
 
 
 class RecordedMasses:

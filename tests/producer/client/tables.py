@@ -1,4 +1,4 @@
-"""Pending requests with a cache and counters, for the tests of this folder."""
+"""A table of pending requests with a cache and counters, for the tests of this folder."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease
 
 
 class Empty:
-    """A pool without workers, in place of `Connections` and `Discovery`."""
+    """Stand-in for `Connections` and `Discovery` of a pool without workers."""
 
     model = SimpleNamespace(info=INFO)
 

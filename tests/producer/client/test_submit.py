@@ -1,4 +1,4 @@
-"""Submitting and receiving: the hit rate of lookups, refused and lost prompts, and a lost connection."""
+"""How a producer submits prompts: hit rate of lookups, refused and lost prompts, and lost connections."""
 
 from __future__ import annotations
 
