@@ -108,7 +108,7 @@ async def test_prompts_of_a_killed_client_expire_at_their_deadline(
 ) -> None:
     pool, set_clock = clocked
     backend = GatedBackend(gate)
-    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # Treat every entry as stale: the worker's clock is not set.
+    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # Treat every entry as old: the worker's own clock does not jump.
     async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
         await until_full(pool, backend.batch)

@@ -37,7 +37,7 @@ class Client:
         number: number of the client.
         producer: producer that sends the requests.
         adapters: the folder of the adapters.
-        log: file for the lines about the begin and end of requests.
+        log: file for the lines about the start and end of requests.
     """
 
     def __init__(self, settings: ChaosSettings, number: int, producer: Producer, adapters: Path, log: TextIO) -> None:

@@ -102,7 +102,7 @@ class Fleet:
     Attributes:
         workers: one process for each worker, the latest replacement.
         clients: all clients.
-        failed: processes that the run did not end: number, exit code and last output.
+        failed: processes that exited unexpectedly or with an error: number, exit code and last output.
         leaked: processes that did not end after SIGTERM: number and last output.
     """
 

@@ -23,8 +23,8 @@ class Report:
         full_lanes: number of waiting jobs in each full lane (job stream) whose worker a fault hit.
         leaked_keys: keys that are left on the server and should not exist.
         leaked_files: files that the workers left in the folders of shared memory.
-        leaked_processes: processes that still run, or did not end after SIGTERM.
-        failed: processes that ended with an error, or that the run did not end.
+        leaked_processes: processes that still run, or did not exit after SIGTERM.
+        failed: processes that exited with an error, or before the run ended them.
     """
 
     settings: ChaosSettings

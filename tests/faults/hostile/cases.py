@@ -1,4 +1,4 @@
-"""Number of random hostile inputs (cases) in all tests: 2,000, or the variable `LMPOOL_FUZZ_CASES`."""
+"""Sets the number of random hostile inputs (cases) of all tests: `LMPOOL_FUZZ_CASES`, or 2,000 by default."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [isinstance(line, Line) and line.fields.ids for line in read] == [[1], False, False]
     assert isinstance(read[1], Failed)
     assert "the line has more than" in read[1].error
-    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # With a byte order mark, without a last newline.
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # With a byte order mark, no final newline.
     source = Source(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
