@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             runs[-1].append(word)
     os.environ["LMPOOL_CONTRACT"] = runs[0][0]
-    chosen()  # Called for its side effect: it installs the shims.
+    chosen()  # Call `chosen` for its side effect: it installs the shims.
     for name in _IMPORTED_FIRST:
         import_module(name)
     gc.freeze()

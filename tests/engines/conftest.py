@@ -13,7 +13,7 @@ from tests.contract.subjects import chosen
 _ENGINE = os.environ.get("LMPOOL_CONTRACT", "").partition("-")[0]
 
 if _ENGINE:
-    chosen()  # Called for its side effect: it installs the shims of this run before a test imports the engine.
+    chosen()  # Call `chosen` for its side effect: it installs the shims of this run before a test imports the engine.
 
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 

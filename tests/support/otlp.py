@@ -1,4 +1,4 @@
-"""A collector of traces on loopback, for processes that export by OTLP over HTTP."""
+"""A local OpenTelemetry collector, which records the spans that processes export by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Collector:
         self.spans: list[Span] = []
 
     def named(self, name: str) -> list[Span]:
-        """The spans of this name."""
+        """The exported spans with this name."""
         return [span for span in list(self.spans) if span.name == name]
 
     def take(self, body: bytes) -> None:
-        """Read a request."""
+        """Record the spans in the body of an export request."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             names = {item.key: item.value.string_value for item in resource.resource.attributes}
             for scope in resource.scope_spans:
@@ -79,7 +79,7 @@ class Collector:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """Collect while the context is open."""
+    """Run a collector while the context is open."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

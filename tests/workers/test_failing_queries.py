@@ -146,7 +146,7 @@ async def test_a_query_that_raises_fails_alone(pool: Pool, kind: str, monkeypatc
 
 
 async def test_an_exception_of_the_device_ends_the_worker() -> None:
-    """After an error of the device, no later query could be answered."""
+    """After an error of the device (GPU), the worker could not compute any later query."""
 
     class Broken(WithHead):
         def head(self, query: HeadQuery) -> NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""The canary (first rows of a backend): a worker joins the pool only if they are correct; errors name the fault."""
+"""The canary: a worker joins the pool only if its backend's first rows are correct; errors name the fault."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def normalised(rows: Rows) -> Rows:
 
 
 def noisy(share: float) -> Callable[[Rows], Rows]:
-    """A change that adds new noise at each call: its standard deviation is the share `share` of the entries'."""
+    """A change that adds noise, different at each call; its standard deviation is `share` times that of the rows."""
     generator = np.random.default_rng(0)
     return lambda rows: normalised(rows + generator.normal(0, share * rows.std(), rows.shape).astype(np.float32))
 
@@ -148,7 +148,7 @@ def test_rounding_may_depend_on_the_batch() -> None:
 
 
 def test_rows_may_be_nearly_flat() -> None:
-    # Make rows like those of an untrained model, whose rounding errors are as large as the differences of entries.
+    # Make rows like those of an untrained model: rounding errors are as large as the differences between entries.
     generator = np.random.default_rng(0)
 
     def flatten(rows: Rows) -> Rows:

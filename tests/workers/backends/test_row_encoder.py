@@ -17,7 +17,7 @@ V = 300
 
 
 def logits_of(dtype: torch.dtype, given: torch.dtype) -> torch.Tensor:
-    """Logits of four prompts that a dtype represents exactly, as a tensor of another dtype."""
+    """Logits of four prompts that `dtype` represents exactly, in a tensor of the dtype `given`."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(4, V, generator=generator).mul_(5).to(dtype).to(given)
 
@@ -73,7 +73,7 @@ def test_logits_that_16_bits_cannot_hold_use_shared_memory_for_float32() -> None
 
 
 class Stream:
-    """A CUDA stream that has nothing to wait for: all operations run in order."""
+    """A stand-in for a CUDA stream; its waits do nothing, because operations on the CPU run in order."""
 
     def synchronize(self) -> None:
         pass

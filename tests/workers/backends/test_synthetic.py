@@ -88,7 +88,7 @@ def test_with_one_token_it_is_certain() -> None:
 
 
 def test_rows_are_pinned_across_releases() -> None:
-    # Never change these values: users compare with them in their own tests.
+    # Never change the values of synthetic rows: users compare with them in their own tests.
     row = synthetic_row([1, 2, 3], vocab_size=6, seed=7)
     expected = [-0.95146823, -1.0452182, -1.3577182, -5.9983435, -7.9358435, -6.1545935]
     np.testing.assert_array_equal(row, np.array(expected, np.float32))

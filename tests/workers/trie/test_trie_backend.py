@@ -265,7 +265,7 @@ def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
 
 
 def sized(nbytes: int) -> NDArray[np.uint8]:
-    """An array that reports a number of bytes of memory, and takes none."""
+    """An array that reports `nbytes` bytes of memory, and uses nearly none."""
     return np.broadcast_to(np.uint8(0), nbytes)
 
 

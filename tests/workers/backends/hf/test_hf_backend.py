@@ -234,7 +234,7 @@ def test_float16_rows_are_lossy_and_only_on_request(tiny: Tiny) -> None:
 
 
 def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
-    """A backend that returns the logits `values` for these tokens, for any prompt."""
+    """A backend that returns the logits `values` (token -> logit) for any prompt."""
     backend = HfBackend(HfSettings(str(write_model(folder, "llama")), device="cpu"))
 
     def put(_: Any, __: Any, output: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
 def test_a_prompt_that_fits_once_memory_was_freed_for_it_is_answered(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that runs alone is tried again too: no other prompt could free memory for it."""
+    """A prompt that runs alone and gets an out-of-memory error runs again after the backend has freed memory."""
     backend = tiny.backend()
     freed: list[bool] = []
     monkeypatch.setattr(backend, "_free_memory", lambda: freed.append(True))

@@ -95,7 +95,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
     backend = HfBackend(HfSettings(str(write(tmp_path, kind, getattr(torch, dtype))), device="cpu", dtype=dtype))
     info = backend.info
     assert info.hidden in (32, 33, 36)
-    backend._rules = backend._rules._replace(logits=20)  # Prompts have more positions, and take several chunks.
+    backend._rules = backend._rules._replace(logits=20)  # Prompts of more than 20 positions take several chunks.
     prompts = random_prompts(3, (30, 45))
     size = width_of(info.hidden, info.dtype)
     hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))
@@ -137,7 +137,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_prompt_alone(tmp_path: Path
 
 def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "untied", torch.float32)
-    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # Limit the size of a result, so that the head takes six parts.
+    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # Limit a result's size: the head is sent in six parts.
     pool.start("--backend", "hf", "--name", "tiny", "--device", "cpu", model=str(folder))
     text = list(range(30))
     with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:

@@ -62,7 +62,7 @@ def test_the_default_attention_stays_if_it_implements_the_config(tiny: Tiny) -> 
 
 
 def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may still hold rows that were computed without the soft cap, so the fingerprint must differ."""
+    """Redis may still hold rows computed by an attention without soft cap, so the fingerprint must differ."""
     capped = tiny.backend("gemma2").info
     monkeypatch.setattr(
         hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._logits_alone(model, prompts))

@@ -1,4 +1,4 @@
-"""Scores of prompts' own tokens, and fresh rows, of the hf backend, compared with transformers."""
+"""The hf backend's scores of a prompt's own tokens, and its rows computed without the cache, equal transformers'."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
 
 
 def hold(slots: PrefixSlots, *prompts: list[int]) -> list[Path]:
-    """Run a step over prompts, without a model; returns the new slots of each prompt."""
+    """Run a step over prompts, without a model; returns the pool slots that each prompt has taken."""
     paths = [slots.match(ids) for ids in prompts]
     slots.begin(paths)
     return [slots.extend(ids, path)[1] for ids, path in zip(prompts, paths, strict=True)]
