@@ -37,10 +37,10 @@ class ForkedCommand:
     """A process that runs the `lmpool` command, with the methods of `subprocess.Popen`.
 
     Args:
-        command: the command line; its first word is only the name that the process sees.
-        environment: its whole environment.
-        out: a file for its output.
-        err: a file for its errors; None for the same file.
+        command: the command line; its first word becomes `sys.argv[0]`, and no such program is run.
+        environment: all environment variables of the process.
+        out: file for the standard output of the process.
+        err: file for the standard error of the process; None for the file `out`.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], out: Path, err: Path | None = None) -> None:

@@ -99,14 +99,14 @@ class GatedBackend(SyntheticBackend):
     """A backend whose steps wait at a gate.
 
     Args:
-        gate: a step waits at it before it computes anything.
-        batch: prompts in one step.
+        gate: gate at which each step waits before it computes anything.
+        batch: max prompts in one step.
         settings: more settings of the synthetic backend.
 
     Attributes:
-        gate: as above.
-        is_stepping: a step has reached the gate.
-        computed: the ids of all computed prompts, in order.
+        gate: gate at which each step waits.
+        is_stepping: event that is set when a step reaches the gate.
+        computed: the encoded ids of all computed prompts, in order.
     """
 
     def __init__(self, gate: Gate, batch: int = 8, **settings: Any) -> None:
@@ -132,8 +132,8 @@ async def until_full(pool: Pool, batch: int) -> None:
     The worker takes no more prompts until a step has passed. After a lost reply, the worker may hold more prompts.
 
     Args:
-        pool: has no other worker.
-        batch: prompts in one step.
+        pool: pool with this worker only.
+        batch: max prompts in one step.
     """
 
     async def is_full() -> bool:

@@ -16,14 +16,14 @@ class Span(NamedTuple):
 
     Attributes:
         service: `service.name` of the process.
-        name: of the span.
-        trace: id of its trace.
-        id: its own id.
-        parent: id of its parent; "" for none.
-        began, ended: in ns since 1970.
-        attributes: attributes with texts and whole numbers.
-        links: trace and id of the linked spans.
-        is_error: its status.
+        name: name of the span.
+        trace: id of the trace that contains the span.
+        id: id of the span.
+        parent: id of the parent span; "" if the span has no parent.
+        began, ended: start and end of the span, in ns since 1970.
+        attributes: attributes of the span whose values are strings or integers.
+        links: ids (trace, span) of the linked spans.
+        is_error: whether the span's status is an error.
     """
 
     service: str
@@ -42,8 +42,8 @@ class Collector:
     """Holds all spans that were exported so far.
 
     Attributes:
-        spans: in order of arrival.
-        url: for `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        spans: all exported spans, in order of arrival.
+        url: the collector's address, for `OTEL_EXPORTER_OTLP_ENDPOINT`.
     """
 
     def __init__(self, url: str) -> None:

@@ -159,9 +159,9 @@ class WorkerProcess:
 
     Args:
         command: the command line. If it is `lmpool_command()` with arguments, the process is forked.
-        log: receives its output.
-        environment: added to that of this process.
-        installed: always start the installed command, for a test of how it starts or ends.
+        log: file for the output of the process.
+        environment: variables that are added to the environment of this process.
+        installed: always start the installed command and never fork, to test how the command starts or ends.
     """
 
     def __init__(

@@ -41,14 +41,14 @@ class Lane:
     Args:
         reader: source of bytes.
         writer: destination of bytes.
-        delay_s: time for which each chunk is held back.
-        draw: determines where chunks are damaged.
+        delay_s: seconds for which each chunk is held back.
+        draw: random numbers for the places where chunks are damaged.
 
     Attributes:
-        delay_s: as above; may be changed at any time.
-        is_hole: all bytes are lost.
-        drops: the next chunk loses some bytes.
-        truncates: the next chunk is the last one, and incomplete.
+        delay_s: seconds for which each chunk is held back; a test may change them at any time.
+        is_hole: whether all bytes are lost.
+        drops: whether the next chunk loses some bytes.
+        truncates: whether the next chunk is incomplete and the last chunk.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Connection:
     """One connection through the proxy.
 
     Args:
-        lanes: its two directions.
-        writers: its two ends.
+        lanes: the two directions of the connection.
+        writers: the writers to the client and to the server.
     """
 
     def __init__(self, lanes: dict[Way, Lane], writers: tuple[asyncio.StreamWriter, ...]) -> None:
