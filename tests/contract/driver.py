@@ -95,14 +95,14 @@ class Opened:
 
         Args:
             ids: token ids of the prompt.
-            adapter: name of an adapter; "" for no adapter.
+            adapter: name of an adapter, or "" for no adapter.
         """
         info = self.backend.info
         data = encode_prompt(list(ids), vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens).ids
         return BackendJob(digest_of(data, f"{next(_numbers)}"), data, self.qualified(adapter))
 
     def qualified(self, adapter: str) -> str:
-        """The qualified name "name@revision" of an adapter; "" for no adapter."""
+        """The qualified name "name@revision" of an adapter, or "" for no adapter."""
         return (
             next(full_name for full_name in self.backend.adapters if name_of(full_name) == adapter) if adapter else ""
         )

@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_adapter(folder: Path, name: str) -> Path:
-    """Write one of `ADAPTERS` or `KINDS` as peft would."""
+    """Write the adapter `name`, one of `ADAPTERS` or `KINDS`, as peft does."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for module, (down, up, _) in _adapter(name).items():

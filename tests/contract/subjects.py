@@ -54,7 +54,7 @@ class Subject:
         options: (folder of the model, folders of adapters by name) -> `make`'s settings as options of `lmpool worker`.
         reference: (ids, adapter) -> the correct float32 row.
         tolerance: max difference between an entry of a row and the reference.
-        spy: see `LogitsSpy`; None if the rows come from no model.
+        spy: a `LogitsSpy`, or None if the rows come from no model.
         has_adapters: whether the backend serves adapters that are loaded at its start.
         loads_adapters: whether the backend can load other adapters later.
         refused: kind of adapter that the backend refuses -> beginning of the error text that follows the folder.

@@ -168,7 +168,7 @@ def test_continuations_are_drawn_from_the_rows_of_their_prefixes(
         assert len(made.ids) == query.most
         for place, token in enumerate(made.ids.tolist()):
             row = opened.subject.reference([*ids, *made.ids[:place].tolist()], adapter)
-            # Each token must be the most likely one, except for rounding.
+            # Each token of the continuation must be the most likely token, except for rounding errors.
             assert row[token] >= row.max() - 2 * opened.subject.tolerance
             assert abs(made.logprobs[place] - row[token]) <= opened.subject.tolerance
 

@@ -1,4 +1,4 @@
-"""Fixtures of the engines' tests. LMPOOL_CONTRACT names the engine whose files run; `make test` runs all engines."""
+"""Fixtures of the engines' tests. LMPOOL_CONTRACT names the engine to test, and `make test` tests all engines."""
 
 from __future__ import annotations
 

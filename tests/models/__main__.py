@@ -40,7 +40,7 @@ class Case(NamedTuple):
     Attributes:
         settings: the settings file (.cfg).
         model: the file of the model (.tla).
-        violated: the invariant or property that TLC must find violated; "" if all hold.
+        violated: the invariant or property that TLC must find violated, or "" if all hold.
     """
 
     settings: Path
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @classmethod
     def read(cls, settings: Path) -> Case:
-        """The case that the first lines of a settings file describe."""
+        """Read the case that the first lines of a settings file describe."""
         header = _HEADER.match(settings.read_text("utf-8"))
         if header is None:
             raise SystemExit(f"{settings}: it must begin with the lines \\* model: … and \\* expected: …")
@@ -76,7 +76,7 @@ def check(case: Case, java: str, jar: Path) -> str:
 
 
 def _violated(case: Case, output: str) -> str:
-    """The invariant or property that TLC found violated; "" if all hold. TLC does not report the name of a property."""
+    """The invariant or property that TLC found violated, or "" if all hold. TLC does not report a property's name."""
     if _IS_PROPERTY_VIOLATED in output:
         properties: list[str] = _PROPERTY.findall(case.settings.read_text("utf-8"))
         return properties[0] if properties else ""

@@ -40,7 +40,7 @@ class ForkedCommand:
         command: the command line; its first word becomes `sys.argv[0]`, and no such program is run.
         environment: all environment variables of the process.
         out: file for the standard output of the process.
-        err: file for the standard error of the process; None for the file `out`.
+        err: file for the standard error of the process, or None for the file `out`.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], out: Path, err: Path | None = None) -> None:
@@ -56,11 +56,11 @@ class ForkedCommand:
 
     @property
     def returncode(self) -> int | None:
-        """The exit code, negative for a signal that ended the process; None while the process runs."""
+        """The exit code, negative for a signal that ended the process, or None while the process runs."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """The exit code; None while the process runs."""
+        """The exit code, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -86,7 +86,7 @@ class ForkedCommand:
 
 
 def _run(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    """Become the process that `command` would have started."""
+    """Turn this forked process into the process that `command` would have started."""
     with Path(out).open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

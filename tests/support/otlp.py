@@ -19,7 +19,7 @@ class Span(NamedTuple):
         name: name of the span.
         trace: id of the trace that contains the span.
         id: id of the span.
-        parent: id of the parent span; "" if the span has no parent.
+        parent: id of the parent span, or "" if the span has no parent.
         began, ended: start and end of the span, in ns since 1970.
         attributes: attributes of the span whose values are strings or integers.
         links: ids (trace, span) of the linked spans.

@@ -81,7 +81,7 @@ def spoken(url: str) -> str:
 
 
 def until(condition: Callable[[], Any], description: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until `condition()` is true and return it."""
+    """Wait until `condition()` is true, and return its value."""
     end = time.monotonic() + deadline_s
     while not (result := condition()):
         assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
@@ -90,7 +90,7 @@ def until(condition: Callable[[], Any], description: str, deadline_s: float = DE
 
 
 async def until_async(condition: Callable[[], Awaitable[Any]], description: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until `await condition()` is true and return it."""
+    """Wait until `await condition()` is true, and return its value."""
     end = time.monotonic() + deadline_s
     while not (result := await condition()):
         assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
@@ -135,7 +135,7 @@ def open_sockets() -> int:
 
 
 def is_socket(descriptor: Path) -> bool:
-    """Whether a descriptor of this process is a socket; False for a descriptor that has been closed."""
+    """Whether a descriptor of this process is a socket, or False for a descriptor that has been closed."""
     with contextlib.suppress(OSError):
         return stat.S_ISSOCK(os.fstat(int(descriptor.name)).st_mode)
     return False
@@ -158,7 +158,7 @@ class WorkerProcess:
     """One `lmpool worker` process with its log.
 
     Args:
-        command: the command line. If it is `lmpool_command()` with arguments, the process is forked.
+        command: the command line; a command that begins with `lmpool_command()` runs in a forked process.
         log: file for the output of the process.
         environment: variables that are added to the environment of this process.
         installed: always start the installed command and never fork, to test how the command starts or ends.
@@ -319,7 +319,7 @@ class Pool:
 
 
 def _client(url: str) -> redis.Redis:
-    """A client of a server or of a cluster; both have the same methods."""
+    """A redis-py client of a server or of a cluster; both kinds of client have equal methods."""
     if "+cluster" not in url:
         return redis.Redis.from_url(url)
     return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))

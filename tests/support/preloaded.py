@@ -1,7 +1,7 @@
 """Imported by the fork server of the tests: imports all modules of the `lmpool` command and of a starting worker.
 
-These imports must start no thread and open no file or connection, because a fork would break them. Torch is not
-imported: it reads its environment at import, and some workers must run without torch.
+These imports must start no thread and open no file or connection, because a fork would break them. The fork server
+does not import torch, because torch reads its environment at import, and some workers must run without torch.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def get(port: int, path: str) -> Page | None:
-    """Get a path from a port of this machine; None if no process listens on the port."""
+    """Get a path from a port of this machine, or None if no process listens on the port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as answer:
             return Page(answer.status, answer.read().decode())

@@ -16,7 +16,7 @@ from tests.web.service import WebService
 CHROMIUM = os.environ.get("LMPOOL_TEST_BROWSER", "/usr/bin/chromium")
 """Path of the Chromium browser, which `make test` installs."""
 
-# Chromium's sandbox needs user namespaces, which containers lack; Chromium opens only pages of tests.
+# Disable the sandbox: it needs user namespaces, which containers lack, and tests open only their own pages.
 CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 
 

@@ -35,7 +35,7 @@ class WebService:
         pool: the pool that the service shows.
         options: more options of the command.
         port: port to listen on; 0 for a free port.
-        token: the service's token; None to let the service generate a token.
+        token: the service's token, or None to let the service generate a token.
 
     Attributes:
         url: the address that the service has printed.

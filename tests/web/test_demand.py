@@ -38,7 +38,7 @@ class Service:
     Args:
         url: URL of the pool's Redis server.
         prefix: prefix of the pool's keys.
-        app: application to serve; None for the route with the demand alone.
+        app: application to serve, or None to serve only the route with the demand.
     """
 
     def __init__(self, url: str, prefix: str, app: ASGIApp | None = None) -> None:

@@ -31,7 +31,7 @@ def test_all_pages_share_surveys_and_their_number_is_limited(pool: Pool) -> None
     streams = [Stream(service) for _ in range(100)]
     frames = [[stream.frame() for _ in range(2)] for stream in streams]
     numbers = [frame["number"] for pair in frames for frame in pair]
-    # All pages get equal frames for equal numbers.
+    # Frames with equal numbers must be equal on all pages.
     by_number = {frame["number"]: json.dumps(frame, sort_keys=True) for pair in frames for frame in pair}
     assert all(by_number[frame["number"]] == json.dumps(frame, sort_keys=True) for pair in frames for frame in pair)
     assert len(set(numbers)) < len(streams)

@@ -410,7 +410,7 @@ WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[Any]:
-    """Serve an application with the connections of `lmpool web`; return the address."""
+    """Serve an application with the connection limits of `lmpool web`; return the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         protocol: Any = functools.partial(web_app._Connection, guard.Sessions(TOKEN))
         server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))

@@ -70,7 +70,7 @@ def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> N
         try:
             until(pool.jobs, "the worker holds the prompt")
             for name in register_others(pool, MAX_MODELS):
-                register_others(pool, MAX_MODELS)  # The worker's first sweep may have removed infos.
+                register_others(pool, MAX_MODELS)  # Repeat: a worker's first sweep may have removed infos.
                 # A request with a too long prompt opens the model, and fails without a worker.
                 assert "Shorten it" in service.request("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()

@@ -26,7 +26,7 @@ _MAKE_TENSORS = ("arange", "empty", "tensor", "zeros")
 
 
 def install() -> None:
-    """Install stubs for missing packages. Call it before SGLang is imported."""
+    """Install stubs for missing packages; call this function before SGLang is imported."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not torch.cuda.is_available():
         _let_pinning_do_nothing()
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _let_transformers_see_what_is_there() -> None:
-    """Let transformers look for packages before stubs exist: it caches the result, and would use a stub."""
+    """Let transformers look for packages before stubs exist, and cache the result: it would use a stub."""
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()

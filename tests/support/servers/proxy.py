@@ -1,6 +1,6 @@
 """A proxy between a pool and its Redis server that delays, drops or truncates bytes, and cuts connections.
 
-The proxy listens on a Unix socket and forwards to the server's Unix socket. Each direction of a connection has a fault:
+The proxy listens on a Unix socket and forwards to the server's socket. Each direction of a connection can have a fault:
 
 - delay: the proxy forwards every chunk later, in order.
 - drop: the proxy loses some bytes in the middle of the next chunk, and forwards later bytes.
@@ -48,7 +48,7 @@ class Lane:
         delay_s: seconds for which each chunk is held back; a test may change them at any time.
         is_hole: whether all bytes are lost.
         drops: whether the next chunk loses some bytes.
-        truncates: whether the next chunk is incomplete and the last chunk.
+        truncates: whether only part of the next chunk is forwarded, before the connection closes.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ Rows = NDArray[np.float32]
 
 
 class Rowed(SyntheticBackend):
-    """A backend without positions queries."""
+    """A backend that answers no positions queries."""
 
     @property
     def info(self) -> ModelInfo:
@@ -33,7 +33,7 @@ class Rowed(SyntheticBackend):
 
 
 class Faulty(Rowed):
-    """A backend with wrong rows; `spoil` changes the result of each step."""
+    """A backend with wrong rows: the function `spoil` changes the result of each step."""
 
     def __init__(self, spoil: Callable[[Finished], Finished], **settings: Any) -> None:
         super().__init__(replace(SyntheticSettings(name="syn", vocab_size=V), **settings))
@@ -67,7 +67,7 @@ def noisy(share: float) -> Callable[[Rows], Rows]:
     return lambda rows: normalised(rows + generator.normal(0, share * rows.std(), rows.shape).astype(np.float32))
 
 
-# Backends that pass
+# Backends that pass the canary
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_rows_may_be_nearly_flat() -> None:
     check_canary(Faulty(changing(flatten)))
 
 
-# Backends that do not pass
+# Backends that do not pass the canary
 
 
 def swapped(rows: Rows) -> Rows:
@@ -264,7 +264,7 @@ def test_the_tolerance_depends_on_the_dtype(dtype: str, passes: bool) -> None:
 
 
 class Adapted(Rowed):
-    """A backend with two adapters that change rows; with `mixes`, a step uses one adapter for all prompts."""
+    """A backend with two adapters that change rows; if `mixes`, a step wrongly uses one adapter for all prompts."""
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
@@ -310,7 +310,7 @@ def test_adapters_are_checked() -> None:
 
 
 class Scored(SyntheticBackend):
-    """A backend with wrong scores; `spoil` changes the scores of a prompt, or returns None for no scores."""
+    """A backend with wrong scores: `spoil` changes the scores of a prompt, or returns None to leave them out."""
 
     def __init__(self, spoil: Callable[[Rows], Rows | None]) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))

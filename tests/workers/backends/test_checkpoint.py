@@ -1,4 +1,4 @@
-"""Checkpoints: a folder or hub name is found or refused in one line, and the digest changes with any byte."""
+"""Checkpoints: a folder or hub name is found or refused in one line, and a digest changes with any byte of a file."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_any_answer_of_the_hub_counts(status: int, monkeypatch: pytest.MonkeyPat
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub with one repository."""
+    """A simulated Hugging Face hub with one repository."""
 
     commit = "c" * 40
     files: ClassVar[dict[str, bytes]] = {}

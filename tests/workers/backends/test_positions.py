@@ -27,7 +27,7 @@ def opened(*names: str, query: PositionsQuery) -> PositionAnswers:
 
 
 def compute(answers: PositionAnswers, name: str, positions: range, logits: Tensor = LOGITS) -> None:
-    """Add positions of a request, as if one forward had computed them."""
+    """Add the logits of some positions of a request, as if one forward had computed them."""
     answers.add(answers.wanted(name, positions, 0), 0, logits[positions.start : positions.stop])
 
 

@@ -144,7 +144,7 @@ def test_the_whole_segment_is_registered(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [1, 3, 11, 12])
 def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int) -> None:
-    """torch.topk does not define the order of equal entries."""
+    """Top-k returns equal entries in the order of their ids, although torch.topk does not define their order."""
     logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
     log_z = np.zeros(len(rows), np.float32)

@@ -1,4 +1,4 @@
-"""Synthetic rows and their backend: rows are normalised, depend only on (seed, prompt, V), and equal in encodings."""
+"""Synthetic rows and their backend: rows are normalised, and depend only on the seed, the prompt and V."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backend(**changed: Any) -> SyntheticBackend:
 
 
 def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.float32]]:
-    """The rows of a step as a client decodes them."""
+    """Decode the rows of a step, as a client does."""
     rows: dict[bytes, NDArray[np.float32]] = {}
     for block in finished.blocks:
         for index, digest in enumerate(block.digests):

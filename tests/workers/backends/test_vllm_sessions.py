@@ -23,7 +23,7 @@ def ids(*tokens: int) -> bytes:
 
 
 def taken(sessions: KvSessions, adapter: str, prompt: bytes) -> str | None:
-    """The name of the vLLM request of the session that a prompt extends; None if the prompt extends no session."""
+    """The name of the vLLM request of the session that a prompt extends, or None if it extends no session."""
     session = sessions.take(adapter, prompt)
     if session is None:
         return None

@@ -1,4 +1,4 @@
-"""The engine thread: a worker whose backend returns wrong results ends before it publishes them; others take over."""
+"""A worker whose backend returns wrong results ends before it publishes them; other workers take over its jobs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Faulty(SyntheticBackend):
 
 
 def rows(digests: Iterable[bytes], vocab_size: int = V) -> RowBlock:
-    """A valid block of rows."""
+    """A valid block of rows for prompts with these digests."""
     digests = list(digests)
     return RowBlock(digests, np.full((len(digests), vocab_size), -np.log(vocab_size), "<f4"), None, Encoding.F32)
 

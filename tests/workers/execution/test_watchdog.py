@@ -159,7 +159,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
     async def sleep(seconds: float) -> None:
         nonlocal now, checks
         checks += 1
-        # The process is frozen for an hour at the third poll.
+        # At the third poll, simulate a process that was frozen for an hour.
         now += 3600 if checks == 3 else seconds
         await asyncio.sleep(0)
 

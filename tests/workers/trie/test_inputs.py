@@ -239,7 +239,7 @@ def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
 
 
 def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
-    """Pairs of a job that no producer sends and the expected failure; None if the job gets a result."""
+    """Pairs of a job that no producer sends and the expected failure, or None if the job gets a result."""
     info = TrieSettings().open().info
     known = trie.digest
     nodes = np.array([0, trie.n_nodes], "<i4").tobytes()

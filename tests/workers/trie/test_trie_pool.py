@@ -154,7 +154,7 @@ async def test_a_result_has_the_same_bits_alone_and_in_company(shared: Pool) -> 
 
 @contextmanager
 def frozen(pool: Pool) -> Iterator[None]:
-    """Freeze the shared trie worker in this context. Redis may still deliver jobs to its blocked read."""
+    """Freeze the shared trie worker in this context. Redis may still deliver jobs to the worker's blocked read."""
     worker = pool.workers[1]
     worker.signal(signal.SIGSTOP)
     try:

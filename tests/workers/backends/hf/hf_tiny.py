@@ -30,7 +30,7 @@ class Reference:
 
     Args:
         folder: folder of the model.
-        attention: name of the attention function in transformers; "sdpa" ignores options of some models.
+        attention: attention function of transformers; transformers' default, sdpa, ignores options of some models.
     """
 
     def __init__(self, folder: Path, attention: str = "eager") -> None:
@@ -53,7 +53,7 @@ class Reference:
 
 
 class Tiny:
-    """Folders and references of the tiny models, each created once."""
+    """Provides the folders of the tiny models and their reference rows, each computed once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

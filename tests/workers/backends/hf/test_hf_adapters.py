@@ -138,7 +138,7 @@ def test_adapters_are_removed_in_any_order(
     """peft cannot delete an adapter's copy of a module while no adapter of the module is active."""
     loras = {**loras, "critic": write_lora(tmp_path / "critic", 3, modules_to_save=["lm_head"])}
     expected = {name: reference(folder, PROMPTS[0]) for name, folder in loras.items()}
-    names = ["critic", "judge.v2", "poet"]  # "poet" copies no module, and is active when the first adapter is removed.
+    names = ["critic", "judge.v2", "poet"]  # "poet", which copies no module, is active at the first removal.
     for order in permutations(names):
         named = load(backend, loras)
         rows = [ask(backend, [(PROMPTS[0], named[name])])[0] for name in names]

@@ -66,7 +66,7 @@ def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
 
 
 def head_of(backend: HfBackend) -> Head:
-    """The output head, assembled from its parts as a client does."""
+    """Assemble the output head from its parts, as a client does."""
     info = backend.info
     scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
     bias = backend.head(HeadQuery("bias")) if has_bias else None
@@ -78,7 +78,7 @@ def head_of(backend: HfBackend) -> Head:
 
 
 def answers(backend: HfBackend, prompts: list[Any], wanted: PositionsQuery) -> list[NDArray[np.float32]]:
-    """The requested values of prompts that run together, (n, width) each."""
+    """Run prompts together; returns the requested values of each prompt, an array (n, width)."""
     jobs = [job(ids)._replace(positions=wanted, digest=bytes([at]) * 16) for at, ids in enumerate(prompts)]
     backend.submit(jobs)
     found: dict[bytes, NDArray[np.float32]] = {}

@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
-    """The vectors that steps returned, by digest."""
+    """Digest of each prompt -> the vector that a step returned for it."""
     vectors: dict[bytes, Logprobs] = {}
     for answers in (step.answers for step in steps if step.answers):
         vectors.update(zip(answers.digests, answers.vectors, strict=True))

@@ -146,7 +146,7 @@ def test_remembered_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch)
 
 
 def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) -> torch.Tensor:
-    """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
+    """Run a step that computes `values` (n, new, width); returns all keys and values as (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]
     block = pool.gather([len(ids) for ids in prompts], paths, new)
     for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):

@@ -210,7 +210,7 @@ def test_a_chunk_takes_a_step_of_no_more_tokens_than_it_has(tiny: Tiny, monkeypa
     backend = tiny.backend(chunked_prefill_size=8)
     monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
     serve(backend, random_prompts(4, (60, 60)))
-    assert max(sizes) <= 8 * 4  # The last chunks of 4 prompts of one length may run together.
+    assert max(sizes) <= 8 * 4  # The last chunks of the 4 prompts, which have equal lengths, may run together.
     assert sizes.count(8) >= 4 * 6
 
 
