@@ -106,7 +106,7 @@ def test_a_prompt_submitted_twice_is_answered_once(opened: Opened, draw: random.
     job = opened.job(prompt(draw, 11))
     opened.backend.submit([job, job])
     opened.backend.submit([job])
-    other = opened.submit([prompt(draw, 3)])  # A second result of `job` would arrive before this one's.
+    other = opened.submit([prompt(draw, 3)])  # A second result of `job` would arrive before the result of `other`.
     opened.finish([job.digest])
     opened.finish(other)
 
