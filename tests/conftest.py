@@ -1,4 +1,4 @@
-"""Fixtures: one embedded server for the whole run, one pool per test."""
+"""Pytest fixtures for all tests: one embedded server for the whole test run, and one pool for each test."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from tests.support.pool import Pool
 from tests.support.servers.clocks import clock, clocked  # noqa: F401
 from tests.support.servers.cluster import LocalCluster
 
-with suppress(ImportError):  # The engines' environments lack it, and their tests do not need it.
+with suppress(ImportError):  # The engines' environments have no hypothesis; their tests do not need it.
     import hypothesis
 
-    # No deadline: on a busy machine an example may take any time.
+    # No deadline for hypothesis: on a busy machine an example may take any time.
     hypothesis.settings.register_profile("lmpool", deadline=None)
     hypothesis.settings.load_profile("lmpool")
 
 _numbers = itertools.count()
 _BEGAN = pytest.StashKey[tuple[float, float]]()
 
-# A shell starts background jobs with Ctrl-C ignored, nohup with SIGHUP ignored: the tests' processes would inherit
-# that.
+# Restore default handlers: a background job of a shell ignores SIGINT, and under nohup a process ignores SIGHUP.
+# The processes that tests start would inherit these settings.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
@@ -46,13 +46,13 @@ def _clock() -> float:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Note when a test begins, for the report of a failure."""
+    """Record when a test begins; the report of a failed test contains the time."""
     item.stash[_BEGAN] = (time.monotonic(), _clock())
     return (yield)
 
 
 def _standing_still() -> str:
-    """The processes of this machine that are stopped, dead or wait for a disk, one line each."""
+    """List the stopped processes, the zombies and the processes that wait for a disk, one line for each process."""
     lines = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -64,7 +64,7 @@ def _standing_still() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Report the machine's state with a failure: keys expire by its clock, and leases end while it is busy."""
+    """Add the machine's state to the report of a failed test: leases can expire on a busy machine."""
     report = yield
     if report.failed:
         began, clock = item.stash[_BEGAN]
@@ -76,7 +76,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_runtime_dir() -> Iterator[None]:
-    """Hide the servers of the user who runs the tests."""
+    """Hide the embedded servers of the user who runs the tests: use a private runtime folder."""
     folder = tempfile.mkdtemp(prefix="lmp")
     os.environ["LMPOOL_RUNTIME_DIR"] = f"{folder}/run"
     shared = tempfile.mkdtemp(prefix="lmp", dir="/dev/shm")
@@ -88,7 +88,7 @@ def _private_runtime_dir() -> Iterator[None]:
 
 @pytest.fixture
 def short_dir() -> Iterator[Path]:
-    """A folder with a short path: the path of a socket has at most about 100 bytes."""
+    """A folder with a short path, because the path of a Unix socket may have only about 100 bytes."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     yield folder
     shutil.rmtree(folder, ignore_errors=True)
@@ -109,7 +109,7 @@ def server_url() -> Iterator[str]:
 
 @pytest.fixture
 def pool(server_url: str, tmp_path: Path) -> Iterator[Pool]:
-    """A pool without workers on the shared server, with its own prefix."""
+    """A pool without workers on the shared server, with a key prefix for this test alone."""
     pool = Pool(server_url, f"test{next(_numbers)}", tmp_path)
     yield pool
     pool.end()
@@ -117,6 +117,6 @@ def pool(server_url: str, tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def own_server(short_dir: Path) -> Iterator[EmbeddedServer]:
-    """The test's own server, which it may stop."""
+    """A server that only this test uses, so the test may stop the server."""
     with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
         yield server

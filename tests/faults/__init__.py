@@ -1,1 +1,1 @@
-"""Tests of faults: crashed and hanging clients, workers and servers, clocks that jump, and broken networks."""
+"""Tests of faults: clients, workers and servers crash or hang, clocks jump, and connections break."""

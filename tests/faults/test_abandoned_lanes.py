@@ -1,4 +1,4 @@
-"""Workers that crash, freeze or stop with prompts in their lanes: other workers compute these, and no key is left."""
+"""Lanes (workers' own job streams) of crashed, frozen or stopped workers: other workers compute their prompts."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, pending, until, until_async, until_done
 
 BATCH = 2
-"""Of the worker that something happens to: it holds twice as many, and the rest of its lane it has not been given."""
+"""`--max-batch` of the victim: it holds twice as many prompts, and does not read the rest of its lane."""
 ROOMY = 16
-"""Of the other, which so has capacity for more, and is not idle either while it stands at its gate."""
+"""`--max-batch` of the other worker: it can take more prompts, but is not idle while its gate is shut."""
 PROMPTS = [[number, 1] for number in range(20)]
 
 
@@ -32,7 +32,7 @@ async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
 
 
 class Lane:
-    """The lane of a worker process."""
+    """The lane (own job stream) of a worker process."""
 
     def __init__(self, pool: Pool, worker: WorkerProcess) -> None:
         names: Any = pool.redis.zrange(pool.keys.model("syn").lanes, 0, -1)
@@ -42,7 +42,7 @@ class Lane:
 
     @property
     def held(self) -> list[dict[str, Any]]:
-        """The entries of it that workers hold."""
+        """Pending entries of the lane: workers have read them, and hold the jobs."""
         entries: list[dict[str, Any]] = []
         if self._redis.exists(self._key):
             entries = self._redis.xpending_range(self._key, GROUP, "-", "+", 1000)
@@ -50,24 +50,24 @@ class Lane:
 
     @property
     def waiting(self) -> int:
-        """The number of entries that no worker has read."""
+        """The number of the lane's entries that no worker has read."""
         return int(self._redis.xlen(self._key)) - len(self.held)
 
     @property
     def is_there(self) -> bool:
-        """Whether the stream exists."""
+        """Whether the lane's stream exists."""
         return bool(self._redis.exists(self._key))
 
 
 class TwoWorkers:
-    """A worker with a full lane, and another worker that waits at its gate.
+    """A victim with a full lane (own job stream), and another worker whose steps wait at a gate.
 
     Attributes:
         victim: the worker that a test kills, freezes or stops.
-        lane: its lane.
-        gate: of the victim.
-        other: the other worker.
-        other_gate: of the other worker.
+        lane: lane of the victim.
+        gate: gate of the victim's steps.
+        other: second worker, which takes over the victim's prompts.
+        other_gate: gate of the other worker's steps.
         asked: the request for all `PROMPTS`.
     """
 
@@ -80,17 +80,17 @@ class TwoWorkers:
         self.asked: asyncio.Future[None]
 
     async def is_full(self) -> bool:
-        """Whether the victim holds as many prompts as it may, and its lane has more."""
+        """Whether the victim holds its max number of prompts, and its lane has more."""
         return len(self.lane.held) == 2 * BATCH and self.lane.waiting > 0
 
     async def is_left(self) -> bool:
-        """Whether every entry of the victim's lane was read."""
+        """Whether workers have read every entry of the victim's lane."""
         return not self.lane.waiting
 
 
 @asynccontextmanager
 async def two_workers(pool: Pool, folder: Path, lease_s: float, batch: int = ROOMY) -> AsyncIterator[TwoWorkers]:
-    """Start two workers that hold as many prompts as they may; at the end all requests have ended, no lane has jobs."""
+    """Yield two workers that hold their max number of prompts; then wait until all requests and jobs have ended."""
     workers = await asyncio.to_thread(lambda: TwoWorkers(pool, folder, lease_s, batch))
     async with pool.producer() as producer:
         workers.asked = asyncio.create_task(ask_all(producer, PROMPTS))
@@ -106,7 +106,7 @@ async def test_unread_jobs_in_the_lane_of_a_killed_worker_move_to_other_workers_
 ) -> None:
     async with two_workers(pool, tmp_path, lease_s=1) as workers:
         workers.victim.end()
-        # The other worker does not steal now: only idle workers do.
+        # The other worker is not idle, so it takes over the lane only after the lease.
         await until_async(workers.is_left, "the lane is taken over")
         deliveries = [job["times_delivered"] for job in pending(pool)]
         assert deliveries.count(2) == 2 * BATCH, "those that the killed worker held"
@@ -146,7 +146,7 @@ async def test_a_frozen_worker_continues_after_its_lane_was_taken_over(pool: Poo
         workers.victim.signal(signal.SIGCONT)
         await asyncio.to_thread(until, lambda: workers.lane.is_there, "the worker has a lane again")
     async with pool.producer() as producer:
-        # Some of these have their home there.
+        # Clients send some of these prompts to the victim, because it computed their prefixes.
         await ask_all(producer, [[*prompt, 2] for prompt in PROMPTS])
         await ask_all(producer, [[*prompt, 2, 3] for prompt in PROMPTS])
     workers.victim.signal(signal.SIGTERM)
@@ -155,7 +155,7 @@ async def test_a_frozen_worker_continues_after_its_lane_was_taken_over(pool: Poo
 
 
 async def test_a_stopping_worker_releases_its_lane_at_once(pool: Pool, tmp_path: Path) -> None:
-    # Only closing the lane explains it: the lease is long, and the other worker is too busy to steal.
+    # The lease is long and the other worker too busy to steal: only a closed lane can release its jobs.
     async with two_workers(pool, tmp_path, lease_s=60, batch=BATCH) as workers:
         shared = pool.keys.model("syn").jobs
         left = workers.lane.waiting
@@ -179,7 +179,7 @@ async def test_a_removed_lane_does_not_stop_its_new_worker_from_renewing_leases(
     async with two_workers(pool, tmp_path, lease_s) as workers:
         workers.victim.signal(signal.SIGSTOP)
         await until_async(workers.is_left, "the lane is taken over")
-        # It continues in time to compute its prompts, which the other worker is about to compute too.
+        # The victim continues in time to compute its prompts, which the other worker has claimed.
         workers.gate.open()
         workers.victim.signal(signal.SIGCONT)
         workers.victim.signal(signal.SIGTERM)
@@ -197,7 +197,7 @@ async def test_a_removed_lane_does_not_stop_its_new_worker_from_renewing_leases(
 
 
 async def test_a_server_that_loses_the_lengths_of_the_lanes_loses_no_prompt(pool: Pool, tmp_path: Path) -> None:
-    """The key expires, as on a server that is short of memory."""
+    """A server that is short of memory may evict this key; workers must write it again."""
     async with two_workers(pool, tmp_path, lease_s=1) as workers:
         lanes, lengths = pool.keys.model("syn").lanes, [workers.lane.worker_id, workers.other_lane.worker_id]
         pool.redis.delete(lanes)

@@ -1,4 +1,4 @@
-"""Backends that raise and hang: other workers take over at once, and a prompt at fault is given up with the reason."""
+"""Backends that raise or hang: other workers take over at once, and a prompt that breaks backends is given up."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAULTS = {
 
 
 def told_to(fault: str) -> tuple[str | int | float, ...]:
-    """Options of a worker whose backend fails on the poison."""
+    """Options of a worker whose backend fails on the token `POISON`."""
     limit = ("--step-timeout-s", LIMIT_S) if fault == "hang" else ()
     return (f"--{fault}-token", POISON, *limit)
 
@@ -54,7 +54,7 @@ async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_worker_whose_backend_fails_releases_its_jobs_at_once_and_ends(pool: Pool, fault: str) -> None:
-    # Without a release, its lease would protect its jobs for ten minutes.
+    # If the worker did not release its jobs, other workers could not claim them for ten minutes.
     worker = pool.start(*told_to(fault), "--lease-s", LONG_LEASE_S, "--max-batch", 8)
     async with pool.producer() as producer:
         asked = asyncio.create_task(ask_all(producer, [[POISON, 1], *([i] for i in range(40))]))
@@ -82,7 +82,7 @@ async def test_a_prompt_that_crashes_workers_is_given_up_with_the_reason_and_its
     for worker in pool.workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer() as producer:
-        # First, so that other prompts are in its batch.
+        # Send the poison first, so that other prompts are in its batch.
         poison = asyncio.create_task(producer.logprobs([POISON, 1]))
         good = asyncio.create_task(ask_all(producer, [[i] for i in range(40)]))
         with pytest.raises(WorkerError) as caught:
@@ -102,7 +102,7 @@ async def test_a_hanging_worker_ends_while_its_server_does_not_reply(
     pool = Pool(own_server.url, "frozen", tmp_path)
     pid = pool.redis.info("server")["process_id"]
     try:
-        # The server must be stopped before the worker gives up.
+        # The step timeout is long enough to stop the server before the worker gives up.
         worker = pool.start("--hang-token", POISON, "--step-timeout-s", 10, "--lease-s", 1)
         async with pool.producer() as producer:
             asked = asyncio.create_task(producer.logprobs([POISON]))
@@ -173,7 +173,7 @@ async def holds_all(pool: Pool) -> bool:
 
 
 async def taken_over(pool: Pool, frozen: WorkerProcess, gate: Gate) -> WorkerProcess:
-    """Freeze the worker that holds jobs, let another worker claim them all, and freeze that worker at its gate too."""
+    """Freeze the worker that holds jobs; start another worker, which claims all jobs, and freeze it too."""
     frozen.signal(signal.SIGSTOP)
     (first,) = {job["consumer"] for job in pending(pool)}
     other = await asyncio.to_thread(lambda: pool.start("--lease-s", 2, "--max-batch", 16, command=gate.command))
@@ -227,7 +227,7 @@ async def test_a_frozen_worker_whose_jobs_were_claimed_fails_no_jobs_of_other_wo
 async def test_workers_that_are_killed_at_random_instants_lose_nothing(pool: Pool) -> None:
     chance = random.Random(6)
     prompts = [[i % V, i // V] for i in range(800)]
-    # No prompt is at fault here: however often the worker of a prompt is killed, the prompt is not given up.
+    # Allow 100 deliveries: no prompt may be given up, however often its workers are killed.
     options = ("--lease-s", 1, "--max-batch", 16, "--step-ms", 15, "--max-deliveries", 100)
     for _ in range(5):
         pool.start(*options, wait=False)

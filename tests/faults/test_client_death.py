@@ -1,4 +1,4 @@
-"""Clients crash, cancel and reach deadlines: their pending requests cost other clients as little as possible."""
+"""Clients crash, cancel requests and miss deadlines: other clients barely wait for the abandoned prompts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.servers.clocks import SetClock
 QUEUED = 400
 PATIENCE_S = 60.0
 AFTER = "+5m"
-"""When nobody is believed to wait any more who had so much patience."""
+"""Step of the server's clock after which requests with a timeout of `PATIENCE_S` have expired."""
 
 CLIENT = """
 import asyncio, sys
@@ -39,11 +39,11 @@ asyncio.run(ask(sys.argv[1], sys.argv[2], float(sys.argv[3]), int(sys.argv[4])))
 
 
 class ClientProcess:
-    """A client that requests many prompts concurrently; the constructor waits until they are queued.
+    """A client process that requests many prompts concurrently; the constructor waits until they are queued.
 
     Args:
-        pool: the pool.
-        count: number of prompts.
+        pool: pool to which the client connects.
+        count: number of prompts that the client requests.
     """
 
     def __init__(self, pool: Pool, count: int = QUEUED) -> None:
@@ -53,19 +53,19 @@ class ClientProcess:
         until(lambda: pool.jobs() == all_of_them, "all of its prompts are queued")
 
     def kill(self) -> None:
-        """Kill it."""
+        """Kill the client process."""
         self.process.kill()
         self.process.wait()
 
     def interrupt(self) -> None:
-        """Interrupt it, as by Ctrl-C."""
+        """Send SIGINT to the client process, like Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait()
 
 
 @pytest.fixture
 def clients() -> Iterator[list[ClientProcess]]:
-    """Clients that end with the test."""
+    """List for client processes; the test's end kills the clients in it."""
     started: list[ClientProcess] = []
     yield started
     for client in started:
@@ -74,17 +74,17 @@ def clients() -> Iterator[list[ClientProcess]]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """The gate of the steps of a test's workers."""
+    """A gate at which the steps of a test's workers wait until it opens."""
     return Gate(tmp_path / "gate")
 
 
 async def is_empty(pool: Pool) -> bool:
-    """Whether the queue is empty."""
+    """Whether the model's queue is empty."""
     return pool.jobs() == 0 and not pool.names("*waiting*")
 
 
 async def is_right(producer: Producer, prompt: list[int]) -> bool:
-    """Whether the row of a prompt arrives."""
+    """Request a prompt; return whether the row is right."""
     return np.array_equal(await producer.logprobs(prompt), synthetic_row(prompt, vocab_size=V))
 
 
@@ -108,7 +108,7 @@ async def test_prompts_of_a_killed_client_expire_at_their_deadline(
 ) -> None:
     pool, set_clock = clocked
     backend = GatedBackend(gate)
-    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # To the worker's own clock the entries are new.
+    monkeypatch.setattr(jobs, "STALE_S", -1.0)  # Treat every entry as old: the worker's own clock does not jump.
     async with gated_worker(pool, backend), pool.producer() as producer:
         clients.append(await asyncio.to_thread(ClientProcess, pool))
         await until_full(pool, backend.batch)
@@ -164,12 +164,12 @@ async def test_prompts_in_flight_of_a_closed_client_are_not_computed(
 ) -> None:
     pool, set_clock = clocked
     backend = GatedBackend(gate)
-    # These requests wait for longer than the clock is set forward.
+    # These requests have a long timeout, so they do not expire when the clock is set forward.
     async with gated_worker(pool, backend), pool.producer("syn", timeout=3000) as producer:
         asked = [asyncio.ensure_future(producer.logprobs([7]))]
         assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
         clients.append(await asyncio.to_thread(ClientProcess, pool, 3))
-        # One of its prompts belongs to another client too.
+        # Both clients request the prompt [1, 0, 2].
         prompts = [[7], [1, 0, 2], [8]]
         asked += [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in prompts[1:]]
         await until_async(lambda: _holds(pool, 5), "all are held")
@@ -200,7 +200,7 @@ async def _are_two(pool: Pool, prompt: list[int]) -> bool:
 
 
 async def _holds_just(pool: Pool, prompts: list[list[int]]) -> bool:
-    """Whether these prompts, and no others, have waiting clients and are held."""
+    """Whether exactly these prompts have waiting clients and are held by the worker."""
     prefix = pool.keys.model("syn").waiting
     keys = set(pool.redis.scan_iter(match=prefix + b"*", count=1000))
     return pool.held() == len(prompts) and keys == {prefix + digest_of(_ids(prompt), "") for prompt in prompts}

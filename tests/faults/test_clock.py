@@ -1,4 +1,4 @@
-"""The server's clock jumps while requests run, as after a suspension of its machine: all requests return rows."""
+"""The server's clock jumps while requests run, as after its machine was suspended: all requests return rows."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def test_requests_succeed_when_the_clock_is_set(clocked: tuple[Pool, SetCl
 async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
     clocked: tuple[Pool, SetClock], by: str, tmp_path: Path
 ) -> None:
-    """Its jobs are claimed a lease later. After the clock was set back, they are claimed when it has caught up."""
+    """Another worker claims the killed worker's jobs when a lease has passed by the server's clock."""
     (pool, set_clock), gate = clocked, Gate(tmp_path / "gate")
     for _ in range(2):
         pool.start(*OPTIONS, command=gate.command, wait=False)
@@ -60,8 +60,8 @@ async def test_a_worker_that_is_killed_when_the_clock_is_set_loses_nothing(
         pool.workers[0].end()
         gate.open()
         await asked
-    # A server that is a day ahead has expired all workers, and clients submit again before the dead worker is detected:
-    # then its prompts are computed twice.
+    # After a day all heartbeats have expired, so clients submit prompts again before a worker claims the jobs of the
+    # killed worker: these prompts are computed twice.
     await until_async(lambda: _is_empty(pool), "what was asked twice is gone too")
 
 

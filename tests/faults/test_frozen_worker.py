@@ -1,4 +1,4 @@
-"""A call that holds the interpreter lock: no thread and no signal handler of the worker runs, and it still ends."""
+"""A backend that holds Python's interpreter lock (GIL) forever: no thread of the worker runs, and it still ends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.pool import Pool, V, until, until_async
 
 LIMIT_S = 4.0
 
-# A match that would take years and never releases the interpreter lock.
+# A backend with a regular expression that runs for years and never releases the interpreter lock.
 FREEZING = """
 import re, sys
 from lmpool.broker.server import Server
@@ -78,7 +78,7 @@ async def test_a_worker_that_was_stopped_for_longer_than_the_step_timeout_contin
     worker = pool.start("--step-timeout-s", 4, "--lease-s", 12)
     async with pool.producer("syn") as producer:
         worker.signal(signal.SIGSTOP)
-        # A lease is three times the step timeout.
+        # The heartbeat expires after a lease, which is three times the step timeout.
         await asyncio.to_thread(until, lambda: not pool.names("worker:*"), "its heartbeat expires")
         worker.signal(signal.SIGCONT)
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V))

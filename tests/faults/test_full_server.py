@@ -1,4 +1,4 @@
-"""A server without memory for values of every position: the client gets the reason, and nothing hangs."""
+"""A server without memory for the rows of all positions of a text: the client gets an error, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.support.pool import Pool, until_done
 
 SIZE = 8192
 TEXT = list(range(400))
-"""Its rows take 13 MB: an answer of 8 MB, and one of the rest."""
+"""Token ids of a text whose rows take 13 MB: one result of 8 MB, and one of 5 MB."""
 NO_MEMORY = "has no memory left and may evict no key: give it more"
 
 
 @pytest.fixture
 def full(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A pool on its own server, which a test fills."""
+    """A pool on its own server; tests fill the server's memory."""
     pool = Pool(own_server.url, "full", tmp_path)
     pool.start("--vocab-size", SIZE, "--lease-s", 2)
     yield pool
@@ -32,18 +32,18 @@ def full(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
 
 
 def leave_room(pool: Pool, policy: str, size: int) -> None:
-    """Leave this much memory on the server, and no key to evict except those of a request."""
+    """Limit the server's memory to `size` bytes more than it uses now."""
     pool.redis.config_set("maxmemory-policy", policy)
     pool.redis.config_set("maxmemory", int(pool.redis.info("memory")["used_memory"]) + size)
 
 
 def give_memory(pool: Pool) -> None:
-    """Give the server enough memory."""
+    """Raise the server's memory limit to 256 MiB, which is enough for all rows."""
     pool.redis.config_set("maxmemory", 1 << 28)
 
 
 async def assert_answered(producer: Producer) -> None:
-    """Request every position, and check the last one."""
+    """Request the rows of every position, and check the last row."""
     rows = np.asarray(await producer.positions(TEXT, full=True))
     assert rows.shape == (len(TEXT), SIZE)
     assert np.array_equal(rows[-1], synthetic_row(TEXT, vocab_size=SIZE))
@@ -53,7 +53,7 @@ async def assert_answered(producer: Producer) -> None:
     ("policy", "timeout", "message"),
     [
         ("noeviction", 60, f"the server refused the row: it {NO_MEMORY}"),
-        # The server evicts waiting keys too, so a client may miss that its results were refused.
+        # The server may evict the client's waiting key, so the client may get no message about refused results.
         (
             "volatile-lru",
             4,

@@ -1,4 +1,4 @@
-"""More requests than the pool can compute: clients take turns, memory is bounded, the caller chooses the outcome."""
+"""Clients send more requests than the pool can compute: clients take turns, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BATCH = 8
 
 
 def own_bytes() -> int:
-    """This process's own memory in use; mapped segments belong to their workers."""
+    """Bytes of memory that this process uses, without segments of shared memory."""
     resident, shared = Path("/proc/self/statm").read_text().split()[1:3]
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
 
@@ -44,7 +44,7 @@ async def test_a_single_prompt_is_computed_within_ten_batches_next_to_a_bulk_cli
         gate.let(1)
         await until_async(lambda: _is(len(backend.computed) > done), "a batch is computed")
 
-    # The worker shares this event loop with all requests: neither its lease nor its reply timeout may end.
+    # A long lease: the worker shares this busy event loop with all requests, and must not miss its lease.
     worker = gated_worker(pool, backend, lease_s=60.0)
     async with worker, pool.producer(timeout=3000) as greedy, pool.producer(timeout=3000) as modest:
         many = [asyncio.create_task(greedy.logprobs([i % 500, i // 500])) for i in range(9000)]
@@ -78,12 +78,12 @@ async def has_queued(pool: Pool, count: int) -> bool:
 
 
 async def is_the_way_clear(pool: Pool) -> bool:
-    """Whether the stream has at most three batches, once the client has noticed another client."""
+    """Whether at most three batches are queued: a bulk client queues fewer prompts when it detects another client."""
     return sum(int(pool.redis.xlen(stream)) for stream in pool.streams()) - pool.held() <= 3 * BATCH
 
 
 async def until_waited_for(pool: Pool, prompt: list[int]) -> None:
-    """Wait until a prompt was sent."""
+    """Wait until the prompt's waiting key exists, so that the prompt was submitted."""
     key = pool.keys.model("syn").waiting + digest_of(_ids(prompt))
     await until_async(lambda: _is(bool(pool.redis.exists(key))), f"{prompt} is sent")
 
@@ -143,7 +143,7 @@ async def test_prompts_without_a_waiting_client_are_not_computed(clocked: tuple[
             return pool.jobs() == 0
 
         await until_async(empty, "the queue is empty")
-    # After a lease the second worker gets the prompts of the first one, and may compute them.
+    # Only prompts that the killed worker held may be computed: another worker claims them after a lease.
     assert len(pool.names("row:*")) <= 4
 
 
@@ -184,7 +184,7 @@ async def test_broken_connections_do_not_raise_the_number_of_queued_prompts_of_a
             await until_async(lambda: has_queued(pool, 8192), "the server has its share")
             for further in (100, 200, 300):
                 pool.redis.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")  # type: ignore[no-untyped-call]
-                # As many others take their place, and are sent as soon as the client can send again.
+                # For 100 cancelled prompts the client submits 100 other prompts when it has connected again.
                 for task in tasks[further : further + 100]:
                     task.cancel()
                 await until_waited_for(pool, prompts[8192 + further - 1])
@@ -197,7 +197,7 @@ async def test_broken_connections_do_not_raise_the_number_of_queued_prompts_of_a
 
 
 async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None:
-    """Rows of 100,000 prompts would be 26 GB; rows that were not fetched yet wait in the server's cache."""
+    """Rows of 100,000 prompts would take 26 GB, so the producer must not fetch rows before tasks can take them."""
     wide = 65_536
     pool.start("--vocab-size", wide, "--max-batch", 64, "--encoding", "bf16")
     answered = 0
@@ -218,7 +218,7 @@ async def test_a_hundred_thousand_awaits_take_bounded_memory(pool: Pool) -> None
 
         await until_async(some, "rows come")
         grown = max(taken) - taken[0]
-        # The memory of 100,000 requests themselves, and of some rows in flight.
+        # 600 MiB suffice for 100,000 pending requests and for some rows in flight.
         assert grown < 600 * 2**20, f"{grown / 2**20:.0f} MB"
         print(f"peak of 100,000 awaits: {grown / 2**20:.0f} MB, the tasks included")
         assert pool.jobs() <= 8192, "the server has a part of them only"

@@ -1,4 +1,4 @@
-"""Workers crash, servers restart, connections break: requests still return their rows."""
+"""If workers crash, servers restart or connections break, requests still return their rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ PROMPTS = [[i, j] for i in range(10) for j in range(20)]
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """The gate of the steps of workers."""
+    """A gate at which the steps of the workers wait until a test opens it."""
     return Gate(tmp_path / "gate")
 
 
@@ -62,7 +62,7 @@ async def test_a_killed_worker_loses_nothing(pool: Pool) -> None:
 
 
 async def test_a_frozen_worker_that_wakes_up_late_publishes_nothing_wrong(pool: Pool, gate: Gate) -> None:
-    # The claiming worker decides when a job is claimed; its own lease is the only time that it has.
+    # The lease of the claiming worker (1 s) decides when a job is claimed, not the frozen worker's lease.
     frozen = pool.start("--lease-s", 60, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
         asked = asyncio.create_task(ask_all(producer, PROMPTS))
@@ -104,7 +104,7 @@ async def test_the_jobs_of_a_slow_step_are_not_claimed(pool: Pool, gate: Gate) -
 async def test_a_worker_that_freezes_repeatedly_does_not_count_as_crashed_by_its_prompts(
     pool: Pool, gate: Gate
 ) -> None:
-    """As on a laptop, or after a change of the server's clock: the worker finds the leases of its prompts expired."""
+    """A suspended laptop or a changed server clock has this effect: the worker finds its leases expired."""
     lease_s = 1
     worker = pool.start("--lease-s", lease_s, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
@@ -134,7 +134,7 @@ async def _are_renewed(pool: Pool, lease_s: float) -> bool:
 
 
 async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served(pool: Pool) -> None:
-    # All at once, so that the duration of one start does not matter.
+    # Start all workers at once, so that the duration of one start does not matter.
     for _ in range(4):
         pool.start("--lease-s", 1, "--crash-token", 99, "--max-batch", 64, wait=False)
     for worker in pool.workers:
@@ -153,7 +153,7 @@ async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served
 async def test_requests_wait_for_a_worker_that_is_loading(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As when the only worker of a large model was killed, and a supervisor has restarted it."""
+    """The only worker was killed; its replacement, started by a supervisor, is still loading the model."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
     loads = tmp_path / "loads"
 
@@ -179,7 +179,7 @@ async def count_running(pool: Pool, count: int) -> bool:
     return [worker.is_running for worker in pool.workers].count(True) == count
 
 
-# The shell and the kernel each send a SIGHUP when a terminal closes.
+# Send SIGHUP twice: the shell and the kernel each send a SIGHUP when a terminal closes.
 @pytest.mark.parametrize("numbers", [[signal.SIGTERM], [signal.SIGHUP] * 2], ids=["SIGTERM", "SIGHUP"])
 async def test_a_signal_drains_and_deregisters(pool: Pool, gate: Gate, numbers: list[signal.Signals]) -> None:
     worker = pool.start("--max-batch", 8, command=gate.command)
@@ -258,7 +258,7 @@ async def test_requests_survive_a_restart_of_redis(
             asked = asyncio.create_task(ask_all(producer, PROMPTS))
             await until_async(lambda: is_held(pool), "the worker holds prompts")
             await asyncio.to_thread(server.stop)
-            gate.open()  # It cannot publish the rows that it computes.
+            gate.open()  # The worker computes rows and cannot publish them.
             await asyncio.to_thread(server.start)
             await asyncio.wait_for(asked, DEADLINE_S)
             await ask_all(producer, [[400, i] for i in range(50)])

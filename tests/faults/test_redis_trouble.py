@@ -38,15 +38,15 @@ from tests.support.servers.proxy import Proxy, Way
 
 LEASE = ("--lease-s", 1)
 SLOW = (*LEASE, "--step-ms", 40, "--max-batch", 8)
-"""Less than a second for the prompts of a test."""
+"""Options of a slow worker, which computes the 150 prompts of a test in less than a second."""
 PATIENT = ("--lease-s", 2, *SLOW[2:])
-"""A lease in which a heartbeat that is lost with its connection can be repeated: replies are awaited for 2 s."""
+"""Options with a longer lease, in which a worker can repeat a heartbeat that was lost with its connection."""
 
 _numbers = itertools.count()
 
 
 def prompts(count: int = 150) -> list[list[int]]:
-    """Prompts that no test has requested yet."""
+    """Return prompts that no test has requested before."""
     return [[next(_numbers) % V, number // 500 % V, number % 500] for number in range(count)]
 
 
@@ -58,12 +58,12 @@ async def ask(producer: Producer, asked: Sequence[list[int]]) -> None:
 
 
 def gate_of(pool: Pool) -> Gate:
-    """The gate of the steps of its worker."""
+    """The gate at which the steps of the pool's workers wait."""
     return Gate(pool.folder / "gate")
 
 
 async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Awaitable[None]]) -> None:
-    """Send requests, cause a fault as soon as a worker with prompts continues, and send requests again afterwards."""
+    """Send requests, cause a fault while a worker computes them, and send requests again after the fault."""
     gate_of(pool).shut()
     asked = asyncio.create_task(ask(producer, prompts()))
     await until_async(lambda: is_held(pool), "the worker holds prompts")
@@ -74,7 +74,7 @@ async def ask_during(producer: Producer, pool: Pool, trouble: Callable[[], Await
 
 
 async def refused(pool: Pool, text: str) -> None:
-    """Wait until the worker logs another refusal."""
+    """Wait until the worker logs `text` once more."""
     before = pool.workers[0].text.count(text)
 
     async def is_said() -> bool:
@@ -85,7 +85,7 @@ async def refused(pool: Pool, text: str) -> None:
 
 @pytest.fixture
 async def proxy(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[Proxy]:
-    """A proxy before the test's own server."""
+    """A proxy between the pool and the test's own server."""
     async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
         yield proxy
 
@@ -110,7 +110,7 @@ def shaken_server() -> Iterator[EmbeddedServer]:
 
 @pytest.fixture(scope="module")
 def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool with a worker on that server."""
+    """A pool with a worker on the server `shaken_server`."""
     pool = Pool(shaken_server.url, "shaken", tmp_path_factory.mktemp("shaken"))
     gate_of(pool).open()
     pool.start(*SLOW, command=gate_of(pool).command)
@@ -119,7 +119,7 @@ def shaken(shaken_server: EmbeddedServer, tmp_path_factory: pytest.TempPathFacto
 
 
 async def start(pool: Pool, *options: str | float) -> None:
-    """Start a worker without blocking the proxy."""
+    """Start a worker in a thread, so that the proxy in this event loop can run."""
     gate_of(pool).open()
     await asyncio.to_thread(lambda: pool.start(*(options or SLOW), command=gate_of(pool).command))
 
@@ -180,7 +180,7 @@ async def test_a_slow_network_only_delays_requests(far_pool: Pool, proxy: Proxy)
 async def test_a_reply_stream_that_arrives_too_late_is_dropped(
     own_server: EmbeddedServer, far_pool: Pool, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A user has written 15 MB to the stream: far below the limit of a reply, and more than arrives in a lease."""
+    """A foreign program writes 15 MB to the stream: too much for a slow connection to transfer within a lease."""
     monkeypatch.setattr(connection, "_MIN_REPLY_TIMEOUT_S", 0.5)
     await start(far_pool, *LEASE)
     async with far_pool.producer() as producer:
@@ -188,7 +188,7 @@ async def test_a_reply_stream_that_arrives_too_late_is_dropped(
         with redis.Redis.from_url(own_server.url) as server:
             (reply,) = server.scan_iter("*:reply:*")
             proxy.delay(Way.TO_CLIENT, 0.02)
-            proxy.cut()  # For new connections only.
+            proxy.cut()  # The delay applies to new connections only, so close the open connections.
             fields: list[Any] = ["x", bytes(2**20)] * 15
             await asyncio.to_thread(server.execute_command, "XADD", reply, "*", *fields)
 
@@ -208,7 +208,7 @@ async def test_damaged_and_cut_connections_cost_no_row(far_pool: Pool, proxy: Pr
                 for way in Way:
                     for strike in (proxy.truncate, proxy.drop, lambda _, share: proxy.cut(share)):
                         strike(way, share)
-                        await asyncio.sleep(0.05)  # No condition to wait for: one fault must follow another.
+                        await asyncio.sleep(0.05)  # Sleep between two faults; there is no condition to wait for.
 
         await ask_during(producer, far_pool, trouble)
 
@@ -252,7 +252,7 @@ async def test_a_client_leaves_a_server_that_accepts_connections_and_never_repli
             made = proxy.made
             proxy.cut()
             await until_async(lambda: _has_made(proxy, made + 4), "they connect again")
-            proxy.heal()  # But not for open connections.
+            proxy.heal()  # New connections work again; open connections stay stalled.
 
         await ask_during(producer, far_pool, trouble)
 
@@ -262,7 +262,7 @@ async def test_a_request_into_a_black_hole_ends_with_its_deadline(
 ) -> None:
     await start(far_pool)
     for limit in ("_MIN_REPLY_TIMEOUT_S", "_MAX_REPLY_TIMEOUT_S"):
-        monkeypatch.setattr(connection, limit, 3600.0)  # No connection is closed earlier.
+        monkeypatch.setattr(connection, limit, 3600.0)  # No reply timeout closes a connection during this test.
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
         proxy.stall()
@@ -286,9 +286,9 @@ async def test_connections_killed_at_random_cost_no_row(shaken: Pool) -> None:
                 for client in shaken.redis.client_list():
                     if int(client["id"]) != own_id and draw.random() < 0.5:
                         shaken.redis.client_kill_filter(_id=client["id"])
-                await asyncio.sleep(draw.uniform(0, 0.1))  # This test is about random moments.
+                await asyncio.sleep(draw.uniform(0, 0.1))  # Kill connections at random moments.
             for kind in ("normal", "pubsub", "replica", "master"):
-                # Not by its method: that of redis-py 5.3 does not support replicas.
+                # Do not use `client_kill_filter`: in redis-py 5.3 it does not accept the type replica.
                 shaken.redis.execute_command("CLIENT", "KILL", "TYPE", kind, "SKIPME", "yes")  # type: ignore[no-untyped-call]
 
         await ask_during(producer, shaken, trouble)
@@ -323,8 +323,8 @@ async def test_rows_without_a_notification_are_found_behind_many_stalled_rows(
 async def test_rows_that_are_evicted_before_they_are_fetched_are_computed_again(shaken: Pool) -> None:
     most = str(shaken.redis.config_get("maxmemory")["maxmemory"])
     async with shaken.producer(cache_bytes=0) as producer:
-        # The memory that the first requests take permanently, such as scripts and buffers of connections, does not
-        # count.
+        # Send requests before measuring memory: the first requests allocate scripts and buffers that stay.
+        # The limit below must leave memory for some rows only.
         await ask(producer, prompts())
         evicted = shaken.redis.info("stats")["evicted_keys"]
         shaken.redis.config_set("maxmemory", shaken.redis.info("memory")["used_memory"] + 100_000)
@@ -339,7 +339,7 @@ async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: P
     async with shaken.producer() as producer:
 
         async def trouble() -> None:
-            # The replica of a primary that does not exist: it serves reads and refuses writes.
+            # Make the server the replica of a primary that does not exist: it serves reads and refuses writes.
             shaken.redis.replicaof("127.0.0.1", "1")
             try:
                 late = asyncio.create_task(ask(producer, prompts(8)))
@@ -354,7 +354,7 @@ async def test_requests_survive_a_server_that_is_read_only_for_a_while(shaken: P
 async def test_requests_survive_a_failover(
     far_pool: Pool, proxy: Proxy, own_server: EmbeddedServer, short_dir: Path
 ) -> None:
-    """The primary crashes, its address leads to a replica, and the replica is promoted some time later."""
+    """The primary crashes, its address leads to a replica, and a later command promotes the replica."""
     await start(far_pool)
     replica = EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "r")
     with replica, redis.Redis.from_url(replica.url) as other:
@@ -441,7 +441,7 @@ async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_s
 async def test_requests_survive_a_server_that_loads(
     short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # It loads its append-only file slowly, until its configuration is changed.
+    # A server that loads its append-only file slowly until the test changes `key-load-delay`.
     slow = tmp_path / "slow-server"
     slow.write_text(f'#!/bin/sh\nexec "{server_binary()}" "$@" --key-load-delay 1000\n')
     slow.chmod(0o755)
@@ -451,7 +451,7 @@ async def test_requests_survive_a_server_that_loads(
         try:
             await start(pool)
             many = pool.redis.pipeline(transaction=False)
-            for number in range(10_000):  # It replies after every 1,024 keys.
+            for number in range(10_000):  # A loading server replies only after every 1,024 keys.
                 many.set(f"other:{number}", b"")
             many.execute()
             async with pool.producer() as producer:
@@ -473,7 +473,7 @@ async def test_requests_survive_a_server_that_loads(
     [
         ("READONLY You can't write against a read only replica.", True),
         ("READONLY You can't write against a read only replica. script: 2fae, on @user_script:1.", True),
-        # The text of Redis 6.2 about a script.
+        # Error text of Redis 6.2 for a script that writes to a replica.
         ("ERR Error running script (call to f_2fae): @user_script:9: @user_script: 9: -READONLY You can't write", True),
         ("MOVED 12182 127.0.0.1:7002", True),
         ("BUSY Redis is busy running a script", True),
@@ -511,12 +511,12 @@ async def test_a_failed_poll_for_workers_does_not_count_as_no_worker(
             worker.signal(signal.SIGSTOP)
             await until_async(nobody_is_seen, "the worker's heartbeat has expired")
             os.kill(own_server.pid, signal.SIGSTOP)
-            await asyncio.sleep(7)  # Twice a lease: this test is about the time itself.
+            await asyncio.sleep(7)  # Stop the server for more than two leases of 3 s: the duration is what is tested.
             assert not asked.done()
             seen.clear()
             os.kill(own_server.pid, signal.SIGCONT)
             await until_async(nobody_is_seen, "the producer has looked again")
-            monkeypatch.setattr(discovery, "_RESTART_S", DEADLINE_S)  # From here on the worker may be slow.
+            monkeypatch.setattr(discovery, "_RESTART_S", DEADLINE_S)  # Wait longer for the worker from here on.
             gate.open()
             worker.signal(signal.SIGCONT)
             await asked
@@ -525,7 +525,7 @@ async def test_a_failed_poll_for_workers_does_not_count_as_no_worker(
 
 
 async def test_entries_that_lose_bytes_are_requested_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes that follow would replace the lost ones: the parser of other replies does not check line ends."""
+    """A reply that lost some bytes must not be filled up with bytes of the next reply."""
     pool.start()
     receive, entry, lossy = RawCommandConnection.data_received, 4, list[bytes]()
 

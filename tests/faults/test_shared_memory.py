@@ -1,4 +1,4 @@
-"""Rows in shared memory: exact for every reader on every host, and no row is lost with a worker or its socket."""
+"""Rows in shared memory are exact on every host, and a lost worker or socket loses no row."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from tests.support.pool import (
 
 V = 2048
 SLOT = 12_288
-"""Bytes of a slot for rows of V, in whole pages."""
+"""Bytes of a slot for one row of V float32 values, rounded up to whole pages."""
 ARGUMENTS = ("--vocab-size", V, "--lease-s", 2)
 PROMPTS = [[i, i + 1, 7] for i in range(60)]
 
 
 @pytest.fixture
 def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of segments, of this test alone."""
+    """A folder for the sockets of segments, for this test alone."""
     with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
         monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
         yield Path(folder)
@@ -53,10 +53,10 @@ def segments(place: Path) -> list[Path]:
 
 
 def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLOT, **settings: Any) -> WorkerProcess:
-    """A worker that has its segment."""
+    """Start a worker and wait until its segment of shared memory is ready."""
     environment = {"LMPOOL_SHM_DIR": str(place)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, *arguments, environment=environment, **settings)
-    # The socket exists earlier; until this message rows go through Redis.
+    # Wait for this message: before it the socket may exist already, but rows go through Redis.
     worker.until_says("for clients on this machine")
     return worker
 
@@ -72,26 +72,26 @@ async def ask(producer: Producer, prompts: list[list[int]] = PROMPTS) -> None:
 
 
 def stored(pool: Pool) -> list[bytes]:
-    """The values of the rows' keys in Redis."""
+    """Return the values in Redis under the keys of rows."""
     keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*", count=1000))
     values = [pool.redis.get(key) for key in keys]
     return [value for value in values if isinstance(value, bytes)]
 
 
 def reads(producer: Producer) -> tuple[int, int]:
-    """Rows that a producer has read from shared memory, and rows that were no longer there."""
+    """Number of rows that a producer has read from shared memory, and number of rows that it did not find."""
     counts = producer._counters.shared
     return counts.rows, counts.lost
 
 
 def remote(pool: Pool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Producer:
-    """A producer on another host, according to its shared memory."""
+    """A producer with another folder for segments, like a producer on another host."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", tempfile.mkdtemp(dir=os.environ["LMPOOL_SHM_DIR"]))
     return pool.producer(**settings)
 
 
 async def counted(pool: Pool, field: str, expected: int) -> None:
-    """Wait until the sum of the heartbeats of the model's workers has this value."""
+    """Wait until the sum of a field in the heartbeats of the model's workers has this value."""
 
     async def is_said() -> bool:
         keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:worker:*"))
@@ -238,7 +238,7 @@ async def test_a_stopped_worker_leaves_no_files(pool: Pool, place: Path) -> None
 
 
 def memory_of(worker: WorkerProcess) -> Path:
-    """The segment of a worker, opened as by another process of its user."""
+    """Path under /proc by which another process of the same user can open a worker's segment."""
     links = Path(f"/proc/{worker.process.pid}/fd").iterdir()
     return next(link for link in links if str(link.readlink()).startswith("/memfd:lmpool-"))
 
@@ -289,7 +289,7 @@ async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, m
         counting = asyncio.create_task(count())
         async with pool.producer(cache_bytes=0):
             counting.cancel()
-        # It waited for the worker, and other tasks ran.
+        # Opening the producer waited for the stopped worker, and other tasks ran in this time.
         assert turns > 100
     finally:
         worker.signal(signal.SIGCONT)
@@ -309,7 +309,7 @@ async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path
 
 
 async def test_rows_without_free_slots_go_through_redis(pool: Pool, place: Path) -> None:
-    """Of a batch some rows are references then, and some are stored themselves."""
+    """If the segment has too few free slots for a batch, Redis stores the remaining rows themselves."""
     start(pool, place, "--max-batch", 200, "--step-ms", 50, size=70 * SLOT)
     prompts = [[i, 3] for i in range(200)]
     async with pool.producer(cache_bytes=0) as producer:
@@ -326,7 +326,7 @@ async def test_cached_rows_are_read_while_the_server_has_no_memory(pool: Pool, p
         try:
             pool.redis.config_set("maxmemory-policy", "noeviction")
             pool.redis.config_set("maxmemory", 1)
-            # Rows in shared memory need no server.
+            # The producer reads these rows from shared memory, and needs no memory of the server.
             await ask(producer)
         finally:
             pool.redis.config_set("maxmemory", 0)
@@ -342,7 +342,7 @@ async def test_without_memory_for_a_segment_rows_go_through_redis(
 ) -> None:
     taken = place / "taken" / f"lmpool-{os.geteuid()}"
     taken.mkdir(parents=True)
-    taken.chmod(0o777)  # As by another user, who may have been first.
+    taken.chmod(0o777)  # Any user may write to this folder, so the worker must not use it.
     environment = {"LMPOOL_SHM_DIR": str(place / folder)}
     worker = pool.start(*ARGUMENTS, "--shm-bytes", size, environment=environment)
     if size:
@@ -476,7 +476,7 @@ asyncio.run(main())
 async def test_a_client_killed_while_it_reads_a_row_has_no_effect(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     command = [sys.executable, "-c", KILLED_IN_A_READ, pool.url, pool.prefix]
-    for _ in range(2):  # Before the row is stored, and after.
+    for _ in range(2):  # The first client requests a new row; the second client reads a stored row.
         client = await asyncio.create_subprocess_exec(*command)
         assert await asyncio.wait_for(client.wait(), DEADLINE_S) == -signal.SIGKILL
     async with pool.producer(cache_bytes=0) as producer:
@@ -503,7 +503,7 @@ async def test_with_too_little_memory_rows_go_through_redis_and_the_worker_warns
 
 
 async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> None:
-    """Containers have this size of /dev/shm by default: segments are not files in it."""
+    """Containers have a /dev/shm of 64 MiB by default; it only has to hold sockets, not the segments."""
     mount = 'mount -t tmpfs -o size=64m none "$LMPOOL_SHM_DIR" && exec "$@"'
     unshare = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
     worker = pool.start(
@@ -511,7 +511,7 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
         command=lambda: [*unshare, *lmpool_command()], environment={"LMPOOL_SHM_DIR": str(place)},
     )  # fmt: skip
     await asyncio.to_thread(worker.until_says, "for clients on this machine")
-    # This process does not see that folder, so the worker is on another host for it.
+    # This process does not see the worker's folder, so it reads rows as if the worker ran on another host.
     async with pool.producer(cache_bytes=0) as producer:
         for _ in range(2):
             row = await producer.logprobs([1, 2])
@@ -520,7 +520,7 @@ async def test_a_folder_of_64_megabytes_is_enough(pool: Pool, place: Path) -> No
 
 
 def hand_out(place: Path, data: bytes) -> tuple[SegmentListener, Path]:
-    """A socket that sends sealed memory with this content."""
+    """Create a socket that sends a sealed segment with this content; return the listener and the socket's path."""
     fd = os.memfd_create("lmpool-other", os.MFD_ALLOW_SEALING)
     os.write(fd, data)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
@@ -531,7 +531,7 @@ def hand_out(place: Path, data: bytes) -> tuple[SegmentListener, Path]:
 async def test_segments_and_references_of_another_release_are_ignored(pool: Pool, place: Path) -> None:
     worker = start(pool, place)
     data = bytearray(memory_of(worker).read_bytes())
-    data[6:8] = (99).to_bytes(2, "little")  # The number of the layout.
+    data[6:8] = (99).to_bytes(2, "little")  # Change the version number of the segment's layout.
     listener, other = hand_out(place, bytes(data))
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)

@@ -1,4 +1,4 @@
-"""Faults of workers that no client should notice: mismatching models, broken backends, prompts requested again."""
+"""Faults of workers that must not affect clients: mismatching models, broken backends, repeated prompts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def beat_on(heartbeat: Heartbeat) -> None:
 
 
 def test_no_two_workers_of_a_process_and_host_have_one_id() -> None:
-    # With two random bytes each there would be about a hundred pairs among this number.
+    # Ids with only two random bytes would have about a hundred duplicates among 4,096.
     assert len({new_worker_id() for _ in range(4096)}) == 4096
 
 
@@ -79,7 +79,7 @@ def test_one_of_two_mismatching_workers_that_start_together_ends(pool: Pool) -> 
 async def test_a_worker_ends_when_other_weights_have_replaced_its_model(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5)
     other = info_of(2)
-    # An info alone may be junk; here a live worker serves it.
+    # A live worker must serve the other model, because workers ignore an info without a live worker.
     heartbeat: dict[Any, Any] = {"model": "syn", "fingerprint": other.service_fingerprint, "state": "ready"}
     pool.redis.hset(pool.keys.worker("other"), mapping=heartbeat)
     pool.redis.zadd(pool.keys.model("syn").workers, {"other": deadline_ms()})
@@ -103,7 +103,7 @@ async def test_a_joining_worker_compares_its_model_with_that_of_live_workers(poo
         first = Heartbeat(redis, pool.keys, info_of(1, lease_s=1), "first", batch=8)
         await first.send(
             {}
-        )  # After a failover, removed workers may be listed again: for a lease no worker ends because of them.
+        )  # After a failover, removed workers may be listed again, so a worker waits for a lease before it ends.
         with pytest.raises(ModelMismatch, match="seed-2.*there.*seed-1.*here"):
             await asyncio.wait_for(beat_on(first), DEADLINE_S)
         await redis.delete(pool.keys.models())
@@ -115,7 +115,7 @@ async def test_a_joining_worker_compares_its_model_with_that_of_live_workers(poo
 
 def test_another_backend_under_a_name_is_refused_before_the_model_is_loaded(pool: Pool, tmp_path: Path) -> None:
     pool.start("--lease-s", 600)
-    (tmp_path / "config.json").write_text("{")  # Loading it would fail.
+    (tmp_path / "config.json").write_text("{")  # The worker would fail if it loaded the model.
     other = pool.start("--backend", "hf", "--name", "syn", model=str(tmp_path), wait=False)
     assert other.wait() == 2
     assert "the model 'syn' is served by the backend synthetic, not hf: serve it under another --name" in other.text
@@ -123,7 +123,7 @@ def test_another_backend_under_a_name_is_refused_before_the_model_is_loaded(pool
 
 async def test_a_worker_does_not_join_workers_of_an_older_release_with_the_same_weights(pool: Pool) -> None:
     redis, info = Server(pool.url).client(), info_of(1)
-    # As releases without a wire version write infos.
+    # The model info as releases without a wire version write it.
     told = {name: value for name, value in asdict(info).items() if name not in ("positions", "hidden", "tokenizer")}
     told["scores"] = False
     older, heartbeat = msgpack.packb(told), {"model": "syn", "fingerprint": info.fingerprint, "state": "ready"}
@@ -144,7 +144,7 @@ async def test_a_worker_of_an_older_release_detects_the_other_model(pool: Pool) 
     redis, info = Server(pool.url).client(), info_of(1)
     try:
         await joined(redis, pool.keys, info, "newer")
-        # It cannot read the info, and then ends when live workers have another fingerprint than its own.
+        # An older release cannot read this info; it ends if live workers have another fingerprint than its own.
         written = msgpack.unpackb(await redis.hget(pool.keys.models(), "syn"))
         assert written.keys() - asdict(info).keys() == {"wire_version"}
         assert await redis.hget(pool.keys.worker("newer"), "fingerprint") not in (None, info.fingerprint.encode())
@@ -192,7 +192,7 @@ async def test_a_sweep_removes_only_the_keys_of_dead_workers(pool: Pool) -> None
         await sweeper.sweep()
         assert sorted(await redis.hkeys(keys.models())) == [b"asked", b"live", b"syn"]
         consumers = await redis.xinfo_consumers(jobs, GROUP)
-        # Jobs in a lane are not lost: unread entries go to all workers, held entries stay.
+        # Jobs of removed lanes are not lost: unread entries move to the shared stream, held entries stay.
         assert sorted(consumer["name"] for consumer in consumers) == [b"busy", b"claimed", b"sweeper"]
         assert pool.streams() == [jobs, keys.model("syn").lane("claimed")]
         assert await redis.xlen(jobs) == 2
@@ -205,7 +205,7 @@ async def test_a_sweep_removes_only_the_keys_of_dead_workers(pool: Pool) -> None
 
 
 class _Faulty(SyntheticBackend):
-    """Fails in the given call."""
+    """A backend that fails in the given call."""
 
     def __init__(self, at: str) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=64))
@@ -374,7 +374,7 @@ async def test_unpublished_rows_leave_capacity_for_whole_batches(pool: Pool) -> 
     serving.publisher.publish = delayed_publish  # type: ignore[method-assign]
     serving.consumer.take = noted_take  # type: ignore[method-assign]
     jobs, fingerprint = pool.keys.model("syn").jobs, serving.info.fingerprint
-    # Almost as many as may be unpublished: less than a batch is left.
+    # Queue so many jobs that the worker may hold two more unpublished rows, which is less than a batch.
     with pool.redis.pipeline(transaction=True) as pipe:
         for token in range(4 * batch - 2):
             pipe.xadd(jobs, {"m": Job(np.array([token], "<u4").tobytes(), "", fingerprint).pack()})
@@ -421,7 +421,7 @@ async def test_a_suspect_runs_alone_while_other_prompts_keep_arriving(pool: Pool
     others = itertools.count(1)
     while not any(suspect in step for step in steps):
         ask(next(others))
-        await asyncio.sleep(0.03)  # No condition to wait for: other prompts arrive all the time, and all are computed.
+        await asyncio.sleep(0.03)  # Send other prompts all the time until the suspect runs.
 
     async def ended() -> bool:
         return pool.jobs() == 0
@@ -467,7 +467,7 @@ async def test_a_drain_that_cannot_publish_ends_after_a_lease(own_server: Embedd
 async def test_a_refused_heartbeat_is_reported_after_a_broken_connection(
     own_server: EmbeddedServer, short_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a failover: a second fault follows the first one."""
+    """In a failover, refused writes can follow a broken connection: the worker logs both faults."""
     async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy:
         pool = Pool(own_server.url, "own", tmp_path)
         pool.url = proxy.url

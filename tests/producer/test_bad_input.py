@@ -1,4 +1,4 @@
-"""Failures raise the right exception at the deadline, with the value and the limit in its text."""
+"""Bad input and failures raise the right exception, with the value and the limit in its text."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ async def test_a_full_queue_is_named_while_the_prompt_is_sent_again(
             return answers == 1
 
         await until_async(is_refused, "the first prompt is refused")
-        # Before the queue has reported anything about this prompt.
+        # Request a second prompt, about which the server sends no reply.
         asked.append(asyncio.create_task(producer.logprobs([101], timeout=1)))
         for task in asked:
             with pytest.raises(errors.QueueFull, match="limit of 1 prompts.*--queue-limit"):
@@ -276,7 +276,7 @@ async def test_other_weights_may_join_when_no_worker_serves_the_model(pool: Pool
             return np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=2))
 
         await until_async(follows, "rows of the new weights are served")
-        # A prompt without an earlier request must never get the old weights.
+        # A prompt that is requested for the first time must get a row of the new weights.
         assert np.array_equal(await producer.logprobs([2]), synthetic_row([2], vocab_size=V, seed=2))
 
 

@@ -1,4 +1,4 @@
-"""Continuations: the tokens of repeated sampling, in one request."""
+"""`generate` returns a continuation in one request: the tokens that repeated sampling would draw."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MANY = 1_000_000
 
 
 async def sampled(producer: Producer, prompt: list[int], count: int, seed: int, **options: Any) -> Continuation:
-    """A continuation that is sampled token by token."""
+    """Sample a continuation token by token, with one request for each token."""
     ids: list[int] = []
     for place in range(count):
         ids.append(await producer.sample(prompt + ids, seed=(seed + place) & MAX_SEED, **options))
@@ -70,7 +70,7 @@ async def test_a_continuation_is_one_job_and_no_row_of_it_is_stored(pool: Pool) 
         assert len(pool.names("row:*")) == 1
         different = await producer.generate(PROMPT, 6, n=20)
         assert len({tuple(made.ids) for made in different}) == 20
-        # No other client can request a draw without a seed.
+        # Continuations without a seed are removed, because no other client can request them.
         await until_async(lambda: _count(pool, 1), "just the answer for the seed is left")
 
 
@@ -90,7 +90,7 @@ async def test_a_continuation_ends_with_a_stop_token_or_sequence(pool: Pool) -> 
             ([ids[7], ids[4]], 5),
             ([ids[3:6]], 6),
             ([[ids[2], ids[4]], ids[8:9], np.array(ids[5:8])], 8),
-            ([[*PROMPT[1:], ids[0]]], 12),  # Stop sequences do not match inside the prompt.
+            ([[*PROMPT[1:], ids[0]]], 12),  # A stop sequence that begins in the prompt does not match.
             ([[5], *([token] for token in range(V) if token not in ids)], 12),
         ):
             (made,) = await producer.generate(PROMPT, 12, seed=9, stop=stop)
@@ -129,7 +129,7 @@ async def test_a_continuation_without_waiters_is_stopped(pool: Pool) -> None:
         await until_async(lambda: is_held(pool), "the worker holds it")
         asked.cancel()
         await until_done(pool)
-        # It would block the process for an hour.
+        # If the worker had not stopped the continuation, it would not end for an hour.
         worker.signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.wait) == 0
 

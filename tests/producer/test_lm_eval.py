@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a pool: the numbers of lm-eval's own model `hf`, with tasks and a model of these tests."""
+"""lm-evaluation-harness (lm-eval) on a pool gives the numbers of lm-eval's own model `hf`, for tiny tasks."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         head_dim=32,
         max_position_embeddings=LONGEST,
         bos_token_id=0,
-        # Like chat models: more end tokens than the tokenizer has.
+        # Two end tokens, like many chat models; the tokenizer has only the first.
         eos_token_id=[1, 2],
     )
     with torch.random.fork_rng(devices=[]):
@@ -101,7 +101,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
-        # Stop tokens are frequent.
+        # Make end tokens frequent.
         model.lm_head.weight.data[1:4] *= 1.5
     model.save_pretrained(folder)
     return folder
@@ -109,19 +109,19 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model."""
+    """Folder of the tiny model."""
     return write_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model with a tokenizer whose texts begin with the BOS token."""
+    """Folder of the tiny model with a tokenizer whose texts begin with the BOS token."""
     return write_model(tmp_path_factory.mktemp("marked"), marks=True)
 
 
 @pytest.fixture(scope="module")
 def served(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool for all tests that do not change it; `pooled` starts the workers."""
+    """A pool that most tests share; `pooled` starts its workers."""
     pool = Pool(server_url, "lmeval", tmp_path_factory.mktemp("pool"))
     yield pool
     pool.end()
@@ -129,7 +129,7 @@ def served(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of tasks, and their data."""
+    """A folder of lm-eval tasks and their data."""
     folder = tmp_path_factory.mktemp("tasks")
     words = ["the", "a mill", "geese", "water.\n\n", "she sang", " and"]
     lines = [
@@ -151,19 +151,19 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Use the data sets of this machine, and a cache folder of the test."""
+    """Let lm-eval use only local data sets, and a cache folder of the test."""
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
 
 
 def hf(folder: Path, **arguments: Any) -> Any:
-    """lm-eval's own model."""
+    """Return lm-eval's own model `hf`, which runs transformers in this process."""
     return get_model("hf")(pretrained=str(folder), dtype="float32", device="cpu", **arguments)
 
 
 def pooled(pool: Pool, folder: Path, *options: str, **arguments: Any) -> LmpoolLM:
-    """The same model, served by a worker under the name of its folder."""
+    """Return lm-eval's model `lmpool`; a worker serves the model of a folder under the folder's name."""
     if not pool.redis.hexists(pool.keys.models(), folder.name):
         pool.start("--backend", "hf", "--name", folder.name, *options, model=str(folder))
     return LmpoolLM(folder.name, redis=pool.url, prefix=pool.prefix, timeout=DEADLINE_S, **arguments)
@@ -191,7 +191,7 @@ def evaluate(model: Any, tasks: Path, **options: Any) -> Any:
 
 
 def answers_of(results: Any) -> dict[str, list[Any]]:
-    """Return the results of each task by document."""
+    """Return the results of each task, one entry for each document."""
     return {name: [sample["resps"] for sample in samples] for name, samples in results["samples"].items()}
 
 
@@ -219,7 +219,7 @@ def test_tasks_give_the_results_of_the_same_model_in_transformers(
         metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
         assert len(metrics) >= len(TASKS[name].split("metric:")) - 1
         assert {key: ours["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
-    # The tasks distinguish good and bad answers.
+    # The tasks have right and wrong answers, so equal results are no accident.
     assert len({str(answer) for answer in flat(answers["written"])}) > 3
     assert 0 < ours["results"]["choice"]["acc,none"] < 1
     assert ours["config"]["model_fingerprint"]
@@ -254,7 +254,7 @@ def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: 
     likely = said.ids.tolist()
     context = ours.tok_encode("The mill")
     questions: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
-    # The second most likely token in place of the most likely one.
+    # Replace the last token by the second most likely token.
     for size in range(8):
         second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
         questions.append((None, context, [*likely[:size], int(second)]))
@@ -285,7 +285,7 @@ def test_generated_texts_end_where_they_end_in_transformers(
     texts = ours.generate_until(questions)
     assert texts == theirs.generate_until(questions)
     assert len(set(texts)) > 3
-    # Some texts end early and some late.
+    # The texts have several lengths.
     assert len({len(text) for text in texts}) > 3
 
 
@@ -336,7 +336,7 @@ def test_a_question_needs_about_one_forward_for_each_option(served: Pool, folder
     before = ours._producer.stats().computed
     options = [" by the", " sang", " in", " 1", " 2", " 3"]
     ours.loglikelihood(requests("loglikelihood", *(("The mill by the river ran", option) for option in options)))
-    # The options, and the most likely token after the question. At most one option begins with that token.
+    # One forward for each option, one for the greedy token, and one more if an option begins with this token.
     assert ours._producer.stats().computed - before <= len(options) + 2
 
 
@@ -348,7 +348,7 @@ def test_lm_evals_cache_has_the_results_of_an_interrupted_evaluation(pool: Pool,
         "loglikelihood_rolling": requests("loglikelihood_rolling", (TEXT,)),
         "generate_until": requests("generate_until", ("The mill", {"until": ["e"], "max_gen_toks": 20})),
     }
-    # The results that the model itself recorded, without the ones that lm-eval records at the end.
+    # Call the model directly, so that only the model itself, and not lm-eval at the end, records results.
     answers = {kind: getattr(ours, kind)(questions) for kind, questions in kinds.items()}
     ours._producer.close()
     assert {kind: getattr(cached, kind)(questions) for kind, questions in kinds.items()} == answers
@@ -428,7 +428,7 @@ def test_bad_arguments_are_refused_by_name(served: Pool, folder: Path, tmp_path:
 def test_a_device_has_no_effect_and_is_logged(
     served: Pool, folder: Path, caplog: pytest.LogCaptureFixture, device: str | None, is_logged: bool
 ) -> None:
-    """lm-eval's command passes "cuda:0" if the user named no device."""
+    """lm-eval's command passes "cuda:0" if the user named no device, so only another device is logged."""
     pooled(served, folder, device=device)
     assert ("device=cpu: has no effect" in caplog.text) == ("has no effect" in caplog.text) == is_logged
 
@@ -460,7 +460,7 @@ def test_ctrl_c_does_not_wait_for_requests(pool: Pool, folder: Path) -> None:
 
     presser = threading.Thread(target=press)
     presser.start()
-    # Hypothesis has a callback in the collector, and an exception there is only printed: the signal would be lost.
+    # Hypothesis adds a callback to the garbage collector; a KeyboardInterrupt in the callback would be lost.
     gc.disable()
     try:
         with pytest.raises(KeyboardInterrupt):

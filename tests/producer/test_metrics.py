@@ -1,4 +1,4 @@
-"""Metrics of a producer: each request has one outcome and one duration."""
+"""Metrics of a producer count one outcome and one duration for each request."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def scraped(*producers: Producer | SyncProducer) -> Scrape:
 
 
 def requests(seen: Scrape, model: str = "syn") -> dict[str, float]:
-    """Return the outcomes with a count above zero."""
+    """Return the counts of requests by outcome, without zeros."""
     names = ("local_hit", "cache_hit", "joined", "computed", "failed")
     counts = {name: seen.value("lmpool_producer_requests_total", model=model, outcome=name) for name in names}
     return {name: count for name, count in counts.items() if count}

@@ -1,4 +1,4 @@
-"""Opening: closing during it, and pools whose server or workers start later or restart."""
+"""Opening a producer that is closed before it is open, or whose server or workers start later or restart."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Mute:
 
 
 class Said:
-    """The log lines of producers that wait."""
+    """The warnings that producers log while they wait."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -83,11 +83,11 @@ class Said:
         return sum(text in message for message in self._caplog.messages)
 
     def wait_for(self, text: str) -> None:
-        """Wait for a log line."""
+        """Wait until a producer logs a line that contains a text."""
         until(lambda: self.times(text), f"a producer says {text!r}")
 
     async def once(self, text: str) -> None:
-        """Wait for a log line that must appear only once."""
+        """Wait until a producer logs a text, which must appear only once."""
 
         async def is_said() -> bool:
             return self.times(text) > 0
@@ -110,7 +110,7 @@ async def mute(short_dir: Path) -> AsyncIterator[Mute]:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> list[Any]:
-    """Return the results of some tasks."""
+    """Wait until tasks end; return their results or exceptions."""
     async with asyncio.timeout(ENDS_WITHIN_S):
         return await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -211,7 +211,7 @@ def test_closing_ends_the_attempts_of_all_event_loops(short_dir: Path) -> None:
 
 @pytest.fixture
 def no_collector() -> Iterator[None]:
-    """Disable the garbage collector, which would close connections that the code leaves open."""
+    """Disable the garbage collector, because it would close connections that lmpool forgets to close."""
     gc.collect()
     gc.disable()
     yield
@@ -244,8 +244,8 @@ class Openings:
     """Sessions that need no server, and the `SessionPerLoop` that holds them.
 
     Attributes:
-        open: what opening does.
-        sessions: holds them.
+        open: function that a session awaits when it opens.
+        sessions: the `SessionPerLoop` that holds the sessions.
     """
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ class Openings:
 
 
 class Offline:
-    """A server that cannot be used."""
+    """Stand-in for a server that cannot be reached."""
 
     def explain(self, error: BaseException) -> LMPoolError:
         return ServerUnreachable(str(error))
@@ -380,7 +380,7 @@ def test_closing_a_sync_producer_ends_calls_of_other_threads_while_connecting(sa
     assert [type(end) for end in ends] == [ProducerClosed]
 
 
-# A pool that is not there yet
+# Pools that start after their clients
 
 
 async def test_server_worker_and_programs_start_in_any_order(short_dir: Path, tmp_path: Path, said: Said) -> None:
@@ -456,9 +456,9 @@ async def test_errors_that_waiting_cannot_fix_are_raised_at_once(own_server: Emb
 async def test_requests_wait_until_workers_come_back(
     pool: Pool, said: Said, monkeypatch: pytest.MonkeyPatch, way: signal.Signals
 ) -> None:
-    """The last worker leaves, with a job in flight or with its info; one with other weights follows."""
+    """The only worker is killed with a job in flight, or leaves; then a worker with other weights joins."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.0)
-    # A stopped worker may take this long to leave.
+    # A worker that gets SIGTERM has up to a lease to leave.
     options = ("--lease-s", 1, "--step-ms", 600_000) if way is signal.SIGKILL else ("--lease-s", 5)
     last = await asyncio.to_thread(pool.start, *options)
     async with pool.producer(when_absent="wait", timeout=60) as producer:

@@ -1,4 +1,4 @@
-"""Queries for less than a row: entries, top-k tokens, samples."""
+"""Queries for a part of a row: entries, top-k tokens, samples."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def test_entries_equal_those_of_the_row_in_memory_and_on_the_server(
     pool.start("--encoding", encoding)
     targets = [0, V - 1, 7, 7]
     async with pool.producer(cache_bytes=cache_bytes) as producer:
-        # Computed; from the cache in Redis; and from this process's memory, if it has some.
+        # The first query computes the row; later queries find it in Redis or in the producer's own cache.
         for _ in range(2):
             entries = await producer.logprobs(PROMPT, targets=targets)
             assert entries.dtype == np.float32
@@ -174,7 +174,7 @@ async def test_without_a_seed_every_sample_is_new_and_no_key_is_left(pool: Pool)
         drawn = await producer.batch_sample([PROMPT] * 200)
         assert len(set(drawn.tolist())) > 20
         assert drawn.dtype == np.int64
-        # The row stays for all clients; the draws serve no other client.
+        # The row stays for all clients; samples without a seed are removed.
         await until_async(lambda: _count(pool, "row:*", 1), "just the row is left")
 
 
@@ -250,7 +250,7 @@ async def test_foreign_content_under_a_rows_key_is_overwritten(pool: Pool, ask: 
         await producer.warm(OTHERS[0])
         pool.redis.delete(row_key(producer, PROMPT))
         pool.redis.rpush(row_key(producer, PROMPT), "a list")
-        # The other prompts of the same read are not affected.
+        # Request another prompt in the same read, which must succeed.
         other = producer.logprobs(OTHERS[0], targets=[1])
         if ask == "row":
             answer, wrong = await asyncio.gather(other, producer.logprobs(PROMPT))
@@ -421,7 +421,7 @@ async def test_an_error_of_a_batch_names_the_prompt_by_its_index(pool: Pool) -> 
         for name, ask in asks:
             with pytest.raises(TokenOutOfRange, match=rf"^{name}\[1\]: token id {V}"):
                 await ask([[1], [1, V], [2]])
-            # A worker computes a prompt and its continuation together: the prompt names both.
+            # A worker computes a prompt and its continuation together, so the error names the prompt.
             with pytest.raises(WorkerError, match=rf"^{name.replace('continuations', 'prompts')}\[1\]: .* token 13"):
                 await ask([[1], [13, 1], [2]])
         for ask_one in (producer.batch_topk([[13]], 2), producer.generate([13], 2, n=3)):
@@ -475,7 +475,7 @@ async def test_cancelled_requests_are_withdrawn(pool: Pool) -> None:
             lambda: _are_held(pool),
             "only the prompts that a worker holds are left",
         )
-        assert pool.jobs() <= 4  # batches of one that a worker takes ahead
+        assert pool.jobs() <= 4  # The worker takes four batches of one prompt in advance.
 
 
 async def _has_jobs(pool: Pool, count: int) -> bool:

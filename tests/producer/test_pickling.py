@@ -30,7 +30,7 @@ def thawed(something: Any) -> Any:
 
 
 def ask_elsewhere(producer: Producer, sync: SyncProducer, answers: Any) -> None:
-    """Put this process's id, and a row of each producer, into the queue."""
+    """Request a row from each unpickled producer; put the rows and this process's id into the queue."""
     with sync:
         answers.put((os.getpid(), asyncio.run(producer.logprobs([1])), sync.logprobs([2]), sync.model.name))
 
@@ -50,13 +50,13 @@ async def test_an_unpickled_producer_works_in_another_process(pool: Pool) -> Non
             assert np.array_equal(row, synthetic_row([1], vocab_size=V))
             assert np.array_equal(other, synthetic_row([2], vocab_size=V))
             assert name == "syn"
-            # The originals still work.
+            # The producers that were pickled still work.
             assert np.array_equal(await producer.logprobs([3]), sync.logprobs([3]))
 
 
 @pytest.fixture(scope="module")
 def served() -> Any:
-    """A pool in memory."""
+    """A pool of `lmpool.testing`, whose workers run in this process."""
     with lmpool.testing.pool(lmpool.testing.SyntheticModel("a")) as pool:
         yield pool
 
@@ -88,7 +88,7 @@ async def test_the_error_for_pickling_a_trie_or_pool_names_the_object_to_pickle(
         ]:
             with pytest.raises(LMPoolError, match=f"cannot be pickled: {instead}"):
                 pickle.dumps(value)
-        # Results that need no connection are unchanged.
+        # Objects without a connection can be pickled, and stay equal.
         assert thawed(trie.structure) == trie.structure
         assert np.array_equal(thawed(trie.structure).parent, Trie(trie.structure.vocabulary).parent)
         for value in (producer.model, producer.stats(), SettingsError("x: y")):
@@ -96,7 +96,7 @@ async def test_the_error_for_pickling_a_trie_or_pool_names_the_object_to_pickle(
 
 
 async def test_a_copy_is_the_object_itself(served: MemoryPool) -> None:
-    """Programs copy particles that hold a producer."""
+    """Programs deep-copy their own objects, such as particles, that hold a producer."""
     with SyncProducer(redis=served.url) as sync:
         trie = sync.trie()
         for value in (Producer(redis=served.url), sync, trie, trie._asynchronous):
@@ -121,7 +121,7 @@ CLIENT: Any = {"host": "h", "port": 7, "password": "hunter2"}
         (redis_async.RedisCluster(**CLIENT), "redis+cluster://h:7"),
         (None, "your embedded server"),
     ],
-    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # The same in each process.
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # Equal in all pytest processes.
 )  # fmt: skip
 def test_a_producer_shows_model_server_and_state(redis: Any, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LMPOOL_REDIS_URL", raising=False)

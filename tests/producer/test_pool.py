@@ -1,4 +1,4 @@
-"""A pool of real processes: prompts in, rows out."""
+"""Tests of the main path, on a pool of real processes: programs send prompts and get rows."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_every_size_and_encoding_gives_the_same_rows(pool: Pool, encoding:
     pool.start("--vocab-size", vocab_size, "--encoding", encoding)
     prompts = [[i % vocab_size, (7 * i) % vocab_size, 0] for i in range(50)]
     async with pool.producer(cache_bytes=0) as producer:
-        for _ in range(2):  # computed, then from the cache in Redis
+        for _ in range(2):  # First computed, then read from the cache in Redis.
             got = await asyncio.gather(*map(producer.logprobs, prompts))
             for prompt, got_row in zip(prompts, got, strict=True):
                 assert np.array_equal(got_row, row(prompt, vocab_size))
@@ -56,7 +56,7 @@ async def test_small_rows_and_results_are_carried_by_notifications(pool: Pool) -
             with pytest.raises(ValueError, match="read-only"):
                 got[0] = 0
         assert producer.stats().computed == len(prompts)
-        # One after the other: the reply stream would be longer than this if the client did not trim it.
+        # Send requests one by one: if the client did not trim its reply stream, it would have 128 entries.
         for token in range(64):
             assert np.array_equal(await producer.logprobs([token, 2]), row([token, 2], 64))
             scores = await producer.score([token], list(range(1 + token % 3)))
@@ -67,7 +67,7 @@ async def test_small_rows_and_results_are_carried_by_notifications(pool: Pool) -
             return int(pool.redis.xlen(reply)) < 64
 
         await until_async(is_short, "what has been read is removed")
-        # They are still in the cache.
+        # The rows are still in the cache.
         before = producer.stats().cache_hits
         assert np.array_equal(await producer.logprobs([5, 2]), row([5, 2], 64))
         assert producer.stats().cache_hits == before + 1
@@ -90,7 +90,7 @@ async def test_returned_rows_are_read_only(pool: Pool) -> None:
         with pytest.raises(ValueError, match="cannot set WRITEABLE"):
             got.flags.writeable = True
         batch = await producer.batch_logprobs([[1], [2]])
-        batch[:] = 0  # the caller's own
+        batch[:] = 0  # The caller owns the array of a batch.
         assert np.array_equal(await producer.logprobs([1]), row([1]))
 
 
@@ -172,7 +172,7 @@ async def test_three_clients_and_two_workers_compute_each_prompt_once(pool: Pool
     assert sum(result[1] for result in results) == 1200
     assert sum(result[2] for result in results) == 400
 
-    # Heartbeats follow later: after one more row, every heartbeat that counts it counts all earlier rows.
+    # Compute 64 more rows: when heartbeats count these rows, they also count all earlier rows.
     async with pool.producer() as producer:
         await producer.batch_logprobs([[100 + i] for i in range(64)])
 
@@ -269,7 +269,7 @@ CLOSED_LOOPS = """
 
 def test_a_loop_closed_without_cancelling_its_tasks_is_harmless(pool: Pool) -> None:
     pool.start()
-    # In a process of its own: asyncio logs tasks that were not cancelled when they are garbage-collected.
+    # Use another process, whose output shows whether asyncio logs tasks that were never cancelled.
     script = [sys.executable, "-c", textwrap.dedent(CLOSED_LOOPS), pool.url, pool.prefix, str(V)]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert ended.stdout == "fine\n", ended.stderr
@@ -362,7 +362,7 @@ async def test_requests_wait_at_the_queue_limit(pool: Pool) -> None:
 
 
 async def test_a_prompt_requested_again_right_after_its_cancellation_is_computed(pool: Pool) -> None:
-    # A lost prompt is submitted again after a lease.
+    # A long lease, because clients submit a lost prompt again after a lease.
     pool.start("--lease-s", 600)
     async with pool.producer() as producer:
         for token in range(30):

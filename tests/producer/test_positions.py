@@ -46,12 +46,12 @@ async def test_scores_are_the_entries_of_the_rows_of_all_prefixes(pool: Pool, en
         first, second = await producer.batch_score([PROMPT, [1]], [[4], [5, 6]])
         assert first[0] == ROW[4]
         assert np.array_equal(second, [synthetic_row([1], vocab_size=V)[5], synthetic_row([1, 5], vocab_size=V)[6]])
-        # One forward each, and no rows of prefixes.
+        # Each of the three scores took one forward pass; no row of a prefix was computed.
         assert producer.stats().computed == 3
 
 
 class Unscoring(SyntheticBackend):
-    """A backend without positions, as a user may write one."""
+    """A backend without support for positions, like a simple backend of a user."""
 
     @property
     def info(self) -> ModelInfo:
@@ -65,7 +65,7 @@ async def test_without_positions_the_client_requests_rows_of_prefixes(pool: Pool
     running = asyncio.create_task(worker.run(lambda info: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
     async with pool.producer() as knowing, pool.producer() as told_otherwise:
-        # As after another worker of the model, which supports them, has joined.
+        # Simulate a client that has found another worker of the model, which supports positions.
         session = told_otherwise._sessions.session
         assert session is not None
         session.info = replace(session.info, positions=True)
@@ -117,7 +117,7 @@ async def assert_positions(producer: Producer) -> None:
 async def test_every_position_agrees_with_the_row_of_its_prefix(
     pool: Pool, encoding: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(query, "MAX_ANSWER", most)  # Of all positions at once, or of three.
+    monkeypatch.setattr(query, "MAX_ANSWER", most)  # A result has all positions, or three.
     pool.start("--encoding", encoding)
     async with pool.producer() as producer:
         assert producer.model.positions
@@ -129,7 +129,7 @@ async def test_every_position_agrees_with_the_row_of_its_prefix(
 
 
 def logits_behind(start: int = 0) -> tuple[Row, Row]:
-    """The logits of all positions of `WHOLE` from one on, (n, V), and their logZ, (n,)."""
+    """Return the logits of all positions of `WHOLE` from `start` on, (n, V), and their logZ, (n,)."""
     logits, log_z = np.empty((len(WHOLE) - start, V), np.float32), []
     for at in range(start, len(WHOLE)):
         base, shifts = draw(np.array(WHOLE[: at + 1], "<u4").tobytes(), V, 0)
@@ -181,7 +181,7 @@ async def test_a_stream_ends_when_the_model_changes_between_its_parts(
         assert (await anext(parts)).start == 0
         session = producer._sessions.session
         assert session is not None
-        session.info = replace(session.info, revision="seed-7")  # As after all workers were replaced.
+        session.info = replace(session.info, revision="seed-7")  # Simulate new workers.
         with pytest.raises(ModelMismatch, match="the model or its adapter has changed before position 3: ask again"):
             await anext(parts)
 
@@ -208,7 +208,7 @@ async def test_parts_of_two_models_are_refused(pool: Pool, monkeypatch: pytest.M
 async def test_a_job_for_too_many_positions_is_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     pool.start("--vocab-size", str(1 << 18))
     async with pool.producer() as producer:
-        monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # Like a client without this check.
+        monkeypatch.setattr(query, "MAX_ANSWER", 1 << 30)  # Disable the client's check.
         with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 for these values"):
             await producer.positions(WHOLE, full=True)
         monkeypatch.undo()
@@ -219,7 +219,7 @@ async def test_positions_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.positions(WHOLE, top=3)
-        assert len(pool.names("row:*")) == 1  # the result
+        assert len(pool.names("row:*")) == 1  # The key of the result; no row is stored.
         assert producer.stats().computed == 1
 
 
@@ -240,7 +240,7 @@ async def test_scores_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.score(PROMPT, list(range(50)))
-        assert len(pool.names("row:*")) == 1  # the scores
+        assert len(pool.names("row:*")) == 1  # The key of the scores; no row is stored.
 
 
 @pytest.mark.parametrize(("encoding", "forwards"), [("bf16", 0), ("f32", 5)])
@@ -263,10 +263,10 @@ async def test_logits_come_from_the_row_if_a_worker_has_it_in_16_bits(pool: Pool
         assert await producer.logz(WHOLE) == base.log_z
         assert np.array_equal((await producer.positions(WHOLE, len(WHOLE) - 1, full=True, mode="logits"))[0], logits)
         assert backend.stats().steps == 1 + forwards
-        # Values that a row lacks need a forward in any case.
+        # The stored row lacks logZ of earlier positions, so the backend needs a forward pass.
         assert np.shape(await producer.positions(WHOLE, 2, logz=True)) == (len(WHOLE) - 2,)
         assert backend.stats().steps == 2 + forwards
-        # A query that raises on the row goes to the backend, and the worker continues.
+        # If a query of the stored row raises, the backend computes the query, and the worker continues.
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowBlock, "logits", None)
             assert np.array_equal((await producer.topk(WHOLE, 6, mode="logits")).ids, top(logits, 6).ids)

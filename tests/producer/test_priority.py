@@ -1,4 +1,4 @@
-"""`Producer(priority="bulk")` with other clients of the pool."""
+"""`Producer(priority="bulk")`: interactive clients go first, and the bulk client still gets a share."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_interactive_clients_go_before_a_bulk_client(pool: Pool) -> None:
         for number, row in zip([*range(100), *range(200, 205)], await asyncio.gather(*rows, *asked), strict=True):
             assert np.array_equal(row, synthetic_row([number], vocab_size=V))
     computed = [int(decode_ids(ids)[0]) for ids in backend.computed]
-    # Behind the jobs that the worker had taken before it arrived.
+    # Only jobs that the worker had already taken precede the five interactive prompts.
     assert max(computed.index(number) for number in range(200, 205)) < 30
 
 
@@ -80,7 +80,7 @@ async def test_a_prompt_of_both_kinds_of_clients_is_computed_once_and_is_interac
 
 
 class Noting(GatedBackend):
-    """Records the first token of each job, and whether the job yields to others."""
+    """A backend that records the first token of each job, and whether the job has bulk priority."""
 
     def __init__(self) -> None:
         super().__init__(OneByOne(), BATCH)

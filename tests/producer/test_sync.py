@@ -1,4 +1,4 @@
-"""SyncProducer: its arguments and types, and its end, also with callers in other threads and after a fork."""
+"""SyncProducer: its arguments, its types and how it closes, also with other threads and after a fork."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_dropped_producer_leaves_no_thread_and_no_connection(pool: Pool) -> No
     worker = pool.start("--lease-s", 60)
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
         producer.logprobs([1])
-    worker.signal(signal.SIGSTOP)  # It opens connections at any time; the row is in the cache.
+    worker.signal(signal.SIGSTOP)  # Stop the worker, which could open connections.
     before = len(pool.redis.client_list())
     for _ in range(3):
         SyncProducer(redis=pool.url, prefix=pool.prefix).logprobs([1])

@@ -101,7 +101,7 @@ async def test_a_program_encodes_a_string(served: Pool, smollm2_folder: Path) ->
         assert await producer.decode((await producer.topk(ids, 1)).ids) == " Paris"
         long = "All work and no play. " * 1000
         assert await producer.encode(long) == theirs.encode(long)
-        # Once for the process, whichever producer reads it.
+        # All producers of a process share a tokenizer.
         async with served.producer() as other:
             assert await other.tokenizer() is await producer.tokenizer()
         for wrong in (b"bytes", ["a"], 7, None, "\ud800"):
@@ -166,7 +166,7 @@ async def test_other_content_under_the_tokenizers_key_is_refused(
                 with pytest.raises(UnknownTokenizer, match=f"as the tokenizer {producer.model.tokenizer} is none: "):
                     raise error  # type: ignore[misc]
             assert len(set(map(id, failed))) == 9, "each has an exception of its own"
-            # Its worker restores a tokenizer of another size, and keeps the others.
+            # The worker detects that the stored value has another size or type, and writes the tokenizer again.
             await asyncio.to_thread(until, lambda: is_string(served, key, whole), "the worker has written it again")
             assert await producer.encode("Hello") == [19556]
         finally:
@@ -211,7 +211,7 @@ def test_the_command_shows_the_top_k_tokens_without_heavy_packages(served: Pool)
     result = ask("The capital of France is")
     assert result["top"][0]["token"] == " Paris"
     assert ask("-", given=b"The capital of France is\n") == result
-    # Results for ids include the texts of tokens.
+    # With --ids too, the output includes the texts of tokens.
     assert ask("--ids", ",".join(map(str, result["ids"]))) == result
 
 
@@ -225,7 +225,7 @@ def test_standard_input_that_is_not_text_gives_a_one_line_error(served: Pool) ->
 
 
 def byte_tokenizer(pattern: str) -> str:
-    """A `tokenizer.json` of single bytes that splits a text by a pattern first."""
+    """Return a `tokenizer.json` with a token for each byte, which first splits a text by a pattern."""
     tokenizer = tokenizers.Tokenizer(BPE(vocab={char: at for at, char in enumerate(ByteLevel.alphabet())}, merges=[]))
     tokenizer.pre_tokenizer = Steps(
         [Split(Regex(pattern), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -264,7 +264,7 @@ def test_a_text_that_could_grow_too_long_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_slow_text_times_out_without_blocking_the_event_loop() -> None:
-    # Cubic time: some seconds. The GIL is free during them; otherwise the timeout would be noticed too late.
+    # The pattern takes cubic time, here some seconds; if it held the GIL, the timeout would come too late.
     tokenizer = PublishedTokenizer(byte_tokenizer("a*a*[^a]"))
     ended = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Token sets: their total probability, and the top-k tokens or a sample among them."""
+"""Token sets: their total probability, and the top-k tokens or a sample from a set."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ def mask_of(ids: Any) -> np.ndarray[Any, np.dtype[np.bool_]]:
 
 
 def logits_of(prompt: list[int]) -> Row:
-    """Return the logits of the row."""
+    """Return the logits of a prompt's row."""
     base, shifts = draw(np.array(prompt, "<u4").tobytes(), V, 0)
     fill(bits := np.empty(V, np.uint16), base.bits, shifts)
     return widen_bf16(bits)
 
 
 def forms(ids: Any) -> list[Any]:
-    """Return one set in all forms that a caller may use."""
+    """Return a set of tokens in all forms that a caller may use."""
     mask = mask_of(ids)
     bits = np.packbits(mask, bitorder="little").tobytes()
     return [list(ids), np.asarray(ids), mask, bits, TokenSet(np.flatnonzero(mask), V)]
 
 
 async def assert_asked(producer: Producer, allowed: Any, ids: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-    """Make all queries about one set."""
+    """Make all kinds of queries about a set of tokens, and check the results."""
     assert await producer.mass(PROMPT, allowed) == mass_of(ROW, ids)
     masses = await producer.batch_mass([PROMPT, OTHER], [allowed, allowed])
     assert np.array_equal(masses, [mass_of(ROW, ids), mass_of(OTHER_ROW, ids)])
@@ -72,9 +72,9 @@ async def test_all_forms_of_a_set_are_equivalent(pool: Pool, ids: Any, cache_byt
         for _ in range(2):
             for allowed in [*forms(ids), named, named.name.hex()]:
                 await assert_asked(producer, allowed, members)
-            # Again, with rows in this process's memory, if it has some.
+            # Repeat the queries with the rows in the producer's own cache, if it has one.
             await producer.batch_logprobs([PROMPT, OTHER])
-        # One result for all forms: equal sets have one digest.
+        # Equal sets have one digest, so another form of the set stores no new result.
         stored = len(pool.names("row:*"))
         assert await producer.mass(PROMPT, list(reversed(members.tolist()))) == mass_of(ROW, members)
         assert len(pool.names("row:*")) == stored
@@ -106,7 +106,7 @@ async def test_a_named_set_is_sent_by_name_and_stored_again_when_evicted(pool: P
         assert 0 < int(pool.redis.pttl(key)) <= 24 * 3_600_000
         for forgotten in (None, b"", b"x" * len(named.bits), "a list"):
             worker.end()
-            worker = pool.start()  # It has cached no set yet.
+            worker = pool.start()  # A new worker has cached no set.
             pool.redis.delete(key)
             if isinstance(forgotten, bytes):
                 pool.redis.set(key, forgotten)
@@ -117,7 +117,7 @@ async def test_a_named_set_is_sent_by_name_and_stored_again_when_evicted(pool: P
             assert await producer.mass(PROMPT, named) == mass_of(ROW, MANY)
             assert pool.redis.get(key) == named.bits
             pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))
-            # Now from its memory.
+            # Without the key, the worker uses the set that it has cached.
             pool.redis.delete(key)
             assert await producer.mass(OTHER, named.name.hex()) == mass_of(OTHER_ROW, MANY)
             pool.redis.unlink(*pool.redis.scan_iter(match=f"{pool.prefix}:row:*"))

@@ -1,4 +1,4 @@
-"""The cache of published tokenizers: a session reads a tokenizer once, and a caller that gives up fails no other."""
+"""The cache of published tokenizers: a session reads each tokenizer once, even if a waiting caller gives up."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NAME = "0" * 32
 
 
 class Reader:
-    """The vocabularies of a session whose reads wait until its gate opens.
+    """Stand-in for the vocabularies of a session: reads wait until its gate opens.
 
     Attributes:
-        error: raised instead of returning the text.
+        error: exception that a read raises instead of returning a text.
         reads: number of reads that have started.
     """
 

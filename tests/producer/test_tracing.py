@@ -1,4 +1,4 @@
-"""OpenTelemetry: one trace from the client to the end of the job, and nothing without tracing."""
+"""OpenTelemetry: one trace leads from a client's call to the end of its job; without tracing there is none."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ with SyncProducer(redis=url, prefix=prefix, tracing=True) as producer, tracer.st
     producer.sample([8])
 provider.shutdown()
 """
-# As if it were not installed. If it is installed, redis-py imports a part of it even without tracing.
+# Hides the package opentelemetry, of which redis-py would import a part even without tracing.
 WITHOUT_OPENTELEMETRY = """
 import sys
 sys.modules["opentelemetry"] = None
@@ -105,7 +105,7 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
         worker = pool.start("--tracing", "--fail-token", 300, environment=settings)
         run(PROGRAM, pool, OTEL_EXPORTER_OTLP_ENDPOINT=collected.url)
         worker.process.terminate()
-        assert worker.wait() == 0  # The rest is exported before it ends.
+        assert worker.wait() == 0  # A worker exports its last spans before it ends.
 
     call = child(collected, "alone")
     assert (call.name, call.parent) == ("lmpool.logprobs", collected.named("alone")[0].id)
@@ -115,17 +115,17 @@ def test_one_trace_leads_from_the_program_to_the_end_of_the_job(pool: Pool) -> N
     assert {part.trace for part in parts} == {call.trace}
     assert {part.service for part in parts} == {"pool"}
     assert {part.attributes["messaging.destination.name"] for part in parts} == {"syn"}
-    # The server reports the time of queueing in whole milliseconds.
+    # Allow 2 ms, because the server reports the time of queueing in whole milliseconds.
     assert call.began - 2_000_000 < queue.began <= queue.ended <= step.began < step.ended == publish.began
     assert step.links == {(batch.trace, batch.id) for batch in collected.named("lmpool.batch") if call_of(call, batch)}
 
-    # A prompt is computed once, and the spans of joining clients link to the first client's.
+    # A prompt of two clients is computed once; the second client's span links to the first client's.
     first, second = child(collected, "first"), child(collected, "second")
     assert second.links == {(first.trace, first.id)}
     assert second.attributes["lmpool.requests.joined"] == 1
     assert below(collected, second) == []
 
-    # The producer's own memory serves the row: no other process takes part.
+    # The producer's own cache returned the row of the span `again`, so no other process took part.
     assert below(collected, child(collected, "again")) == []
 
     batched = child(collected, "batch")
@@ -161,7 +161,7 @@ async def test_no_span_contains_text_of_a_prompt(monkeypatch: pytest.MonkeyPatch
 
 
 def call_of(call: Span, batch: Span) -> bool:
-    """Return whether a batch, which has a trace of its own, computed a row for a call."""
+    """Return whether a batch's span, which begins its own trace, links to the span of a call."""
     assert batch.parent == ""
     assert batch.trace != call.trace
     return (call.trace, call.id) in batch.links
@@ -177,7 +177,7 @@ def held_jobs(pool: Pool) -> list[Job]:
 
 
 async def test_a_job_carries_a_trace_context_only_with_tracing(pool: Pool) -> None:
-    """Also without the SDK: the context of an incoming request is passed on to the workers."""
+    """A program without OpenTelemetry's SDK still passes the trace context of an incoming request to workers."""
     await asyncio.to_thread(pool.start, "--step-ms", 600_000, "--max-batch", 1)
     span = TraceContextTextMapPropagator().extract({"traceparent": TRACEPARENT})
     token = context.attach(span)
@@ -238,7 +238,7 @@ def test_hostile_trace_contexts_are_harmless_and_unsampled_ones_are_not_exported
         with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
             fingerprint = producer.model.fingerprint
             for number, traceparent in enumerate([*contexts, unsampled]):
-                if traceparent == unsampled:  # In a batch of its own.
+                if traceparent == unsampled:  # Wait, so that this job gets its own batch.
                     until(lambda: not pool.jobs(), "the others are computed")
                 (job,) = pack_jobs([Job(np.array([1, number], "<u4").tobytes(), "", fingerprint)])
                 pool.redis.xadd(pool.keys.model("syn").jobs, {JOB_FIELD: with_traceparent(job, traceparent)})

@@ -1,4 +1,4 @@
-"""The in-memory pool behaves like a pool of processes, and leaves no threads, files or sockets behind."""
+"""`lmpool.testing.pool` behaves like a pool of processes, and leaves no threads, files or sockets behind."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def test_a_prompt_of_several_clients_is_computed_once(memory: MemoryPool) 
         await producer.close()
 
 
-# Several models, names
+# Several models and their names
 
 
 async def test_several_models_are_served_by_name() -> None:
@@ -210,7 +210,7 @@ async def test_trie_calls_are_answered() -> None:
     async with pool(model) as memory, Producer(redis=memory.url) as producer:
         trie = await producer.trie()
         truth = answers_of(trie.structure)
-        for prompt in prompts:  # By reference: the worker of the model computes the sums.
+        for prompt in prompts:  # Pass the prompt, not weights: the model's worker computes the sums.
             expected = truth.of("sum", np.exp(model.row(prompt)))
             np.testing.assert_allclose(await trie.weight_sum(prompt=prompt), expected, rtol=1e-6)
         memory.serve_tries()
@@ -311,11 +311,11 @@ async def test_requests_survive_flushall(memory: MemoryPool) -> None:
         np.testing.assert_array_equal(await producer.logprobs([2]), TINY.row([2]))
 
 
-# The end
+# Closing a pool
 
 
 def traces() -> tuple[set[str], set[str], set[Path]]:
-    """The threads, sockets and temporary folders of this process."""
+    """List the threads, sockets and temporary folders of this process."""
     threads = {thread.name for thread in threading.enumerate()}
     files = {str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
     sockets = {name for name in files if name.startswith(("socket:", "anon_inode:"))}

@@ -1,4 +1,4 @@
-"""The server of the in-memory pool. Each test runs against a real server too, to find errors in fakeredis and here."""
+"""The fake Redis server of `lmpool.testing`. Each test also runs against a real server, to find differences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture(params=["in-memory", "real"])
 async def server(request: pytest.FixtureRequest, short_dir: Path) -> AsyncIterator[Server]:
-    """A server with an empty tenth database."""
+    """A fake or a real Redis server, with an empty database number 9."""
     if request.param == "real":
         server = Server(request.getfixturevalue("server_url") + "?db=9")
         client = server.client()
@@ -52,7 +52,7 @@ async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, b
 
 
 async def until_reading(raw: RawCommandConnection, *consumers: str) -> None:
-    """Wait until these consumers block in a read of the group."""
+    """Wait until these consumers of the group block in XREADGROUP."""
 
     async def is_so() -> bool:
         reply = await raw.call(("XINFO", "CONSUMERS", "jobs", GROUP))
@@ -66,7 +66,7 @@ def entries(reply: Any) -> list[bytes]:
 
 
 async def test_replies_have_the_types_of_a_server(raw: RawCommandConnection) -> None:
-    """A connection for rows distinguishes status replies and strings."""
+    """Replies of the fake server have the Python types of a real server's replies."""
     for command, reply in (
         (("SET", "k", "v"), b"OK"),
         (("GET", "k"), b"v"),
@@ -104,7 +104,7 @@ async def test_large_rows_written_without_waiting_arrive_whole(server: Server) -
     ]
     await asyncio.gather(*(raw.set(writes[at : at + 10], 60_000) for at in range(0, 40, 10)))
     again = await raw.set([writes[0]._replace(numbers=numbers[1].data), writes[1]._replace(numbers=numbers[0].data)], 9)
-    assert again == [None, None]  # Existing values stay unless they may be overwritten.
+    assert again == [None, None]  # No error, but only the first write may overwrite.
     values = await receiver.call([b"MGET", *keys, b"none"], 1 << 20)
     assert values[0] is None or bytes(values[0])[16:] == numbers[1].tobytes()
     for row, got in zip(numbers[1:], values[1:-1], strict=True):

@@ -1,4 +1,4 @@
-"""The pytest fixtures in the test suite of a user, and the examples of docs/testing.md."""
+"""lmpool's pytest fixtures work in a user's test suite, and the examples of docs/testing.md run."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class TestOthers:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Python like a user without a server: without the settings of this test suite."""
+    """Run Python like a user who has neither a server nor the settings of this test suite."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LMPOOL", "PYTEST"))}
     environment["LMPOOL_RUNTIME_DIR"] = str(folder / "none")
     environment["PATH"] = str(folder)
-    # Plugins of this environment would warn about settings that a user's folder does not have.
+    # Load no other pytest plugins: they would warn about settings that a user's folder does not have.
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Runs chaos and prints the report; exits with 1 if the outcome is not allowed."""
+"""Command line of the chaos run: runs it and prints the report; exits with 1 if a limit of the outcome is exceeded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ _PREFIX = "chaos"
 _MEMORY = 1 << 29
 _SETTLED_S = 60.0
 _PATIENCE_S = 10.0
-"""What is waited for is remembered for a little longer than its deadline."""
+"""The key of a waiting client may live for this many seconds after the request's deadline."""
 
 
 async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: tuple[Path, Path]) -> Report:
-    """One run, from the start of its server to the end of its last process."""
-    # fsync once a second, the default of servers: the kernel keeps the writes of a killed server.
+    """Do one chaos run, from the start of its server to the end of its last process."""
+    # fsync once a second (Redis's default) is enough: the kernel keeps the writes of a killed server.
     server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
     await asyncio.to_thread(server.start)
     try:
@@ -66,7 +66,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
         observer.counted,
         striker.full_lanes,
         left,
-        # Replacements have started since workers were killed.
+        # Replacements of killed workers remove old segments at their start, so no segment may be left.
         [str(path) for path in fleet.segments],
         fleet.leaked + leaked_processes(folder),
         fleet.failed,
@@ -74,7 +74,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
 
 
 def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[str]:
-    """End the workers when no request is pending; return the keys that are left."""
+    """End the workers when no request is pending; return the leaked keys."""
     client = redis.Redis.from_url(server.url)
     try:
         keys = Keys(_PREFIX)
@@ -86,7 +86,7 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
 
 
 def main() -> int:
-    """Run the command line."""
+    """Do the chaos run that the command line describes, and print its report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180, help="for how long clients ask (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="decides the schedule (default: a new one)")

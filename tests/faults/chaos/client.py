@@ -1,8 +1,8 @@
-"""A client process: sends requests until SIGTERM, compares each result, and logs how every request ended.
+"""Client process of a chaos run: sends requests until SIGTERM, checks each result, and logs how requests end.
 
 Most of its tasks send one request after the other. Some let contexts grow in lockstep, and one task of the first
-client puts adapters in service. A line `b NUMBER TIME KIND` begins requests and `e NUMBER TIME OUTCOME` ends them. The
-times are those of the monotonic clock, which all processes of a machine share.
+client puts adapters in service. The log has a line `b NUMBER TIME KIND` when a request begins, and a line
+`e NUMBER TIME OUTCOME` when it ends. TIME is the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _CHANGE_PAUSE_S = 4.0
 
 
 class Client:
-    """Sends the requests of one client process.
+    """The requests of one client process.
 
     Args:
-        settings: the run.
+        settings: settings of the chaos run.
         number: number of the client.
-        producer: sends the requests.
+        producer: producer that sends the requests.
         adapters: the folder of the adapters.
-        log: receives the lines.
+        log: file for the lines about the start and end of requests.
     """
 
     def __init__(self, settings: ChaosSettings, number: int, producer: Producer, adapters: Path, log: TextIO) -> None:
@@ -51,11 +51,11 @@ class Client:
         self._has_adapter = asyncio.Event()
 
     def stop(self) -> None:
-        """Send no more requests."""
+        """Stop sending requests."""
         self._stopping.set()
 
     async def run(self) -> None:
-        """Send requests until `stop`, but at least one of each kind; return when all have ended."""
+        """Send requests until `stop`, but at least one of each kind; return when all requests have ended."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._look_for_adapter())
             for _ in range(self._settings.tasks):
@@ -68,7 +68,7 @@ class Client:
     async def _ask_on(self) -> None:
         while not self._stopping.is_set():
             await self._ask(self._load.next())
-            # All clients share this clock.
+            # All clients pause in the same second, because their processes share the monotonic clock.
             lull_s = max(0.0, 1.0 - time.monotonic() % self._settings.lulls_s)
             await self._pause(lull_s + self._load.draw_pause(self._settings.pause_s))
 
@@ -82,7 +82,7 @@ class Client:
                     break
 
     async def _change_adapters(self, adapters: Adapters) -> None:
-        """Put adapters in service: the first one, and then replacements."""
+        """Put the first adapter in service, and then replace it again and again."""
         changes = 0
         while not self._stopping.is_set() or changes < _MIN_CHANGES:
             place = await asyncio.to_thread(adapters.make)
@@ -124,7 +124,7 @@ class Client:
 
 
 async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, adapters: Path, log: TextIO) -> None:
-    # A producer with almost no memory of its own requests each row from the pool again.
+    # With almost no cache of its own, a producer requests each row from the pool again.
     producer = Producer(MODEL, redis=url, prefix=prefix, timeout=settings.timeout_s, cache_bytes=number * 2**18)
     client = Client(settings, number, producer, adapters, log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.stop)

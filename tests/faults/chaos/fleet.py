@@ -1,4 +1,4 @@
-"""The processes of a run: clients, and workers that are replaced when they end."""
+"""Processes of a chaos run: clients, and workers that are replaced when they end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.faults.chaos.worker import TRACE_VARIABLE
 _END_S = 60.0
 START_S = 120.0
 SERVING = f"serving {MODEL!r}"
-"""What a worker prints when it takes jobs; before that it may serve adapters."""
+"""Text that a worker prints when it begins to take jobs."""
 _TRACEBACK_S = 0.5
 
 
 class Process:
-    """One process with its log.
+    """One client or worker process with its log.
 
     Attributes:
-        number: its place in the fleet; a replacement takes the number of its predecessor.
-        is_struck: it was killed on purpose.
-        is_frozen: it was stopped on purpose.
-        is_draining: it was told to end.
+        number: number of the client or worker; a replacement takes the number of its predecessor.
+        is_struck: whether the run killed the process on purpose.
+        is_frozen: whether the run stopped the process with SIGSTOP.
+        is_draining: whether the run sent SIGTERM to the process.
     """
 
     def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path, host: Path) -> None:
@@ -54,30 +54,30 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Id of the process."""
         return self._process.pid
 
     @property
     def code(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """The exit code, or None while the process runs."""
         return self._process.poll()
 
     @property
     def last_words(self) -> str:
-        """The end of its output."""
+        """The last 1,000 characters of the process's output."""
         return self._log.read_text("utf-8", "replace")[-1000:].strip()
 
     def says(self, text: str) -> bool:
-        """Whether its output contains a text."""
+        """Whether the process's output contains a text."""
         return text in self._log.read_text("utf-8", "replace")
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal."""
+        """Send a signal to the process, if it still runs."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait for the end. If it does not end in time, kill it, keep its stacks in the log, and return False."""
+        """Wait until the process ends. If it is late, log the stacks of its threads, kill it, and return False."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -93,17 +93,17 @@ class Fleet:
     """Starts, replaces and ends the processes of a run.
 
     Args:
-        settings: the run.
-        folder: receives logs and traces.
+        settings: settings of the chaos run.
+        folder: folder for logs and traces.
         hosts: a folder in shared memory for each of two hosts; the last worker and the last client are on the second.
-        url: number of a worker or client -> URL: the server's own address, or the proxy's.
+        url: returns the URL of the server or of the proxy for the number of a worker or client.
         prefix: prefix of all keys.
 
     Attributes:
-        workers: the workers that run now.
+        workers: one process for each worker, the latest replacement.
         clients: all clients.
-        failed: processes that ended without reason: number, exit code and last output.
-        leaked: processes that did not end when they were told to.
+        failed: processes that exited unexpectedly or with an error: number, exit code and last output.
+        leaked: processes that did not end after SIGTERM: number and last output.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class Fleet:
 
     @property
     def traces(self) -> list[Path]:
-        """The traces of all workers."""
+        """The trace files of all workers, which list the prompts that they computed."""
         return sorted(self._folder.glob("*.trace"))
 
     @property
     def segments(self) -> list[Path]:
-        """The sockets of shared memory."""
+        """The sockets of the workers' shared memory segments."""
         return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*/{NAME}*"))
 
     def log_of(self, client: int) -> Path:
@@ -138,7 +138,7 @@ class Fleet:
         """Start the workers, then the clients; wait until the clients send requests.
 
         Raises:
-            RuntimeError: a process ended, or took too long.
+            RuntimeError: a process ended, or took too long to start.
         """
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
         self._await(self.workers, SERVING)
@@ -177,7 +177,7 @@ class Fleet:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all workers serve."""
+        """Whether all workers run and take jobs."""
         return all(worker.code is None and worker.says(SERVING) for worker in self.workers)
 
     def mend(self) -> None:
@@ -185,7 +185,7 @@ class Fleet:
         for place, worker in enumerate(self.workers):
             if worker.code is None:
                 continue
-            # A worker that finds no server at its start may end; like a supervisor, start it again.
+            # A worker that finds no server at its start may end, so only the end of a serving worker is a failure.
             is_expected = worker.is_struck or (worker.is_draining and worker.code == 0)
             if not is_expected and worker.says(SERVING):
                 self.failed.append(f"worker {worker.number} ended with {worker.code}: {worker.last_words}")
@@ -199,16 +199,16 @@ class Fleet:
                 worker.is_frozen = False
 
     def stop_clients(self) -> None:
-        """Let clients send no more requests."""
+        """Send SIGTERM to the clients, so that they send no more requests."""
         for client in self.clients:
             client.signal(signal.SIGTERM)
 
     def end_clients(self) -> None:
-        """End clients when all their requests have ended."""
+        """Wait until all requests of the clients have ended and the clients exit."""
         self._end("client", self.clients, self._settings.timeout_s + _END_S)
 
     def end_workers(self) -> None:
-        """Drain and end the workers."""
+        """Send SIGTERM to the workers, and wait until they have finished their jobs and exit."""
         self._end("worker", self.workers, self._settings.lease_s * 2 + _END_S)
 
     def _end(self, role: str, processes: Sequence[Process], seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Keys and files that a pool leaves on its server and its machine after all clients and workers have ended."""
+"""Finds keys and processes that are left after all clients and workers of a chaos run have ended."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _TICK_S = 0.05
 
 
 def leaked_processes(folder: Path) -> list[str]:
-    """The command lines of processes that still run in a folder; none on systems without /proc."""
+    """List the running processes whose command line names a folder; the list is empty without /proc."""
     processes = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             words = (place / "cmdline").read_bytes().split(b"\0")
-        except OSError:  # It has just ended.
+        except OSError:  # The process has just ended.
             continue
         if any(str(folder).encode() in word for word in words):
             processes.append(f"process {place.name}: {b' '.join(words).decode('utf-8', 'replace'):.200}")
@@ -29,9 +29,9 @@ def leaked_processes(folder: Path) -> list[str]:
 
 
 def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
-    """Wait up to a limit until the queue is empty, and only live workers are registered, with one lane each.
+    """Wait until the queue is empty and exactly `workers` workers are registered, each with one lane (job stream).
 
-    All clients have ended: workers compute the prompts that are still queued, and sweep killed workers after a lease.
+    When the clients have ended, workers still compute queued prompts, and remove killed workers after a lease.
     """
     model = keys.model(MODEL)
 
@@ -44,7 +44,7 @@ def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> Non
 
 
 def lanes_of(client: redis.Redis, keys: Keys) -> list[bytes]:
-    """The lanes on the server, registered or not."""
+    """The lanes (workers' job streams) on the server, also lanes of workers that are not registered."""
     return list(client.scan_iter(keys.model(MODEL).lane("*"), 1000))
 
 
@@ -55,14 +55,14 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
 
 
 def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: float) -> list[str]:
-    """The keys that should not exist, as "key: why".
+    """List the keys that should not exist, each as "key: reason".
 
-    Rows, vocabularies and reply streams of clients expire, and the empty stream of the queue stays for the next
-    worker. A killed worker's heartbeat lives for its lease. Keys of waiting clients may live for about as long as a
-    request. A lane is removed with its worker.
+    Some keys may exist: rows, vocabularies and reply streams of clients, which expire, and the empty stream of the
+    queue. A killed worker's heartbeat lives for its lease, and the key of a waiting client for about as long as its
+    request. A worker's lane (job stream) must be removed together with the worker.
 
     Args:
-        client: of the server.
+        client: connection to the server.
         keys: names of the pool's keys.
         most_ttl_s: max lifetime of keys of waiting clients.
         lease_s: lifetime of a heartbeat.
@@ -90,7 +90,7 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
 
 
 def _left_in(client: redis.Redis, stream: bytes) -> list[str]:
-    """The entries that are left in a stream of jobs."""
+    """List the entries, pending jobs and consumers that are left in a stream of jobs."""
     if not client.exists(stream):
         return []
     name = stream.decode("ascii", "backslashreplace")

@@ -1,4 +1,4 @@
-"""Requests of every kind, and checks of their results against the rows of a synthetic model."""
+"""Draws requests of every kind for a chaos run, and compares their results with the rows of the synthetic model."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from tests.faults.chaos.settings import ChaosSettings
 
 ADAPTER = "poet"
-"""The adapter that is added, and replaced again and again, while clients name it."""
+"""Name of the adapter that is added and replaced repeatedly while clients request rows with it."""
 ADAPTED = "adapter"
-"""The kind of a request for a row with it."""
+"""Kind of a request for a row with the adapter."""
 CHANGE = "change"
-"""The kind of a request that adds or replaces it."""
+"""Kind of a request that adds or replaces the adapter."""
 CONTEXTS = "contexts"
-"""The kind of one round of contexts that grow in lock step."""
+"""Kind of a request for one row of each context, in a group of contexts that grow in lockstep."""
 OK, WRONG = "ok", "wrong"
-"""How an outcome begins: behind them stand the number of an adapter, and what the prompt was."""
+"""First word of an outcome. The number of the adapter follows `OK`, and the prompt follows `WRONG`."""
 
 _BATCH = 8
 _SHARED = 40
 _EPOCH_S = 2.0
 _SHARED_FIRST, _CONTEXTS_FIRST = 2000, 1990
-"""The first tokens of prompts that all clients share, and of contexts; others begin with the number of their client."""
+"""First token of prompts that all clients share, and of contexts; other prompts begin with the client's number."""
 _RESAMPLED = 4
 _RTOL, _ATOL = 1e-6, 1e-12
-"""Of values of a trie, which are sums of some hundred numbers."""
+"""Tolerances of the values of a trie, each of which is a sum of some hundred numbers."""
 
 Values = NDArray[Any]
 
@@ -47,8 +47,8 @@ class Question(NamedTuple):
     """One request to a pool.
 
     Attributes:
-        kind: one of `KINDS`, or `CONTEXTS`.
-        size: number of its prompts; each counts as a request.
+        kind: one of `ALL_KINDS`.
+        size: number of prompts; each prompt counts as a request.
         ask: sends the request, and returns for each prompt `OK` or `WRONG` with further data.
     """
 
@@ -60,17 +60,17 @@ class Question(NamedTuple):
 class Load:
     """The endless sequence of requests of one client.
 
-    Half of the prompts for rows are new; the others are requested by all clients within the same two seconds. All other
-    requests have prompts of their own, so that prompts which are computed twice can be counted.
+    Half of the prompts of row requests are new; all clients request the other half within the same two seconds.
+    Requests of other kinds have unique prompts, so that prompts which are computed twice can be counted.
 
     Args:
-        settings: the run.
+        settings: settings of the chaos run.
         number: number of the client.
-        producer: sends the requests.
+        producer: producer that sends the requests.
         adapters: the folder of the adapters.
 
     Attributes:
-        has_adapter: an adapter is in service. Until then only the first request names it, and must wait for it.
+        has_adapter: whether an adapter is in service; while False, only one request names it, and waits for it.
     """
 
     def __init__(self, settings: ChaosSettings, number: int, producer: Producer, adapters: Path) -> None:
@@ -83,11 +83,11 @@ class Load:
         self._groups = 0
         self._trie: PooledTrie | None = None
         self.has_adapter = False
-        # One request of each kind first, so that short runs have all kinds too.
+        # Send one request of each kind first, so that short runs have all kinds too.
         self._first = deque(KINDS)
 
     def next(self) -> Question:
-        """The next request: most often a row."""
+        """Draw the next request, most often for a row."""
         if self._first:
             kind = self._first.popleft()
         else:
@@ -96,7 +96,7 @@ class Load:
         return KINDS[kind][1](self)
 
     def rounds(self) -> Iterator[Question]:
-        """The rounds of contexts that grow in lockstep; sometimes some of them replace others."""
+        """Requests of contexts that grow in lockstep, as in a particle filter: copies of some replace others."""
         settings, draw, size = self._settings, self._draw, self._settings.vocab_size
         self._groups += 1
         begin = [_CONTEXTS_FIRST, self._number, self._groups % size, self._groups // size]
@@ -112,7 +112,7 @@ class Load:
             contexts = [draw.choice(grown) for _ in grown] if number % _RESAMPLED == 0 else grown
 
     def draw_pause(self, mean_s: float) -> float:
-        """Seconds until the next request of a task."""
+        """Draw the seconds until the next request of a task."""
         return self._draw.expovariate(1 / mean_s)
 
     def row(self) -> Question:
@@ -139,7 +139,7 @@ class Load:
         return Question("targets", 1, ask)
 
     def fresh(self) -> Question:
-        """Request a row that no cache may answer."""
+        """Request a row that must not come from a cache."""
         prompt = self._new()
 
         async def ask() -> list[str]:
@@ -197,7 +197,7 @@ class Load:
         return Question("trie", 1, ask)
 
     def adapter(self) -> Question:
-        """Request a row with the adapter in service."""
+        """Request a row with the adapter that is in service."""
         prompt = self._new()
 
         async def ask() -> list[str]:
@@ -244,7 +244,7 @@ KINDS: dict[str, tuple[float, Callable[[Load], Question]]] = {
     "trie": (0.04, Load.trie),
     ADAPTED: (0.08, Load.adapter),
 }
-"""What tasks ask: the kind -> its share of the requests, and what makes one."""
+"""Kind of request -> its share of the requests of a task, and the method that makes a request."""
 ALL_KINDS = (*KINDS, CONTEXTS, CHANGE)
 
 
@@ -252,8 +252,8 @@ class Adapters:
     """The adapters of a run, one folder each, numbered in the order in which they are put in service.
 
     Args:
-        vocab_size: V.
-        folder: contains their folders.
+        vocab_size: number of tokens of the model's vocabulary.
+        folder: contains the folders of the adapters.
     """
 
     def __init__(self, vocab_size: int, folder: Path) -> None:
@@ -265,7 +265,7 @@ class Adapters:
     def make(self) -> Path:
         """Write the next adapter; return its folder."""
         place = self._folder / str(len(self._revisions))
-        # Other processes see the folder only when it is complete.
+        # Rename the folder when it is complete, so that other processes never see a part of it.
         unseen = place.with_suffix(".new")
         unseen.mkdir(parents=True)
         (unseen / "weights").write_text(f"adapter {place.name}")
@@ -274,7 +274,7 @@ class Adapters:
         return place
 
     def which(self, prompt: Sequence[int], row: NDArray[np.float32]) -> int | None:
-        """The number of the adapter that a row was computed with; None if no adapter of the run gives this row."""
+        """Find the number of the adapter that a row was computed with; None if no adapter gives this row."""
         self._look()
         for number in reversed(range(len(self._revisions))):
             revision = self._revisions[number]
@@ -301,7 +301,7 @@ def _tokens(vocab_size: int) -> list[bytes]:
 
 
 def _below(tokens: Sequence[bytes], prefix: bytes, op: Op, row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The values of the nodes right below a prefix, in the order of their bytes, by the definition of a trie."""
+    """Compute the values of a trie's nodes one byte below a prefix, in the order of their bytes, without a trie."""
     groups: dict[int, list[int]] = {}
     for number, token in enumerate(tokens):
         if token.startswith(prefix) and len(token) > len(prefix):

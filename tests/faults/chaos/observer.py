@@ -1,4 +1,4 @@
-"""Polls the server during a run: lanes of the workers, and the counters in their heartbeats."""
+"""Polls the server during a chaos run for the workers' lanes (job streams) and the counters in their heartbeats."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Counted(NamedTuple):
     """Sums of the counters of all workers of a run, up to their last observed heartbeats.
 
     Attributes:
-        homed: jobs taken whose home was the worker.
-        stolen: jobs taken from other workers' lanes.
+        homed: jobs taken whose prompts extend prompts that the worker has computed.
+        stolen: jobs taken from the lanes (job streams) of other workers.
         shared: rows written to shared memory.
     """
 
@@ -34,11 +34,11 @@ class Counted(NamedTuple):
 
 
 class FullLane(NamedTuple):
-    """A lane with jobs that its worker has not read.
+    """A worker's lane (job stream) with jobs that the worker has not read.
 
     Attributes:
-        pid: process id of its worker.
-        waiting: number of these jobs.
+        pid: process id of the lane's worker.
+        waiting: number of jobs that the worker has not read.
     """
 
     pid: int
@@ -46,10 +46,10 @@ class FullLane(NamedTuple):
 
 
 class Observer:
-    """Polls a server while the context is open; the server may be down.
+    """Context manager that polls a server, which may be down at times.
 
     Args:
-        url: of the server.
+        url: URL of the server.
         prefix: prefix of all keys.
     """
 
@@ -71,15 +71,15 @@ class Observer:
 
     @property
     def counted(self) -> Counted:
-        """The sums over all observed workers, dead ones included."""
+        """Sums of the counters of all observed workers, including killed workers."""
         return Counted(*map(sum, zip(Counted(), *self._counted.values(), strict=True)))
 
     async def full_lanes(self, within_s: float) -> list[FullLane]:
-        """The lanes with waiting jobs, the longest first; waits some seconds for one."""
+        """List the lanes with waiting jobs, the longest first; if there are none, wait up to `within_s` seconds."""
         return await asyncio.to_thread(self._until_full, time.monotonic() + within_s)
 
     async def lose_lanes(self) -> None:
-        """Delete the key with the lengths of the lanes, as a server that is short of memory may."""
+        """Delete the key with the lengths of the lanes: a server that is short of memory may evict this key."""
         await asyncio.to_thread(self._try, lambda: self._redis.delete(self._model.lanes))
 
     async def _look_on(self) -> None:
@@ -93,7 +93,7 @@ class Observer:
         return lanes or []
 
     def _try(self, look: Callable[[], Any]) -> Any:
-        """The observations of one poll; None while the server is down."""
+        """Call a function that reads from the server; return None while the server is down."""
         try:
             return look()
         except (redis.ConnectionError, redis.TimeoutError, redis.ResponseError):
@@ -113,6 +113,6 @@ class Observer:
             groups: Any = self._redis.xinfo_groups(lane) if self._redis.exists(lane) else []
             held = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
             if (waiting := int(self._redis.xlen(lane)) - held) > 0:
-                # A worker's id ends with its process and random characters.
+                # A worker's id ends with its process id and random characters.
                 lanes.append(FullLane(int(worker.rsplit(b"-", 2)[1]), waiting))
         return sorted(lanes, key=lambda lane: -lane.waiting)

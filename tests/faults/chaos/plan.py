@@ -1,4 +1,4 @@
-"""The schedule of a run: which fault occurs when."""
+"""Draws the schedule of a chaos run: which fault occurs when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _QUIET_AT_THE_END_S = 1.0
 
 
 class Kind(Enum):
-    """The kinds of faults."""
+    """The kinds of faults, with the texts that describe them."""
 
     KILL = "kill workers"
     KILL_FULL = "kill a worker with a full lane"
@@ -44,19 +44,19 @@ _LASTING = {
     Kind.REFUSE: (0.1, 1.5),
     Kind.DELAY: (0.3, 2.0),
 }
-"""Least and most seconds of those that have a length."""
+"""Kinds of faults with a duration -> min and max seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """One fault.
+    """One fault of the schedule.
 
     Attributes:
-        at: seconds after the beginning.
+        at: seconds from the start of the run to the fault.
         kind: kind of the fault.
-        lasts: seconds; 0 for a fault without a duration.
-        share: share of the workers or connections that are affected.
-        way: the affected direction.
+        lasts: duration in seconds; 0 for a fault without a duration.
+        share: share of the workers or connections that the fault affects.
+        way: direction of the bytes that the fault affects.
         number: a random number from which the fault draws its choices, such as the worker that it hits.
     """
 
@@ -75,7 +75,7 @@ class Strike:
 
 
 def draw_plan(seed: int, seconds: float) -> list[Strike]:
-    """The faults of a run: bursts of one to three, with pauses of up to seven seconds between bursts."""
+    """Draw the faults of a run: bursts of one to three faults, with pauses of up to seven seconds between bursts."""
     draw = random.Random(seed)
     plan: list[Strike] = []
     kinds: list[Kind] = []
@@ -84,7 +84,7 @@ def draw_plan(seed: int, seconds: float) -> list[Strike]:
         for _ in range(draw.choice((1, 1, 2, 3))):
             if at > seconds - _QUIET_AT_THE_END_S:
                 return plan
-            if not kinds:  # All kinds occur equally often.
+            if not kinds:  # Shuffle all kinds again, so that each kind occurs equally often.
                 kinds = list(Kind)
                 draw.shuffle(kinds)
             kind = kinds.pop()

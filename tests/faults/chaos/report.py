@@ -1,4 +1,4 @@
-"""The outcome of a run: a table, and whether it is allowed."""
+"""Report of a chaos run: a table of its outcome, and the limits that the outcome exceeds."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.faults.chaos.tally import Computed, Tally, percentile
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One run.
+    """Outcome of one chaos run.
 
     Attributes:
         settings: the settings of the run.
         tally: the outcomes of the requests.
-        computed: the prompts that workers computed.
-        recoveries: seconds of each recovery.
+        computed: number of rows and of different prompts that workers computed.
+        recoveries: seconds of each recovery from a fault.
         counted: counters of the workers.
-        full_lanes: waiting jobs of each full lane whose worker was struck.
-        leaked_keys: keys that were left on the server.
-        leaked_files: files that were left in shared memory.
-        leaked_processes: processes that did not end.
-        failed: processes that ended without reason, or with an error.
+        full_lanes: number of waiting jobs in each full lane (job stream) whose worker a fault hit.
+        leaked_keys: keys that are left on the server and should not exist.
+        leaked_files: files that the workers left in the folders of shared memory.
+        leaked_processes: processes that still run, or did not exit after SIGTERM.
+        failed: processes that exited with an error, or before the run ended them.
     """
 
     settings: ChaosSettings
@@ -40,7 +40,7 @@ class Report:
 
     @property
     def faults(self) -> list[str]:
-        """The outcomes that are not allowed."""
+        """The outcomes that exceed a limit of the settings."""
         settings, tally = self.settings, self.tally
         most = settings.most_leases * settings.lease_s
         counts = {
@@ -53,7 +53,7 @@ class Report:
             "failed processes": len(self.failed),
         }
         faults = [f"{name} {number}" for name, number in counts.items() if number]
-        # A run without a kind of request or fault is no evidence for it.
+        # A run that lacks a kind of request or of job counter has not tested it, so this is a failure too.
         shown = {**{kind: tally.kinds[kind] for kind in ALL_KINDS}, **self.counted._asdict()}
         faults += [
             f"nothing {name}" if name in self.counted._fields else f"no {name}" for name in shown if not shown[name]
@@ -84,8 +84,8 @@ class Report:
             ("computed twice", f"{computed.twice:.2%} ({computed.rows} rows of {computed.prompts} prompts)"),
             ("worst recovery", f"{worst:.2f} s"),
             ("p99 recovery", f"{p99:.2f} s (of {len(self.recoveries)}; a lease is {self.settings.lease_s:g} s)"),
-            # Overlapping faults have one recovery, which counts from the end of the last fault; this counts from the
-            # start of the first.
+            # A recovery counts from the end of the last of several overlapping faults; the duration of a request counts
+            # from the start of the request, so it may be longer.
             ("slowest request", f"{slowest:.2f} s"),
             ("leaked keys", f"{len(self.leaked_keys)}"),
             ("leaked files", f"{len(self.leaked_files)}"),

@@ -1,42 +1,42 @@
-"""Settings of a chaos run, and the limits of its outcome."""
+"""Settings of a chaos run, and the limits that its outcome must not exceed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MODEL = "syn"
-"""What the workers serve."""
+"""Name of the model that the workers serve."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosSettings:
-    """One run.
+    """Settings of one chaos run.
 
     Attributes:
         seconds: time for which clients send requests.
-        seed: determines the schedule.
-        workers: worker processes; a worker that has ended is replaced at once.
-        clients: client processes.
-        vocab_size: V.
-        shm_bytes: shared memory of each worker: enough for some of the live rows.
-        lease_s: short, so that a run has many recoveries. Long enough for a busy machine: a lease is also the time that
-            either side waits for a reply.
+        seed: determines the schedule of faults.
+        workers: number of worker processes; a worker that has ended is replaced at once.
+        clients: number of client processes.
+        vocab_size: number of tokens of the model's vocabulary.
+        shm_bytes: shared memory of each worker, enough for only some of the live rows.
+        lease_s: lease of the workers, short so that a run has many recoveries. It must be long enough for a busy
+            machine, because workers and clients also wait for a reply of the server for this long.
         step_ms: duration of a backend's step. Workers are busy most of the time, so every fault hits prompts in flight.
-        token_ms: additional duration for each token that is not in the worker's prefix cache.
-        slow_ms: like `step_ms`, for the first worker: the others are idle while its lane is full.
-        max_batch: prompts in a step.
-        row_ttl_s: lifetime of rows: prompts are not repeated after this time.
+        token_ms: additional duration of a step for each token that is not in the worker's prefix cache.
+        slow_ms: duration of a step of the first worker, so that other workers are idle while its lane is full.
+        max_batch: max number of prompts in a step.
+        row_ttl_s: lifetime of rows in Redis; clients do not repeat a prompt after this time.
         timeout_s: the deadline of each request.
-        grace_s: delay after the deadline from which a request counts as late: clients share their processors.
-        tasks: concurrent requests of a client, in addition to those of its groups.
-        groups: groups of contexts of a client that grow in lockstep, as in a particle filter.
-        particles: contexts in a group.
-        context: tokens at the beginning of the contexts of a group.
-        rounds: tokens by which contexts grow.
+        grace_s: a request that ends more than this after its deadline counts as late; busy processors delay clients.
+        tasks: concurrent requests of a client, without the requests of its groups.
+        groups: number of groups of contexts of a client; contexts grow in lockstep, as in a particle filter.
+        particles: number of contexts in a group.
+        context: number of tokens with which all contexts of a group begin.
+        rounds: number of tokens by which the contexts of a group grow.
         pause_s: mean pause between two requests of a task.
-        lulls_s: interval at which all tasks pause for a second: idle workers steal then.
-        most_twice: share of the prompts that may be computed twice.
-        most_leases: longest allowed recovery, in leases.
+        lulls_s: interval at which all tasks pause for a second, so that workers become idle and steal jobs.
+        most_twice: max share of the prompts that may be computed twice.
+        most_leases: max duration of a recovery, in leases.
     """
 
     seconds: float

@@ -1,4 +1,4 @@
-"""Applies the faults of the schedule to workers, connections, the proxy and the server."""
+"""Applies the faults of a chaos run's schedule to workers, connections, the proxy and the server."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.support.servers.proxy import Proxy
 
 _TICK_S = 0.05
 _FULL_LANE_S = 2.0
-"""How long to wait for a full lane where there is none: clients ask all the time."""
+"""Max seconds to wait for a full lane; clients send requests all the time, so a lane fills up soon."""
 _PIECE = 65_536
 
 
 class Striker:
-    """Carries out a schedule.
+    """Applies the faults of a schedule to the processes of a run.
 
     Args:
-        fleet: the processes.
-        proxy: some of the processes connect through it.
-        server: their server.
-        observer: polls their lanes and counters.
+        fleet: the processes of the run.
+        proxy: proxy through which some of the processes connect.
+        server: server of the pool.
+        observer: polls the workers' lanes (job streams) and counters.
         seed: determines which connections are killed.
 
     Attributes:
         troubles: start and end of each fault so far.
-        full_lanes: waiting jobs of each lane whose worker was struck because the lane was full.
+        full_lanes: number of waiting jobs in each lane whose worker a fault hit because the lane was full.
     """
 
     def __init__(self, fleet: Fleet, proxy: Proxy, server: EmbeddedServer, observer: Observer, seed: int) -> None:
@@ -68,14 +68,14 @@ class Striker:
         await asyncio.gather(*under_way)
         self._fleet.thaw()
         self._proxy.heal()
-        # A replacement that found no server, or has not loaded yet, has not failed.
+        # Wait for the last replacements: some still load, and some found no server and must be started again.
         end = time.monotonic() + START_S
         while not self._fleet.is_whole and time.monotonic() < end:
             self._fleet.mend()
             await asyncio.sleep(_TICK_S)
 
     async def end_clients(self) -> None:
-        """End the clients. If nothing was stolen yet, freeze a worker first: the others then empty its lane."""
+        """End the clients. If no job was stolen yet, freeze a worker before, so that other workers steal its jobs."""
         lanes = [] if self._observer.counted.stolen else await self._observer.full_lanes(START_S)
         frozen = [worker for worker in self._fleet.workers if lanes and worker.pid == lanes[0].pid]
         for worker in frozen:
@@ -83,7 +83,7 @@ class Striker:
             worker.signal(signal.SIGSTOP)
         self._fleet.stop_clients()
         end = time.monotonic() + START_S
-        while frozen and not self._observer.counted.stolen and time.monotonic() < end:  # noqa: ASYNC110  of its thread
+        while frozen and not self._observer.counted.stolen and time.monotonic() < end:  # noqa: ASYNC110  polls a thread
             await asyncio.sleep(_TICK_S)
         self._fleet.thaw()
         await asyncio.to_thread(self._fleet.end_clients)
@@ -114,7 +114,7 @@ class Striker:
         self.troubles.append(Trouble(hit, over))
 
     def _ready(self) -> list[Process]:
-        """Workers that are neither frozen nor starting or ending."""
+        """List the workers that are serving: not frozen, starting or ending."""
         return [
             worker
             for worker in self._fleet.workers
@@ -122,14 +122,14 @@ class Striker:
         ]
 
     def _victims(self, strike: Strike) -> list[Process]:
-        """Workers that are ready, except one: at least one worker must serve."""
+        """List workers for a fault to hit; at least one serving worker is left out."""
         ready = self._ready()
         count = min(len(ready) - 1, max(1, round(strike.share * len(ready) / 2)))
         start = strike.number % max(1, len(ready))
         return (ready[start:] + ready[:start])[: max(0, count)]
 
     async def _full_lane(self, strike: Strike) -> list[Process]:
-        """A worker with waiting jobs in its lane, unless it is the only ready one; otherwise any other worker."""
+        """Choose a worker with waiting jobs in its lane. If no lane has jobs, choose any worker for the fault."""
         lanes = {lane.pid: lane.waiting for lane in await self._observer.full_lanes(_FULL_LANE_S)}
         ready = self._ready()
         full = [worker for worker in ready if worker.pid in lanes]
@@ -176,12 +176,12 @@ class Striker:
         return hit
 
     async def _spoil(self, strike: Strike) -> float:
-        """Try to write junk into segments and to shrink them; or remove the socket of one."""
+        """Try to overwrite and shrink the segments of shared memory, or remove the socket of one segment."""
         if strike.kind is Kind.JUNK:
             for worker in self._fleet.workers:
                 await asyncio.to_thread(_write_junk, worker.pid, strike.share, self._draw)
         elif segments := self._fleet.segments:
-            with suppress(FileNotFoundError):  # Its worker has just ended.
+            with suppress(FileNotFoundError):  # The segment's worker has just ended.
                 segments[strike.number % len(segments)].unlink()
         return time.monotonic()
 
@@ -200,12 +200,12 @@ class Striker:
                 if self._draw.random() < share:
                     client.client_kill_filter(_id=connection["id"])
         except redis.ConnectionError:
-            pass  # The server is down: there are no connections.
+            pass  # The server is down, so there is no connection to kill.
         finally:
             client.close()
 
     async def _restart(self, strike: Strike) -> float:
-        async with self._restarting:  # Another fault may affect the worker now.
+        async with self._restarting:  # Two faults must not restart the server concurrently.
             if strike.kind is Kind.CRASH:
                 os.kill(self._server.pid, signal.SIGKILL)
             await asyncio.to_thread(self._server.stop)
@@ -237,8 +237,8 @@ class Striker:
 
 
 def _write_junk(pid: int, share: float, draw: random.Random) -> None:
-    """Try everything that a process of the same user can try: the system refuses it, or rows would be wrong."""
-    with suppress(OSError):  # It has ended.
+    """Try to shrink and overwrite a worker's segments as the same user; if Linux allows it, rows become wrong."""
+    with suppress(OSError):  # The worker has ended.
         for link in Path(f"/proc/{pid}/fd").iterdir():
             if str(link.readlink()).startswith(f"/memfd:{NAME}"):
                 with suppress(PermissionError), link.open("r+b", buffering=0) as memory:

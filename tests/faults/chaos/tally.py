@@ -1,10 +1,10 @@
-"""Outcomes of the requests, and how often rows were computed, from the logs of the processes.
+"""Counts from the logs of a chaos run: outcomes of requests, rows computed, and recovery times.
 
-Recovery times too. A fault has a start and an end. A fault with a duration ends when the server is back or accepts
-connections again. Kills, freezes, and cut or blocked connections end when they start, because no process waits for
-their end. The recovery lasts from the end of the fault until every request that had begun by then has ended, and until
-the first later request of each client has ended. A fault that occurs before the pool has recovered from the previous
-fault forms one fault with it, with the later end.
+A fault has a start and an end. A fault with a duration ends when the server runs or accepts connections again. A kill,
+a freeze, and a cut or blocked connection end when they start, because no process waits for their end. The recovery
+lasts from the end of the fault until every request that began before this end has ended, and until the first later
+request of each client has ended. A fault that occurs before the pool has recovered from the previous fault is merged
+with the previous fault, and the later of both ends counts.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from lmpool.protocol.job import DIGEST_SIZE
 from tests.faults.chaos.load import ADAPTED, CHANGE, OK, WRONG
 
 _REFUSED = re.compile(rf"{AdapterRefused.__name__}: a worker cannot load .* terminated while it loaded this adapter")
-"""Changes and requests may end so: a worker was killed, or frozen, while it loaded the adapter."""
+"""An allowed error of adapter changes and requests: a worker was killed or frozen while it loaded the adapter."""
 
 
 class Request(NamedTuple):
-    """One request: start and end in seconds of the monotonic clock, and its outcome; the end may be missing."""
+    """One request: start and end in seconds of the monotonic clock, and outcome; `ended` is None without an end."""
 
     client: int
     began: float
@@ -35,28 +35,28 @@ class Request(NamedTuple):
 
     @property
     def is_ok(self) -> bool:
-        """Whether it ended with the right result, as its client judged."""
+        """Whether the client received the right result."""
         return self.outcome.partition(" ")[0] == OK
 
     @property
     def is_refused(self) -> bool:
-        """Whether its adapter is in quarantine, because a worker terminated while it loaded the adapter."""
+        """Whether the request's adapter is in quarantine, because a worker terminated while it loaded the adapter."""
         return self.kind in (CHANGE, ADAPTED) and _REFUSED.match(self.outcome) is not None
 
 
 @dataclass(slots=True)
 class Tally:
-    """All requests of a run, counted.
+    """Numbers of the requests of a run, by outcome.
 
     Attributes:
-        requests: all of them.
-        lost: requests without a result: they ended with an exception, or not at all.
-        wrong: results that differ in any bit, or belong to an adapter that was not in service.
-        late: requests that ended after their deadline.
-        refused: changes and requests of adapters during whose load a worker terminated.
-        kinds: kind -> number of right results.
-        reasons: exception -> count.
-        wrongs: the wrong requests.
+        requests: all requests of the run.
+        lost: number of requests that ended with an exception, or never ended.
+        wrong: number of results that differ in any bit, or belong to an adapter that was not in service.
+        late: number of requests that ended after their deadline.
+        refused: number of requests that failed because a worker terminated while it loaded their adapter.
+        kinds: kind of request -> number of right results.
+        reasons: text of an exception -> number of requests that ended with it.
+        wrongs: the requests with a wrong result.
     """
 
     requests: list[Request]
@@ -84,7 +84,7 @@ def read_requests(log: Path, client: int) -> list[Request]:
 
 
 def count(requests: list[Request], deadline_s: float) -> Tally:
-    """Count requests; `deadline_s` is the max seconds of each."""
+    """Count requests by outcome; a request of more than `deadline_s` seconds is late."""
     tally = Tally(requests)
     changes = sorted((request for request in requests if request.kind == CHANGE), key=lambda request: request.began)
     for request in requests:
@@ -107,8 +107,8 @@ def is_stale(request: Request, changes: Sequence[Request]) -> bool:
     """Whether a row was computed with an adapter that was not in service when the row was requested.
 
     Args:
-        request: with the number of the adapter after `OK`.
-        changes: the requests that put adapters in service, in order; they may have failed.
+        request: its outcome has the number of the adapter after `OK`.
+        changes: the requests that put adapters in service, in order; some may have failed.
     """
     if request.kind != ADAPTED or not request.is_ok:
         return False
@@ -122,19 +122,19 @@ def is_stale(request: Request, changes: Sequence[Request]) -> bool:
 
 
 class Computed(NamedTuple):
-    """Rows that workers began to compute, and the number of different prompts."""
+    """Number of rows that workers began to compute, and number of different prompts."""
 
     rows: int
     prompts: int
 
     @property
     def twice(self) -> float:
-        """Rows beyond one per prompt, as a share of the prompts."""
+        """Share of prompts computed twice: rows minus prompts, divided by prompts."""
         return (self.rows - self.prompts) / max(1, self.prompts)
 
 
 def count_computed(traces: Iterable[Path]) -> Computed:
-    """Count the traces of workers."""
+    """Count the rows and the different prompts in the trace files of workers."""
     rows, prompts = 0, set()
     for trace in traces:
         data = trace.read_bytes()
@@ -152,9 +152,9 @@ class Trouble(NamedTuple):
 
 
 def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list[float]:
-    """Seconds of each recovery; requests that never ended are counted elsewhere.
+    """Seconds of each recovery from a fault; requests that never ended are ignored, because `Tally.lost` counts them.
 
-    Changes of adapters do not count: they wait until no client uses the replaced adapter.
+    Requests that change an adapter are ignored too: they wait until no client uses the replaced adapter.
     """
     clients: dict[int, list[Request]] = {}
     for request in sorted(requests, key=lambda request: request.began):
@@ -174,7 +174,7 @@ def recoveries(troubles: Sequence[Trouble], requests: Sequence[Request]) -> list
 
 
 def _recovered(over: float, requests: Sequence[Request]) -> float:
-    """The time when all requests of a client that had begun by then, and the first later one, have ended."""
+    """The time when all requests that a client sent before `over`, and its first request after `over`, have ended."""
     last = over
     for request in requests:
         last = max(last, request.ended or over)
@@ -184,6 +184,6 @@ def _recovered(over: float, requests: Sequence[Request]) -> float:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that this share of all values does not exceed; 0 without values."""
+    """Percentile: the value that `share` of all values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""A short run of chaos keeps all promises, and its report detects broken ones."""
+"""A short chaos run stays within all limits, and a report lists each limit that an outcome exceeds."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def report(
     requests: list[Request],
     rows: int = 100,
     recovered: tuple[float, ...] = (),
-    counted: Counted = Counted(1, 1, 1),  # noqa: B008  it has no state
+    counted: Counted = Counted(1, 1, 1),  # noqa: B008  an immutable default
 ) -> Report:
-    """The report of a run without leaks, with some requests of all kinds in addition to these."""
+    """A report of a run without leaks, with the given requests and one request of each kind."""
     settings = ChaosSettings(seconds=1, seed=SEED)
     tally = count([*ALL_GOOD, *requests], settings.timeout_s + settings.grace_s)
     return Report(settings, tally, Computed(rows, 100), list(recovered), counted, [], [], [], [], [])
@@ -86,7 +86,7 @@ def test_percentiles_round_up() -> None:
 
 
 def change(began: float, ended: float | None, outcome: str = "ok") -> Request:
-    """A request that puts an adapter in service."""
+    """A logged request that put an adapter in service."""
     return Request(0, began, ended, outcome, "change")
 
 

@@ -1,12 +1,12 @@
-"""The `lmpool` command with a synthetic backend that logs the prompts that it begins to compute.
+"""The `lmpool` command for chaos runs: its synthetic backend logs the prompts that it begins to compute.
 
     python -m tests.faults.chaos.worker worker syn --backend synthetic ...
 
-Each process appends the digests of a step to its own file in the folder `LMPOOL_CHAOS_TRACE` before it runs the step.
-So the file is complete however the process ends, and prompts that a killed worker had begun are counted too.
+Before a step, each process appends the digests of the step's prompts to its own file in the folder
+`LMPOOL_CHAOS_TRACE`. So the file also contains the prompts that a killed worker had begun to compute.
 
-Values of tries are computed by their definition. Loading the compiled kernels takes as long as the rest of a worker's
-start, and this run starts workers all the time.
+The worker computes values of tries in Python, because loading the compiled kernels would double the duration of a
+worker's start, and a chaos run starts workers all the time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FUNCTIONS: dict[Op, tuple[np.ufunc, float]] = {
 
 
 class TracedBackend(synthetic.SyntheticBackend):
-    """The synthetic backend with a trace."""
+    """The synthetic backend; it writes the digests of the prompts that it computes to a trace file."""
 
     def __init__(self, settings: synthetic.SyntheticSettings) -> None:
         super().__init__(settings)
@@ -55,11 +55,11 @@ class TracedBackend(synthetic.SyntheticBackend):
 
 
 class PlainKernels:
-    """`lmpool.trie.kernels.Kernels`, node by node; computes only `inner`.
+    """Replacement of `lmpool.trie.kernels.Kernels` that visits the trie node by node; computes only `inner`.
 
     Args:
         trie: the trie.
-        device: for the signature of other kernels.
+        device: ignored; other kernels have this parameter.
     """
 
     def __init__(self, trie: Compressed, device: str = "cpu") -> None:

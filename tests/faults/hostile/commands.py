@@ -1,4 +1,4 @@
-"""Redis commands of a client that ignores all types."""
+"""Runs Redis commands without the client library's types, for tests that write arbitrary values."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def execute(redis: Any, *arguments: object) -> Any:
-    """Run a command; fields may repeat, and names and values may be anything."""
+    """Run a Redis command whose fields may repeat, and whose names and values may have any type."""
     return redis.execute_command(*arguments)

@@ -1,4 +1,4 @@
-"""Foreign values under lmpool's keys: noise, valid values with changed bytes, and valid encodings of wrong values."""
+"""Hypothesis strategies for values that lmpool did not write: noise, changed bytes, valid encodings of wrong values."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ nested = st.integers(1, 3000).map(lambda depth: b"\x91" * depth)
 claims = st.sampled_from(
     [b"\xdc\xff\xff" + b"\xa0" * 200, *(kind + b"\xff" * 4 for kind in b"\xdd \xdf \xdb \xc6 \xc9".split())]
 )
-"""Messages that say they hold four thousand million things."""
+"""Short msgpack messages whose headers announce up to 4 billion elements or bytes."""
 odd_bytes = noise | packed | nested | claims
 
 
@@ -128,7 +128,7 @@ asks = valid_queries | wrong_queries | mutated(valid_queries)
 
 
 def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
-    """Jobs for a model with this fingerprint: valid ones, and ones with a wrong part."""
+    """Jobs for a model with this fingerprint: valid jobs, and jobs with a wrong part."""
     adapters = st.sampled_from(["", "", "poet@", "@", "poet@0f"]) | names
     right = st.builds(Job, ids, st.just(""), st.just(fingerprint), st.booleans(), st.just(b"") | valid_queries)
     others = st.builds(
@@ -142,7 +142,7 @@ def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
 
 
 def job_entries(fingerprint: str) -> st.SearchStrategy[list[tuple[bytes, bytes]]]:
-    """Entries of a queue: pairs of field and value, with more fields than valid, repeated fields, or unknown fields."""
+    """Entries of a queue: pairs of field and value, with too many, repeated or unknown fields."""
     encoded = jobs(fingerprint)
     pairs = st.tuples(st.sampled_from([b"m", b"m", b"", b"x", b"e"]) | noise, encoded | odd_bytes)
     return st.one_of(encoded.map(lambda job: [(b"m", job)]), st.lists(pairs, min_size=1, max_size=5))
@@ -176,7 +176,7 @@ heartbeats = st.one_of(
 
 
 def encoded_row(prompt: list[int], vocab_size: int, *, dtype: Encoding = Encoding.F32) -> bytes:
-    """The encoded row of a synthetic prompt."""
+    """Return the encoded row of a prompt by the synthetic model."""
     row = synthetic_row(prompt, vocab_size=vocab_size)
     numbers, log_z = row[None], None
     if dtype is Encoding.F16:
@@ -185,7 +185,7 @@ def encoded_row(prompt: list[int], vocab_size: int, *, dtype: Encoding = Encodin
 
 
 def with_header(row: bytes, **changed: Any) -> bytes:
-    """A row with other numbers in its header."""
+    """Return an encoded row with other numbers in its header."""
     kept = dict(
         zip(("magic", "version", "encoding", "zero", "size", "log_z"), struct.unpack_from("<4sBBHIf", row), strict=True)
     )
@@ -194,7 +194,7 @@ def with_header(row: bytes, **changed: Any) -> bytes:
 
 @st.composite
 def spoilt_rows(draw: st.DrawFn, valid: bytes) -> bytes:
-    """Vectors in place of a float32 row that must all be refused."""
+    """Values under the key of a float32 row that every reader must refuse."""
     vocab_size = (len(valid) - 16) // 4
     at = 16 + 4 * draw(st.integers(0, vocab_size - 1))
     match draw(st.integers(0, 9)):

@@ -1,4 +1,4 @@
-"""A decoder reads valid bytes and refuses all others, with little memory."""
+"""Decoders read valid bytes, and refuse all other bytes with little memory."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ TOP = pack_top(top(synthetic_row([1], vocab_size=V), 4))
 @cases(150)
 @given(hostile.mutated(st.just(TOP.tobytes())) | st.binary(min_size=32, max_size=32))
 def test_decoded_top_k_tokens_are_possible_for_a_row(data: bytes) -> None:
-    if len(data) != TOP.nbytes:  # The length of a result is checked earlier.
+    if len(data) != TOP.nbytes:  # The caller of `unpack_top` checks the length.
         return
     try:
         likeliest = unpack_top(np.frombuffer(data, np.float32), V)
@@ -159,7 +159,7 @@ def test_top_k_tokens_that_repeat_or_are_out_of_order_are_refused() -> None:
 
 
 def peak(work: Callable[[], object]) -> int:
-    """The peak of allocated bytes while a value was refused."""
+    """Call a function that refuses a value; return the peak of allocated bytes."""
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
@@ -194,7 +194,7 @@ def test_a_decompression_bomb_takes_at_most_a_few_times_the_limit(
     limit = LIMITS[reader]
     assert peak(lambda: reader(bomb)) <= 3 * limit
     if len(bomb) > limit:
-        # Refused by its size: no byte of it was decoded.
+        # The reader refuses a large message by its size, without decoding a byte.
         assert peak(lambda: reader(bomb)) <= 64 * 1024
 
 

@@ -1,4 +1,4 @@
-"""A producer that reads foreign values returns the row, or ends in an lmpool error in time."""
+"""A producer that reads values of foreign programs returns the right row, or raises an lmpool error in time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def worker(pool: Pool) -> WorkerProcess:
 
 @pytest.fixture
 async def producer(pool: Pool, worker: WorkerProcess) -> AsyncIterator[Producer]:
-    # Without a memory of its own the producer reads each row from the server.
+    # Without a cache of its own, the producer reads each row from the server.
     async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
         yield producer
 
@@ -71,7 +71,7 @@ SPOILT = {
 
 
 async def test_a_foreign_value_under_the_key_of_a_row_is_computed_again(pool: Pool, producer: Producer) -> None:
-    """Query every kind of result that can be computed from a row, concurrently with valid rows."""
+    """Damaged rows in Redis are replaced, also when one call requests them together with valid rows."""
     prompts = [[1, 2, at] for at in range(len(SPOILT) + 2)]
     prefix = pool.keys.row(producer.model.fingerprint)
     keys = [prefix + name(prompt) for prompt in prompts]
@@ -101,7 +101,7 @@ async def test_a_notification_without_a_row_ends_no_request(pool: Pool, tmp_path
         reply, _ = value.split(b"\n")
         digests, fingerprint = name([1, 0]) + name([1, 1]), producer.model.fingerprint
         pool.redis.xadd(reply, {"d": digests, "f": fingerprint, "v": carried})
-        # The worker's own notification follows.
+        # Now the worker computes the rows and sends its own, valid notification.
         gate.open()
         for at, answer in enumerate(await asyncio.gather(*asked)):
             assert np.array_equal(answer, row([1, at]))
@@ -128,13 +128,13 @@ async def test_a_query_about_a_damaged_row_is_answered_from_a_new_row(pool: Pool
         replies = await asyncio.gather(*(ask(prompt) for ask, prompt in zip(asks, prompts, strict=True)))
         for reply, prompt, value in zip(replies, prompts, values, strict=True):
             wanted: Any = value(row(prompt))
-            # A few entries do not reveal that all other entries are as low.
+            # A client that reads three entries of a row cannot detect that all entries of the row are too low.
             if value is not values[2] or label not in ("a row of -inf", "a row of low numbers"):
                 assert np.array_equal(np.array(reply), np.array(wanted)), label
 
 
 async def hears(producer: Producer, number: int, asked: Iterator[int]) -> bool:
-    """Whether a row arrives, although the producer does not poll."""
+    """Whether a row arrives within two seconds, before the producer polls for it."""
     try:
         await producer.logprobs([3, number, next(asked)], timeout=2)
     except DeadlineExceeded:
@@ -178,11 +178,11 @@ async def test_a_damaged_reply_stream_is_dropped_and_read_again(
         await until_async(partial(hears, producer, number, asked), "notifications are heard again")
 
 
-# At random
+# Random values
 
 
 def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callable[[Any], Any]) -> None:
-    """Write a foreign value under one of the keys that a producer or its worker reads."""
+    """Write a random foreign value under one of the keys that producers or workers read."""
     redis, keys, model = pool.redis, pool.keys, pool.keys.model("syn")
     prompt = draw(st.sampled_from(prompts))
     digest = name(prompt)
@@ -193,7 +193,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             key = draw(st.sampled_from([keys.row(producer.model.fingerprint) + digest, model.waiting + digest]))
             pipeline = redis.pipeline()
             command, value = draw(st.sampled_from(["rpush", "sadd", "set"])), draw(hostile.noise)
-            # At once: the pool may write there in between.
+            # In one transaction: otherwise the pool may write the key between the two commands.
             pipeline.delete(key)
             getattr(pipeline, command)(key, value)
             pipeline.execute()
@@ -201,7 +201,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
             values = contents | hostile.failures | hostile.odd_bytes
             names = st.sampled_from([b"d", b"e", b"f", b"w", b""]) | hostile.noise
-            # Drawn without regard to existing streams: an example must be the same when it runs again.
+            # Draw the fields before listing the streams: an example must be the same when it runs again.
             fields = draw(st.lists(st.tuples(names, values), min_size=1, max_size=4))
             for reply in redis.scan_iter(match=f"{pool.prefix}:*reply*"):
                 execute(redis, "XADD", reply, "*", *(part for pair in fields for part in pair))
@@ -227,17 +227,17 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
 
 
 def test_a_producer_returns_the_row_or_an_lmpool_error_in_time(pool: Pool, worker: WorkerProcess) -> None:
-    pool.start("--lease-s", LEASE_S)  # A single worker has no lane.
+    pool.start("--lease-s", LEASE_S)  # A single worker has no lane (its own job stream), so start two.
     asked = iter(range(10**9))
     ended = {"rows": 0, "errors": 0}
 
     async def ask(prompts: list[list[int]], spoil: Callable[[Producer], None]) -> None:
         async with pool.producer("syn", timeout=TIMEOUT_S, cache_bytes=0) as producer:
-            await producer.logprobs([1])  # The reply stream exists now.
+            await producer.logprobs([1])  # This creates the client's reply stream.
             for _ in range(A_BATCH // 2):
                 spoil(producer)
             requests = [asyncio.ensure_future(producer.logprobs(prompt)) for prompt in prompts]
-            for _ in range(A_BATCH // 2):  # While requests are in flight.
+            for _ in range(A_BATCH // 2):  # Write foreign values while requests are in flight.
                 await asyncio.sleep(0)
                 spoil(producer)
             outcomes = await asyncio.wait_for(asyncio.gather(*requests, return_exceptions=True), DEADLINE_S)

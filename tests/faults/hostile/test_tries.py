@@ -1,4 +1,4 @@
-"""A trie worker with foreign jobs and foreign inputs serves all other clients."""
+"""A trie worker that receives arbitrary jobs and inputs still serves all other clients."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_arbitrary_trie_jobs_disturb_no_client(pool: Pool) -> None:
             asked = draw_weights(seed, len(TOKENS))
             assert_right(trie.weight_sum(asked), expected.of("sum", asked))
 
-        # The same query without its weights: the client requests it again while it ends.
+        # Send jobs whose weights are missing on the server; other jobs must not wait for them.
         missing = TrieQuery("sum", VOCABULARY.digest, "inner", b"", "", bytes(16)).pack()
         for _ in range(400):
             redis.xadd(jobs, {"m": Job(b"", "", FINGERPRINT, False, missing).pack()})

@@ -1,4 +1,4 @@
-"""A worker that receives arbitrary jobs serves all other clients, and leaves no keys."""
+"""A worker that receives arbitrary jobs still serves all other clients, and leaves no keys."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def producer(pool: Pool, worker: WorkerProcess) -> Iterator[SyncProducer]:
 
 
 def streams_of(pool: Pool) -> list[bytes]:
-    """The streams that the only worker reads: the shared stream, and its lane."""
+    """The two streams that the only worker reads: the shared stream, and its lane (own stream)."""
     shared, lane = pool.streams()
     return [shared, lane]
 
 
 def assert_serves(pool: Pool, worker: WorkerProcess) -> None:
-    """The same process has ended all arbitrary jobs, and still serves."""
+    """Assert that the worker process has ended all arbitrary jobs, and still serves a valid job."""
     until(lambda: pool.jobs() == 0 and pool.held() == 0, "all that was sent is ended")
     assert worker.is_running, worker.text
     assert "Traceback" not in worker.text
@@ -71,7 +71,7 @@ def test_arbitrary_jobs_disturb_no_client(pool: Pool, worker: WorkerProcess, pro
     def send(batch: list[list[tuple[bytes, bytes]]]) -> None:
         for fields in batch:
             execute(pool.redis, "XADD", next(streams), "*", *(part for pair in fields for part in pair))
-        # Valid rows differ from the rows of junk, and arrive in time.
+        # Valid prompts, which no arbitrary job has, get their rows in time.
         prompts = [[next(asked) % V, 1, 2], [next(asked) % V, 3]]
         for prompt, reply in zip(prompts, producer.batch_logprobs(prompts), strict=True):
             assert np.array_equal(reply, row(*prompt))
@@ -100,7 +100,7 @@ ODD_ENTRIES = {
 def test_odd_entries_end_however_they_were_queued(
     pool: Pool, worker: WorkerProcess, producer: SyncProducer, place: str
 ) -> None:
-    """Once as new jobs, and once claimed from a silent worker by a script that reads the entries."""
+    """A worker reads odd entries as new jobs; then another worker claims odd entries of a silent worker by a script."""
     jobs, dead = streams_of(pool)[place == "lane"], pool.keys.model("syn").dead
     silent = [execute(pool.redis, "XADD", jobs, "*", *fields) for fields in ODD_ENTRIES.values()]
     assert_serves(pool, worker)
@@ -108,7 +108,7 @@ def test_odd_entries_end_however_they_were_queued(
     until(lambda: not pool.names("worker:*"), "the heartbeat expires")
     for fields in ODD_ENTRIES.values():
         execute(pool.redis, "XADD", jobs, "*", *fields)
-    # Some are in a lane: a script reads also the entries that the lane's worker has not read.
+    # The silent worker reads half of its lane (own stream): a script must also take over the unread half.
     held = len(ODD_ENTRIES) // 2 if place == "lane" else len(ODD_ENTRIES)
     execute(pool.redis, "XREADGROUP", "GROUP", GROUP, "silent", "COUNT", held, "STREAMS", jobs, ">")
     assert pool.held() == held <= len(silent)
@@ -123,7 +123,7 @@ def test_odd_entries_end_however_they_were_queued(
 def test_arbitrary_values_of_a_waiting_key_cannot_stop_a_worker(
     pool: Pool, worker: WorkerProcess, producer: SyncProducer
 ) -> None:
-    """When a job ends, the waiting key may be no hash, name no client, or name streams that cannot be written."""
+    """The waiting key of a job may have another type, name no client, or name streams that cannot be written."""
     model = pool.keys.model("syn")
     worker.end()
     prompts = [[10 + number] for number in range(6)]
@@ -147,7 +147,7 @@ def test_arbitrary_values_of_a_waiting_key_cannot_stop_a_worker(
     assert pool.redis.ttl(model.jobs) == -1, "a queue is no reply stream"
     assert pool.redis.hget(pool.keys.models(), "syn") is not None
     assert not [name for name in set(pool.names("*")) - before if ":reply:" in name]
-    # A client at a damaged stream is notified nevertheless.
+    # The worker replaces a damaged reply stream, so the clients are notified.
     for key in (exhausted, other):
         told: Any = pool.redis.xrange(key)
         ((_, fields),) = told
@@ -161,7 +161,7 @@ def test_arbitrary_values_of_a_waiting_key_cannot_stop_a_worker(
 async def test_a_queue_whose_ids_are_ahead_of_the_clock_is_replaced(
     pool: Pool, tmp_path: Path, entry: str, is_deleted: bool
 ) -> None:
-    """No entry can follow the largest id; after another id far ahead of the clock no entry ever expires."""
+    """Redis adds no entry after the largest id, and entries after an id far in the future never seem old."""
     jobs = pool.keys.model("syn").jobs
     gate = Gate(tmp_path / "gate")
     worker = await asyncio.to_thread(lambda: pool.start("--lease-s", LEASE_S, "--max-batch", 1, command=gate.command))
@@ -198,9 +198,9 @@ def test_keys_of_another_type_end_no_worker(pool: Pool, worker: WorkerProcess, p
     pool.redis.hset(keys.loading(), mapping={b"\xff": "x", "not-a-hash": "y"})
     pool.redis.hset(keys.models(), mapping={b"\xff": b"\xff", "large": bytes(2**20), "other": hostile.INFO.pack()})
     pool.redis.hset(model.adapters, "junk", b"\xc1")
-    # The worker has met all of that after a claim and a heartbeat, which takes a lease at least.
+    # Wait until the worker has sent a heartbeat and swept, so that it has read all junk keys.
     until(lambda: not pool.redis.hexists(keys.models(), b"\xff"), "infos of nobody are swept")
-    # An unreadable entry of an adapter concerns only requests that name the adapter.
+    # Junk in the list of adapters affects only requests that name the adapter, so a new worker can join.
     other = pool.start("--lease-s", LEASE_S)
     assert_serves(pool, worker)
     assert "Traceback" not in other.text
@@ -243,7 +243,7 @@ def test_a_lane_whose_ids_are_ahead_of_the_clock_is_replaced(
 
 @pytest.mark.parametrize("length", [1e6, -1e6, float("inf")])
 def test_invented_lengths_of_lanes_block_no_client(pool: Pool, worker: WorkerProcess, length: float) -> None:
-    """Clients write these counts themselves, so they may be wrong."""
+    """Clients write the lengths of lanes (workers' own streams) in Redis themselves, so lengths may be wrong."""
     lanes = pool.keys.model("syn").lanes
     pool.start("--lease-s", LEASE_S, "--max-prompt-tokens", hostile.INFO.max_prompt_tokens)
     pool.redis.zadd(lanes, {**{f"nobody-{number}": length for number in range(20)}, "": length, b"\xff": length})

@@ -1,4 +1,4 @@
-"""A bucket of an S3 store for tests of runs over files."""
+"""A bucket of a local S3 store, for tests of batch runs whose inputs and outputs have URLs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lmpool.batch.folder import SUBMISSION
 
 
 class TestBucket:
-    """A new bucket.
+    """A new bucket of the S3 store.
 
     Args:
-        folder: a temporary folder of the test.
+        folder: temporary folder of the test.
 
     Attributes:
-        url: of the bucket.
+        url: URL of the bucket.
     """
 
     __test__ = False
@@ -26,13 +26,13 @@ class TestBucket:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.url = f"s3://lmpool-{secrets.token_hex(6)}"
-        # A new file system: earlier tests may have used another store. All calls share it, because it is slow to make.
+        # Do not use fsspec's cached file system: it may belong to the store of an earlier test.
         self._made, _ = url_to_fs(self.url, skip_instance_cache=True)
         self._made.mkdir(self.url)
 
     @property
     def _system(self) -> Any:
-        self._made.invalidate_cache()  # Other processes may have changed the files.
+        self._made.invalidate_cache()  # Drop cached lists: other processes may have changed files.
         return self._made
 
     def put(self, name: str, data: bytes) -> str:
@@ -50,12 +50,12 @@ class TestBucket:
         self._system.rm_file(f"{self.url}/{name}")
 
     def content(self, folder: str) -> dict[str, bytes]:
-        """All files of an output folder by their paths in it, except the notes and the arguments of `submit`."""
+        """Paths in an output folder -> contents, without the notes of finished shards and `submit`'s arguments."""
         system, begins = self._system, f"{self.url}/{folder}/".removeprefix("s3://")
         found = {path.removeprefix(begins): path for path in system.find(f"{self.url}/{folder}")}
         others = ("done/", SUBMISSION)
         return {name: system.cat_file(path) for name, path in found.items() if not name.startswith(others)}
 
     def shards(self, folder: str) -> int:
-        """The number of shards with a note."""
+        """The number of shards with a note, a file that marks a finished shard."""
         return len(self._system.find(f"{self.url}/{folder}/done"))

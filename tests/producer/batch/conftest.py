@@ -1,4 +1,4 @@
-"""Fixtures: an S3 store. Jobs of arq are tested only if arq is installed, by `make test-smoke`."""
+"""Fixtures of the batch tests: an S3 store and buckets. Tests of arq's jobs need arq (`make test-smoke`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.producer.batch.buckets import TestBucket
 
 collect_ignore = [] if find_spec("arq") else ["test_jobs.py"]
 
-# A store in its own process, which ends when its standard input is closed.
+# Program of an S3 store (moto), which ends when its standard input is closed.
 _STORE = """
 import sys
 from moto.server import ThreadedMotoServer
@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.fixture(scope="session")
 def store() -> Iterator[str]:
-    """The address of an S3 store."""
+    """Start an S3 store; yield its address."""
     command = [sys.executable, "-c", _STORE]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdin is not None
@@ -39,7 +39,7 @@ def store() -> Iterator[str]:
 
 @pytest.fixture
 def bucket(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TestBucket:
-    """A new bucket, for this process and its children; copies of its files go to a separate cache."""
+    """A new bucket; environment variables give this process and its children access, and a cache of their own."""
     for name, value in {
         "AWS_ENDPOINT_URL": store,
         "AWS_ACCESS_KEY_ID": "nobody",

@@ -1,11 +1,11 @@
-"""Kill processes during runs, and compare the final outputs byte for byte.
+"""Kills processes during batch runs, and compares the final outputs byte for byte.
 
     python -m tests.producer.batch.strikes --rounds 10 [--victims client worker arq server] [--seed N]
 
-A round kills one process by SIGKILL after a random number of shards, and then lets the run end. A client is started
-again with the same command. A worker is replaced by another one. Of two `lmpool batch worker` one is killed (if arq is
-installed: `PYTHONPATH=<folder of arq>`). A server is started again with its append-only file. The program prints how
-many texts were computed more than once.
+A round kills one process by SIGKILL after a random number of shards, and then lets the run end. A killed client is
+started again with the same command, a killed worker is replaced, and a killed server is started again with its
+append-only file. For the victim `arq`, one of two processes of `lmpool batch worker` is killed (this needs arq:
+`PYTHONPATH=<folder of arq>`). The program prints how many texts were computed more than once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Arena:
     """A server, two workers, an input, and the expected output.
 
     Args:
-        folder: for all files.
+        folder: folder for the files of all rounds.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Arena:
         self._source = write_texts(folder / "in.jsonl", draw_texts(LINES))
         whole = self._begin(folder / "whole")
         assert whole.wait() == 0, whole.text
-        # Equal texts are computed once.
+        # The size is the number of computed texts; equal texts are computed once.
         self._needed = self._computed.stat().st_size
         self._wanted = content(folder / "whole")
         self._rounds = 0
@@ -65,10 +65,10 @@ class Arena:
         return begin(self._pool, self._source, output, *_OPTIONS)
 
     def round(self, victim: str, after: int) -> int:
-        """Kill one process when some shards are in place, and compare the output.
+        """Kill one process when `after` shards are in place, let the run end, and compare its output.
 
         Returns:
-            How many more texts were computed than by an undisturbed run.
+            Number of computed texts, minus the number that an undisturbed run computes.
         """
         self._rounds += 1
         output = self._folder / f"out-{self._rounds}"
@@ -102,7 +102,7 @@ class Arena:
         until(lambda: b'"finished": true' in (output / "manifest.json").read_bytes(), "the run is summed up")
         workers[0].signal(signal.SIGTERM)
         assert workers[0].wait() == 0, workers[0].text
-        for left in output.rglob("*.tmp"):  # Of the killed worker; the next run would remove them.
+        for left in output.rglob("*.tmp"):  # Files of the killed worker; a next run would remove them.
             left.unlink()
 
     def _begin_jobs(self, *options: str) -> WorkerProcess:
@@ -133,7 +133,7 @@ class Arena:
         return client
 
     def end(self) -> None:
-        """End all processes."""
+        """End the server and all workers."""
         self._pool.end()
         self._server.stop()
 
@@ -173,7 +173,7 @@ def _count_texts(file: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the rounds that the command line describes, and print the counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--victims", nargs="+", choices=VICTIMS, default=VICTIMS)

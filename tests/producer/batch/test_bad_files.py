@@ -1,4 +1,4 @@
-"""A bad line fails alone; a bad file or disk is an error, and leaves no partial shard."""
+"""A bad line of an input fails alone; a bad file or a full disk is an error, and leaves no partial shard."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
         assert custom_id == (expected if isinstance(expected, str) else None)
     answers = lmpool.batch.open(tmp_path / "out")
     assert [answer["line"] for answer in answers] == [1, 2, 3, len(listed)]
-    # The same command again computes nothing, and has the same exit code and counts.
+    # Run the same command again: it computes nothing, and has the same exit code and counts.
     before = content(tmp_path / "out")
     ended = await asyncio.to_thread(
         run_lmpool, *arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--shard-lines", 5, "--json")
@@ -139,7 +139,7 @@ def test_a_line_that_is_too_long_is_listed(monkeypatch: pytest.MonkeyPatch, tmp_
     assert [isinstance(line, Line) and line.fields.ids for line in read] == [[1], False, False]
     assert isinstance(read[1], Failed)
     assert "the line has more than" in read[1].error
-    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # A byte order mark, and no newline at the end.
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"ids": [1]}')  # With a byte order mark, no final newline.
     source = Source(tmp_path / "in.jsonl")
     (chunk,) = source.read(source.index(10), 10, [0])
     assert [isinstance(line, Line) and line.fields.ids for line in chunk.lines] == [[1]]
@@ -158,14 +158,14 @@ def write_numbered(path: Path, texts: list[list[int]]) -> Path:
 def two_inputs(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Path, list[list[int]], list[list[int]]]:
-    """An input of many blocks, its texts, and the texts of another input of the same size."""
+    """Write an input of many blocks; return its path, its texts, and other texts whose input has the same size."""
     monkeypatch.setattr(lines_module, "_READ_BYTES", 4096)
     first, second = ([[kind, *divmod(line, 10)] * 20 for line in range(100, 1000)] for kind in (1, 2))
     return write_numbered(tmp_path / f"in.{request.param}", first), first, second
 
 
 def open_input(path: Path) -> Source:
-    """The input at a path."""
+    """Open the input at a path."""
     return ParquetSource(path) if path.suffix == ".parquet" else Source(path)
 
 
@@ -284,7 +284,7 @@ async def test_a_run_ends_with_the_number_of_a_line_that_timed_out(pool: Pool, t
 def test_a_full_disk_is_an_error_and_leaves_no_partial_shard(pool: Pool, tmp_path: Path, what: str) -> None:
     pool.start()
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(60, longest=4)), tmp_path / "out"
-    # The second shard is too large for a file.
+    # Add a text whose shard exceeds the maximum file size, which `ulimit -f` sets below.
     with source.open("a") as file:
         file.write(json.dumps({"ids": [1] * 1000}) + "\n")
     command = [*lmpool_command(), *arguments(pool, source, output, "--what", what, "--shard-lines", 60)]
@@ -324,7 +324,7 @@ async def test_a_compressed_input_gives_the_output_of_the_plain_input(
 async def test_the_first_bytes_of_an_input_decide_its_format(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     table = pa.table({"ids": [[1], [2, 3]]})
-    pq.write_table(table, tmp_path / "table.jsonl")  # With the suffix of another format.
+    pq.write_table(table, tmp_path / "table.jsonl")  # A Parquet file with the suffix of JSON Lines.
     async with pool.producer() as producer:
         assert (await run(producer, tmp_path / "table.jsonl", tmp_path / "out", "topk:2")).texts == 2
 
@@ -363,7 +363,7 @@ def test_another_run_can_use_the_folder_of_a_run_over_a_wrong_file(
     assert f"line 1: {reason}" in ended.stderr
     good = write_lines(tmp_path / "good.jsonl", [{"ids": [1]}, {"ids": [2]}])
     again = run_lmpool(*arguments(pool, good, out, "--what", "topk:3"))
-    if code == 3:  # One line has a result.
+    if code == 3:  # The output has a result of one line, so it stays.
         assert (again.returncode, "another run: input.digest" in again.stderr) == (4, True)
         return
     assert f"no line of {source} has a result; line 1: " in ended.stderr
@@ -392,7 +392,7 @@ def test_the_status_of_a_run_needs_no_arq(pool: Pool, tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "2 of 3 shards done\n", "")
     printed = json.loads(run_lmpool("batch", "status", str(output), "--json").stdout)
     assert printed == {"shards": 3, "done": 2, "queued": 0, "under_way": 0, "failed": {}}
-    # A submitted run has jobs, but arq is not installed here.
+    # Make the run look submitted: `status` cannot read its jobs, because arq is not installed.
     (output / SUBMISSION).write_text("{}")
     ended = run_lmpool("batch", "status", str(output))
     assert (ended.returncode, ended.stderr) == (0, "")

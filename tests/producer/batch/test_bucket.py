@@ -1,4 +1,4 @@
-"""Inputs and outputs behind URLs: a run writes the same output to a bucket as to a folder, killed or not."""
+"""Inputs and outputs with URLs: a run writes the same output to a bucket as to a folder, even if killed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = ("--shard-lines", 10, "--concurrency", 8)
 
 
 def begun(pool: Pool, *locations: str, what: str = "topk:3") -> list[str]:
-    """The command line of a run."""
+    """Return the command line of a batch run."""
     source, output = locations
     options = map(str, ("--what", what, *OPTIONS, "--json"))
     return ["batch", "run", source, output, "--redis", pool.url, "--prefix", pool.prefix, *options]
@@ -56,7 +56,7 @@ async def test_a_run_writes_the_same_output_to_a_bucket_as_to_a_folder(
     assert bucket.content("out") == content(tmp_path / "out")
     here, there = lmpool.batch.open(tmp_path / "out"), lmpool.batch.open(f"{bucket.url}/out")
     assert there.is_finished
-    for copy in (there, pickle.loads(pickle.dumps(there))):  # noqa: S301 For the workers of a DataLoader.
+    for copy in (there, pickle.loads(pickle.dumps(there))):  # noqa: S301 A DataLoader pickles its data set.
         for mine, yours in zip(here, copy, strict=True):
             assert all(np.array_equal(yours[name], value) for name, value in mine.items())
     assert there.by_custom_id("text-25")["ids"].tolist() == TEXTS[25]
@@ -86,14 +86,14 @@ async def test_a_killed_run_to_a_bucket_continues(pool: Pool, tmp_path: Path, bu
     half = lmpool.batch.open(output)
     assert len(half) >= 30
     done = bucket.shards("out")
-    # A whole shard without a note is not done, nor is a noted shard of another size.
+    # Damage two shards: one has no note any more, and one has another size than its note says.
     bucket.remove("out/done/00000.json")
     bucket.put("out/shard-00001.jsonl", b"half\n")
     assert len(lmpool.batch.open(output)) == len(half) - 20
     pool.start()
     ended = await asyncio.to_thread(run_lmpool, *begun(pool, url, output))
     assert json.loads(ended.stdout)["resumed"] == done - 2, ended.stderr
-    # At the end, because cached rows would make the other run too fast.
+    # Compute the expected output last: its cached rows would make the killed run too fast.
     async with pool.producer() as producer:
         await run(producer, path, tmp_path / "whole", "topk:3", shard_lines=10)
     assert bucket.content("out") == content(tmp_path / "whole")
@@ -159,7 +159,7 @@ async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_
     other = replace(manifest, options=replace(manifest.options, what="topk:2"))
     with pytest.raises(BatchRefused, match="another run: options.what 'topk:3', now 'topk:2'"):
         second.begin(other)
-    # Both runs found no manifest.
+    # Simulate a race: both runs found no manifest, and the second run wrote its manifest last.
     bucket.put("out/manifest.json", other.encoded())
     assert second.done(other) == {}
     with pytest.raises(BatchRefused, match="another run has begun here"):
@@ -167,7 +167,7 @@ async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_
 
 
 def unfinished(folder: Path) -> tuple[Manifest, list[Shard]]:
-    """The manifest of a finished run as it was when the run began, and its shards."""
+    """Return the manifest of a finished run as it was when the run began, and the run's shards."""
     manifest = lmpool.batch.open(folder).manifest
     return replace(manifest, finished=False, done=[]), manifest.done
 
@@ -196,7 +196,7 @@ async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     place(first, manifest, tmp_path / "out", shard)
     there = second.begin(manifest)
     assert second.done(there) == {0: shard}, "the shard of the first run stays"
-    # The second run has another result: for example, a worker failed only during the first run.
+    # Let the second run compute another result, as if a worker had failed only during the first run.
     writer = open_writer(second, there, 0)
     writer.add(Text(1, "a", [1], range(1)), {"ids": np.zeros((1, 3), np.int64)}, is_last=True)
     assert writer.place() == shard
@@ -205,7 +205,7 @@ async def test_the_first_shard_stays_if_the_same_command_runs_twice(
     assert (batch.is_finished, batch.manifest.done, len(batch)) == (True, [shard], 9)
     for path in (name, "errors.jsonl"):
         assert bucket.content("out")[path] == (tmp_path / "out" / path).read_bytes()
-    # The manifest of this run lists all shards as done.
+    # Change a shard that the manifest lists as done: the run must not count as finished.
     bucket.put(f"out/{name}", (tmp_path / "out" / name).read_bytes() + b"\n")
     first.sum_up(there, is_over=True)
     assert (there.finished, there.done) == (False, [])
@@ -249,7 +249,7 @@ def test_jobs_are_tried_again_if_the_store_cannot_be_reached(
     bucket: TestBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Broken(Exception):
-        """An exception of the library of a store."""
+        """An exception that the library of a store raises."""
 
     def refuse(url: str) -> Any:
         raise Broken("connection to s3://me:secret@host refused")
@@ -290,9 +290,9 @@ def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_pa
     assert (again.st_ino, again.st_mtime_ns) == (first.st_ino, first.st_mtime_ns), (
         "a run that reads the copy is not disturbed"
     )
-    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # It has the same size.
+    bucket.put("in.jsonl", b'{"ids": [2]}\n')  # The new input has the same size.
     assert fetch.plain_file(url).read_bytes() == b'{"ids": [2]}\n'
-    # Without a version of a file, no other process may use the copy.
+    # If the store returns no version of a file, only this process may use the file's copy.
     assert fetch.identity({"size": 3}) != fetch.identity({"size": 4})
     assert fetch._PROCESS in fetch.identity({"size": 3})
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
@@ -354,7 +354,7 @@ def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path, monkey
     source, cache = str(packed(tmp_path / "in.jsonl.gz")), tmp_path / "lmpool-batch"
     cache.mkdir()
     cache.chmod(0o777)
-    copy = fetch.plain_file(source)  # The cache was empty.
+    copy = fetch.plain_file(source)  # An empty cache folder is made private.
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     cache.chmod(0o777)
     copy.write_bytes(b"of another user")
@@ -376,7 +376,7 @@ def test_a_cache_that_other_users_can_write_to_is_refused(tmp_path: Path, monkey
 
 
 def packed(path: Path) -> Path:
-    """An input that is unpacked into the cache."""
+    """Write a gzip-compressed input, whose unpacked copy goes into the cache."""
     path.write_bytes(gzip.compress(path.name.encode()))
     return path
 

@@ -1,4 +1,4 @@
-"""Shards as jobs of arq: any number of workers write the output of one run, killed or not; no job is a pickle."""
+"""Shards of a batch run as jobs of arq: any number of workers write the run's output, even if some are killed."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ TEXTS, SHARDS = draw_texts(120), 12
 OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
 
 Wanted = tuple[Path, dict[str, bytes]]
-"""An input, and the files that a run writes for it."""
+"""An input, and the output files of a run over it: path -> content."""
 Submitted = tuple[Path, Path, dict[str, bytes]]
-"""The same with an output folder between them, for which all jobs are queued."""
+"""An input, an output folder for which all jobs are queued, and the expected output files."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
 
 @pytest.fixture
 def gate(tmp_path: Path) -> Gate:
-    """The steps of the model's worker wait until this gate is open; it starts open."""
+    """An open gate; tests shut it to hold up the steps of the model's worker."""
     gate = Gate(tmp_path / "gate")
     gate.open()
     return gate
@@ -71,7 +71,7 @@ def gate(tmp_path: Path) -> Gate:
 
 @pytest.fixture
 async def wanted(jobs_pool: Pool, tmp_path: Path, gate: Gate) -> Wanted:
-    """An input with a bad line and a repeated custom id, and the output of a run over it; the model is served."""
+    """Serve a model; return an input with a bad line and a repeated custom id, and the output of a run over it."""
     jobs_pool.start("--max-batch", 1, command=gate.command)
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     lines = source.read_text("utf-8").splitlines()
@@ -110,7 +110,7 @@ def worker(pool: Pool, *options: str) -> WorkerProcess:
 
 
 async def run_until_empty(pool: Pool) -> WorkerProcess:
-    """Run a worker until nothing is queued."""
+    """Run a worker of arq's jobs until no job is queued."""
     process = worker(pool, "--burst")
     assert await asyncio.to_thread(process.wait) == 0, process.text
     return process
@@ -125,7 +125,7 @@ async def test_several_workers_write_the_output_of_one_run(jobs_pool: Pool, tmp_
     output = tmp_path / "out"
     assert submit(jobs_pool, source, output) == {"jobs": SHARDS, "there": 0, "done": 0, "shards": SHARDS}
     assert submit(jobs_pool, source, output) == {"jobs": 0, "there": SHARDS, "done": 0, "shards": SHARDS}
-    with redis.Redis.from_url(jobs_pool.url) as client:  # The server never evicts keys without a lifetime.
+    with redis.Redis.from_url(jobs_pool.url) as client:  # Keys of jobs have no TTL, so they are never evicted.
         assert {client.ttl(key) for key in (QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))} == {-1}
     assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
     workers = [worker(jobs_pool, "--burst") for _ in range(2)]
@@ -138,7 +138,7 @@ async def test_several_workers_write_the_output_of_one_run(jobs_pool: Pool, tmp_
 async def test_a_killed_worker_does_not_change_the_output(jobs_pool: Pool, gate: Gate, submitted: Submitted) -> None:
     _, output, expected = submitted
     gate.shut()
-    for steps in (0, 50):  # The first victim requested some lines of two shards of ten lines.
+    for steps in (0, 50):  # Number of prompts computed before the victim is killed.
         victim = worker(jobs_pool, "--jobs", "2")
         gate.let(steps)
         if steps:
@@ -161,7 +161,7 @@ async def test_a_killed_worker_does_not_change_the_output_in_a_bucket(
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
     gate.shut()
     other, victim = worker(jobs_pool, "--burst", "--jobs", "2"), worker(jobs_pool, "--jobs", "2")
-    gate.let(50)  # More than the lines of four shards, and less than those of eight.
+    gate.let(50)  # Compute 50 lines: more than four shards of ten lines, fewer than eight.
     await asyncio.to_thread(until, lambda: bucket.shards("out") >= 1, "a shard is done")
     client = redis.Redis.from_url(jobs_pool.url)
     marks = f"{in_progress_key_prefix}*"
@@ -177,8 +177,8 @@ async def test_a_killed_worker_does_not_change_the_output_in_a_bucket(
 async def test_shards_of_a_worker_killed_while_uploading_are_computed_again(
     jobs_pool: Pool, wanted: Wanted, bucket: TestBucket
 ) -> None:
-    """It uploaded a whole shard or a part, without a note or with a part of the note. Or it overwrote, with a part, a
-    shard whose note another worker wrote.
+    """The bucket has whole and cut shards without a note or with a cut note. A cut shard with a whole note was another
+    worker's shard, which the killed worker had begun to overwrite.
     """
     path, expected = wanted
     source, output = bucket.put("in.jsonl", path.read_bytes()), f"{bucket.url}/out"
@@ -217,7 +217,7 @@ async def test_jobs_of_a_removed_folder_end_without_an_error_and_can_be_cancelle
 async def test_a_worker_killed_as_it_starts_a_job_holds_the_job_for_one_lease(
     own_server: EmbeddedServer, tmp_path: Path, job: Job
 ) -> None:
-    """Before a job begins, arq marks it for the longest time that a job may take: a day."""
+    """Before a job begins, arq would mark it for a day, its max duration; lmpool's mark lasts one lease."""
     worker = await worker_in_process(own_server.url, tmp_path)
     await worker.start_jobs([b"a"])
     assert 0 < await worker.pool.pttl(f"{in_progress_key_prefix}a") <= 60_000
@@ -229,7 +229,7 @@ async def test_a_worker_killed_as_it_starts_a_job_holds_the_job_for_one_lease(
 async def test_cancelled_jobs_do_not_run_and_can_be_queued_again(jobs_pool: Pool, submitted: Submitted) -> None:
     source, output, expected = submitted
     assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
-    assert status(jobs_pool, output)["queued"] == 0  # Cancelled jobs are not reported as lost.
+    assert status(jobs_pool, output)["queued"] == 0  # `status` must not report cancelled jobs as lost.
     await run_until_empty(jobs_pool)
     assert in_place(output) == 0
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
@@ -264,7 +264,7 @@ async def test_status_queues_single_lost_jobs_again(jobs_pool: Pool, submitted: 
     source, output, expected = submitted
     with redis.Redis.from_url(jobs_pool.url) as client:
         names = [name.decode() for name in client.zrange(QUEUE, 0, -1)]
-        # The server lost the definition of one job, and a worker found that. Of other jobs it has only the definition.
+        # The server lost the definition of the first job, and the entries in the queue of all other jobs.
         client.delete(job_key_prefix + names[0])
         client.zrem(QUEUE, *names[1:])
         await run_until_empty(jobs_pool)
@@ -287,7 +287,7 @@ async def test_status_queues_single_lost_jobs_again(jobs_pool: Pool, submitted: 
 
 
 async def test_no_file_contains_a_secret_of_the_inputs_url(jobs_pool: Pool, wanted: Wanted, bucket: TestBucket) -> None:
-    """Therefore jobs with this input cannot be queued again."""
+    """Lost jobs of an input with a secret URL cannot be queued again, because no file contains the URL."""
     path, _ = wanted
     source, output = bucket.presigned("in.jsonl", path.read_bytes()), path.parent / "out"
     submit(jobs_pool, source, output)
@@ -299,7 +299,7 @@ async def test_no_file_contains_a_secret_of_the_inputs_url(jobs_pool: Pool, want
 
 
 class Job:
-    """A job that only waits. It counts how often it began, and how many calls ran concurrently."""
+    """Stand-in for the work of a job: waits, and counts how often it began and how many calls ran concurrently."""
 
     def __init__(self) -> None:
         self.begun = self.running = self.most = 0
@@ -319,14 +319,14 @@ class Job:
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Job:
-    """Replaces the work of a job."""
+    """Replace the work of a job by a stand-in that waits."""
     made = Job()
     monkeypatch.setattr("lmpool.batch.jobs._answer", made)
     return made
 
 
 async def worker_in_process(url: str, folder: Path) -> BatchWorker:
-    """A worker; one job is queued: "a"."""
+    """Make a worker of jobs in this process, and queue one job, "a"."""
     made = BatchWorker(**worker_options(url, files=folder, lease_s=60, jobs=1), handle_signals=False, poll_delay=0.01)
     made.ctx["redis"] = made.pool
     await queue(made, "a", folder)
@@ -345,7 +345,7 @@ async def queue(worker: BatchWorker, name: str, folder: Path) -> None:
 async def test_one_worker_never_runs_a_job_twice_concurrently(
     own_server: EmbeddedServer, tmp_path: Path, job: Job
 ) -> None:
-    """The server may evict the mark of a job in progress, because the mark has a lifetime."""
+    """The server may evict the mark of a job in progress, because the mark has a TTL."""
     worker = await worker_in_process(own_server.url, tmp_path)
     worker.max_jobs = 2
     worker.sem = asyncio.BoundedSemaphore(3)
@@ -369,7 +369,7 @@ async def test_a_worker_continues_when_its_server_returns(
     try:
         worker = await worker_in_process(server.url, tmp_path)
         running = asyncio.create_task(worker.async_run())
-        # First while a job runs, then while the worker is idle.
+        # Stop the server first while a job runs, then while the worker is idle.
         for number, name in enumerate(("b", "c"), 1):
             await until_async(partial(job.has_begun, number), "the job has begun")
             if name == "c":
@@ -386,7 +386,7 @@ async def test_a_worker_continues_when_its_server_returns(
         await until_async(partial(job.has_begun, 3), "the last job has begun")
         assert not running.done()
         await asyncio.to_thread(server.stop)
-        # It also ends while the server is stopped.
+        # The worker must also end while the server is stopped.
         await worker.close()
         await asyncio.wait([running], timeout=DEADLINE_S)
         assert running.done()
@@ -472,7 +472,7 @@ async def test_arqs_own_command_runs_jobs_and_no_job_is_a_pickle(
 
 
 def test_the_user_batch_can_submit_and_run_jobs_and_other_users_cannot(short_dir: Path, tmp_path: Path) -> None:
-    """The users of docker/redis: only `batch` may read and write jobs, and it may do all that their workers do."""
+    """Of the Redis users of docker/redis, only `batch` may read and write jobs, and it may run their workers."""
     source, output = write_texts(tmp_path / "in.jsonl", draw_texts(30)), tmp_path / "out"
     with SecureServer(short_dir, tls=False).running() as server:
         pools = {role: Pool(server.url(role), "lmpool", tmp_path) for role in ("worker", "batch", "producer")}
@@ -568,16 +568,16 @@ async def test_jobs_in_progress_can_be_cancelled_and_others_queued(
     gate.shut()
     with ExitStack() as ended:
 
-        def start() -> None:  # With a long lease, so that a late renewal does not give a shard to the other worker.
+        def start() -> None:  # A long lease: a late renewal would give a shard to the other worker.
             ended.callback(worker(jobs_pool, "--jobs", "1", "--lease-s", "60").end)
 
         start()
-        gate.let(15)  # One shard of ten lines, and a part of the next one.
+        gate.let(15)  # Compute one shard of ten lines, and half of the next shard.
         await asyncio.to_thread(until, gate.is_used_up, "these lines are computed")
         assert in_place(output) == 1
         start()
         await asyncio.to_thread(until, lambda: status(jobs_pool, output)["under_way"] == 2, "two jobs are in progress")
-        # Jobs in progress do not keep other jobs from being queued.
+        # Submit again while jobs are in progress: all jobs must count as queued or done.
         counts = submit(jobs_pool, source, output)
         assert counts["there"] + counts["done"] == SHARDS
         left = SHARDS - status(jobs_pool, output)["done"]

@@ -1,4 +1,4 @@
-"""`lmpool perplexity` of a text file, with several windows."""
+"""`lmpool perplexity` scores a text file in one window or in several overlapping windows."""
 
 from __future__ import annotations
 

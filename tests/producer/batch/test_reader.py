@@ -1,4 +1,4 @@
-"""`lmpool.batch.open`: results by number, by custom id, in order, for torch, and of an unfinished run."""
+"""`lmpool.batch.open` reads results by number, by custom id, in order, for torch, and of unfinished runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMATS = [("topk:5", "jsonl"), ("topk:5", "parquet"), ("rows", "safetensors")]
 
 
 async def written(pool: Pool, folder: Path, what: str, shard_format: str, texts: list[list[int]] = TEXTS) -> Path:
-    """Run over some texts; return the output folder."""
+    """Do a batch run over texts; return its output folder."""
     pool.start()
     async with pool.producer() as producer:
         source = write_texts(folder / "in.jsonl", texts)
@@ -111,7 +111,7 @@ async def test_reading_needs_no_torch(pool: Pool, tmp_path: Path) -> None:
 
 
 async def test_minus_infinity_is_kept(pool: Pool, tmp_path: Path) -> None:
-    """JSON has no infinity: null stands for minus infinity."""
+    """JSON has no infinity, so results contain null for minus infinity."""
     output = await written(pool, tmp_path, "targets:1,2", "jsonl", [[1]])
     shard = output / "shard-00000.jsonl"
     line = json.loads(shard.read_text("utf-8"))

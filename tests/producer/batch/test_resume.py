@@ -1,4 +1,4 @@
-"""A stopped run continues with the same command and ends with the same bytes; other runs are refused."""
+"""A stopped batch run continues with the same command, and writes the same bytes; other runs are refused."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_killed_processes_do_not_change_the_output(short_dir: Path, victim: str)
 
 
 class Counting(GatedBackend):
-    """Counts the texts that it computed."""
+    """A backend that counts the texts that it computed."""
 
     texts = 0
 
@@ -48,7 +48,7 @@ class Counting(GatedBackend):
 
 
 async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Path) -> None:
-    """Its requests in flight are computed again too."""
+    """A run computes again the unfinished shard of the killed client, and its requests in flight."""
     concurrency = 8
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", concurrency)
@@ -64,7 +64,7 @@ async def test_a_killed_client_costs_at_most_one_shard(pool: Pool, tmp_path: Pat
         printed = json.loads(ended.stdout)
     assert printed["resumed"] >= kills
     assert printed["texts"] == len(TEXTS)
-    # At most two texts for each concurrent request are requested and not yet written.
+    # Besides a shard, each kill costs up to two requested texts for each concurrent request.
     assert len(TEXTS) <= backend.texts <= len(TEXTS) + kills * (SHARD_LINES + 2 * concurrency)
 
 
@@ -74,7 +74,7 @@ def is_in_place(folder: Path, number: int) -> bool:
 
 @pytest.fixture
 async def begun(pool: Pool, tmp_path: Path) -> tuple[Path, Path]:
-    """An input and its output folder; the model is served."""
+    """Serve a model, and finish a run; return the run's input and output folder."""
     pool.start("--seed", 1)
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     async with pool.producer() as producer:
@@ -88,8 +88,8 @@ async def test_missing_and_damaged_shards_are_computed_again(
     source, output = begun
     whole, shards = content(output), len(TEXTS) // SHARD_LINES
     (output / "shard-00002.jsonl").unlink()
-    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Another size than before.
-    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # The same size as before.
+    (output / "shard-00004.jsonl").write_bytes(b"{}\n")  # Change the shard's size.
+    with (output / "shard-00005.jsonl").open("r+b") as damaged:  # Keep the shard's size.
         damaged.write(bytes(100))
     (output / "shard-00003.jsonl.tmp").write_bytes(b"of a run that was killed")
     async with pool.producer() as producer:
@@ -122,7 +122,7 @@ async def test_a_shard_that_is_placed_while_shards_are_compared_stays(
 
 
 async def test_shards_with_a_note_are_not_computed_again(pool: Pool, begun: tuple[Path, Path]) -> None:
-    """The manifest lists all shards only when the run is finished."""
+    """The notes of shards count, because the manifest lists all shards only when the run is finished."""
     source, output = begun
     whole = content(output)
     manifest = json.loads(whole["manifest.json"])
@@ -191,13 +191,13 @@ def test_a_folder_with_other_files_is_refused(pool: Pool, tmp_path: Path) -> Non
         assert reason in ended.stderr
     (tmp_path / "out/manifest.json").write_text('{"version": "what"}')
     ended = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:2", "--no-wait"))
-    assert ended.returncode == 2  # No model is served: this error comes first.
+    assert ended.returncode == 2  # The error that no model is served comes first.
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["lock", "manifest.json", "photo.jpg"]
 
 
 def test_two_runs_cannot_write_to_one_folder(pool: Pool, tmp_path: Path) -> None:
     source = write_texts(tmp_path / "in.jsonl", TEXTS)
-    first = begin(pool, source, tmp_path / "out", "--what", "topk:2")  # Waits for a worker.
+    first = begin(pool, source, tmp_path / "out", "--what", "topk:2")  # This run waits for a worker.
     until(lambda: (tmp_path / "out/lock").is_file() and (tmp_path / "out/lock").read_text(), "the folder is locked")
     second = run_lmpool(*arguments(pool, source, tmp_path / "out", "--what", "topk:2"))
     assert second.returncode == 4
@@ -223,7 +223,7 @@ def test_a_signal_leaves_no_partial_files_and_no_queued_prompts(
     source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
     options = ("--what", "topk:2", "--shard-lines", SHARD_LINES, "--concurrency", 8)
     client = begin(pool, source, output, *options)
-    gate.let(70)  # More than the texts of two shards and two for each concurrent request.
+    gate.let(70)  # Compute two shards, and more than two texts for each concurrent request.
     until(lambda: is_in_place(output, 2), "two shards are in place")
     for number in signals:
         client.signal(number)
@@ -258,7 +258,7 @@ async def test_a_stopped_run_prints_how_many_lines_will_be_computed_again(pool: 
         assert await asyncio.to_thread(client.wait) == 130
     printed = re.search(r"to continue; (\d+) computed lines of unfinished shards will be computed again", client.text)
     assert printed, client.text
-    # A text is requested only when the text `concurrency` lines before it has its result.
+    # The client requests a text only when the text `concurrency` lines before has a result.
     assert 10 - concurrency <= int(printed[1]) <= backend.texts
 
 
@@ -331,7 +331,7 @@ async def test_a_changed_input_ends_the_run(pool: Pool, tmp_path: Path, shard_li
     async with pool.producer() as producer:
         running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=shard_lines, concurrency=4))
         await until_async(lambda: is_held(pool), "the worker holds prompts")
-        write_texts(source, draw_texts(2000, seed=1))  # Overwritten in place, as by `cp`.
+        write_texts(source, draw_texts(2000, seed=1))  # Overwrite the input in place, like `cp`.
         gate.open()
         with pytest.raises(BatchError, match="changed while it was read"):
             await running
@@ -344,7 +344,7 @@ PART = {"logprobs": np.zeros((2, 3), np.float32)}
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
 def test_two_writers_of_one_shard_write_the_same_shard(tmp_path: Path, suffix: str) -> None:
-    """For example two jobs of one shard in one process, or in two containers with equal process ids."""
+    """Two jobs may write one shard: in one process, or in two containers with equal process ids."""
     folders = [begun_folder(tmp_path / name, suffix) for name in ("alone", "shared")]
     alone, first, second = (open_writer(*begun, 0) for begun in (folders[0], folders[1], folders[1]))
     for writer in (alone, first, second):
@@ -416,7 +416,7 @@ def test_a_jsonl_shard_with_a_wrong_number_of_lines_is_not_put_into_place(tmp_pa
 
 
 def test_no_digest_contains_a_dropped_text(tmp_path: Path) -> None:
-    """The first positions of a text are in the file of a safetensors shard before a later position fails."""
+    """When a later part of a text fails, the file of a safetensors shard already contains its first part."""
     writer = open_writer(*begun_folder(tmp_path, "safetensors"), 0)
     writer.add(TEXT, PART, is_last=True)
     writer.add(Text(2, None, [1, 2, 3, 4], range(4)), PART, is_last=False)
@@ -451,7 +451,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path: Path) -> None
 def test_a_symbolic_link_in_place_of_the_lock_is_refused(
     tmp_path: Path, hold: Callable[[Folder], AbstractContextManager[None]]
 ) -> None:
-    """Otherwise any user who can write to the folder could make the run overwrite any file."""
+    """If the run followed the link, a user who can write to the folder could make it overwrite any file."""
     important, output = tmp_path / "important", tmp_path / "out"
     important.write_text("mine")
     output.mkdir()

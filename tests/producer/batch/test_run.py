@@ -1,4 +1,4 @@
-"""Each line gets the result that a producer returns, in order, in each format, from each kind of input."""
+"""A batch run gives each line the result that a producer returns, in order, for each format and kind of input."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEXTS = draw_texts(40)
 
 
 def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
-    """The columns of a result, computed from the rows of the text."""
+    """Compute the expected columns of a result from the rows of the text."""
     rows = rows_of(ids)
     match what:
         case "topk:5":
@@ -81,7 +81,7 @@ async def test_every_line_has_the_result_of_a_producer(
 
 
 async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -> None:
-    """If a later part of a text fails, the log_z of its earlier parts is dropped too."""
+    """One text fails in its second part: the run must drop log_z of its first part too."""
     pool.start("--encoding", "bf16", "--fail-token", 0)
     source = write_texts(tmp_path / "in.jsonl", [*TEXTS[:5], [*[3] * 4100, 0], *TEXTS[5:]])
     async with pool.producer() as producer:
@@ -124,7 +124,7 @@ async def test_results_of_a_run_do_not_stay_in_the_cache(pool: Pool, tmp_path: P
     assert ended.returncode == 0, ended.stderr
     await until_done(pool)
     assert pool.names("row:*") == []
-    async with pool.producer() as producer:  # Rows of other producers stay.
+    async with pool.producer() as producer:  # Results of other producers stay in the cache.
         await producer.positions(TEXTS[0], top=50)
     assert len(pool.names("row:*")) == 1
 
@@ -177,7 +177,7 @@ async def test_an_input_may_be_parquet(pool: Pool, tmp_path: Path, wanted: dict[
     async with pool.producer() as producer:
         await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:3", shard_lines=7)
         assert shards(tmp_path / "out") == wanted
-        for gone in (0, 3, 4):  # These begin in the middle of row groups.
+        for gone in (0, 3, 4):  # Shards 3 and 4 begin in the middle of a row group.
             (tmp_path / f"out/shard-{gone:05}.jsonl").unlink()
         outcome = await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:3", shard_lines=7)
     assert outcome.resumed == 3
@@ -203,7 +203,7 @@ async def test_a_continuation_is_scored_after_its_prompt(pool: Pool, tmp_path: P
 
 
 async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) -> None:
-    """8 MiB are 4,096 rows. If a later part of a text fails, the parts that were written are removed."""
+    """One result has at most 8 MiB (4,096 rows). If a later part of a text fails, its written parts are removed."""
     pool.start("--fail-token", 0)
     long = np.random.default_rng(0).integers(1, V, 5000).tolist()
     source = write_texts(tmp_path / "in.jsonl", [[1, 2], long, [*long, 0], [3], long[:4097]])

@@ -31,7 +31,7 @@ def on(pool: Pool, *arguments: str) -> subprocess.CompletedProcess[str]:
     return run(*arguments, "--redis", pool.url, "--prefix", pool.prefix)
 
 
-# Lines that a worker logs before an error.
+# Pattern of the progress lines that a worker logs before an error.
 _PROGRESS = "(loading|still loading|weights are loaded|the model runs|joining the pool)"
 
 
@@ -39,7 +39,7 @@ def one_line(ended: subprocess.CompletedProcess[str]) -> str:
     """Return the error of a command, which must be one line."""
     assert ended.returncode == 2, ended.stderr
     assert "Traceback" not in ended.stderr
-    # A worker logs its progress first, on a busy machine more than once.
+    # Skip the progress lines that a worker logs before the error; on a busy machine there are several.
     (line,) = [line for line in ended.stderr.splitlines() if not re.match(rf"[\d:]{{8}} {_PROGRESS}", line)]
     assert line.startswith("lmpool: ")
     return line
@@ -333,7 +333,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
         (["worker", "syn", "--backend", "synthetic", "--redis", nobody], "no Redis server answers at"),
         (["worker", "no/such/model", "--redis", server_url], "model: no/such/model cannot be loaded"),
         (["worker", "./nowhere", "--redis", server_url], "there is no such folder"),
-        # The error is reported once, before a server starts.
+        # `lmpool up` reports the error once for two workers, before it starts a server.
         (["up", "./nowhere", "--workers", "2"], f"there is no such folder ({Path.cwd()}/nowhere)"),
         (
             ["worker", "~nobody-is-called-so/model", "--redis", server_url],
@@ -351,7 +351,7 @@ def test_every_mistake_is_one_line_and_exit_code_2(short_dir: Path, server_url: 
     assert "lmpool up MODEL" in line
 
 
-# A program that gets one signal while it works, and others while it cleans up.
+# A program that sends itself one signal while it works, and more signals while it cleans up.
 INTERRUPTED = """
 import asyncio, os, sys, typer
 from lmpool.producer.cli.options import run
@@ -408,7 +408,7 @@ def test_ctrl_c_while_the_command_is_imported_prints_no_traceback(tmp_path: Path
 
 
 def test_a_command_that_ignores_sigint_is_not_ended_by_it(tmp_path: Path) -> None:
-    """A shell starts background commands with `&` in this way."""
+    """A shell starts a background command (`&`) so that it ignores SIGINT."""
     (tmp_path / "typer.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT); os._exit(7)")
     ended = subprocess.run(
         ["sh", "-c", "trap '' INT; exec \"$0\" -m lmpool status", sys.executable],
@@ -419,7 +419,7 @@ def test_a_command_that_ignores_sigint_is_not_ended_by_it(tmp_path: Path) -> Non
 
 @pytest.fixture
 def runtime(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A runtime folder for one test."""
+    """A runtime folder (for the sockets of embedded servers) for one test."""
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(short_dir / "run"))
     return short_dir / "run"
 

@@ -1,4 +1,4 @@
-"""`lmpool dead`: list, show, retry and drop the prompts that were given up, also malformed ones."""
+"""`lmpool dead`: list, show, retry and drop dead letters (prompts that were given up), even if malformed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 
 
 def dead(pool: Pool, *arguments: str, model: str | None = "syn") -> Ended:
-    """Run `lmpool dead` for the model of a pool, in this process: starting another one would take longer."""
+    """Run `lmpool dead` in this process, which is faster than starting a process."""
     options = ["--redis", pool.url, "--prefix", pool.prefix, *(["--model", model] if model else [])]
     ended = CliRunner(env={"COLUMNS": "400"}).invoke(dead_app, [*arguments, *options])
     assert ended.exception is None or isinstance(ended.exception, LMPoolError), ended.output
@@ -49,7 +49,7 @@ def dead(pool: Pool, *arguments: str, model: str | None = "syn") -> Ended:
 
 
 def as_json(pool: Pool, *arguments: str) -> Any:
-    """Return the output of a command with `--json`."""
+    """Run `lmpool dead` with `--json`; return its output."""
     ended = dead(pool, *arguments, "--json")
     assert not ended.error
     return json.loads(ended.stdout)
@@ -82,7 +82,7 @@ def job(prompt: list[int], fingerprint: str = "f" * 32, adapter: str = "", query
 
 async def test_a_prompt_that_was_given_up_is_listed_shown_and_queued_again(pool: Pool) -> None:
     prompt = [99, 1, 2]
-    # With one delivery, a prompt is given up as soon as another worker claims it.
+    # With --max-deliveries 1, a prompt is given up as soon as another worker claims it.
     ill = pool.start("--raise-token", 99, "--max-deliveries", 1, "--lease-s", 600)
     async with pool.producer("syn") as producer:
         request = asyncio.create_task(producer.logprobs(prompt))
@@ -186,7 +186,7 @@ def test_unknown_letters_are_refused(pool: Pool) -> None:
     assert "pass ids (see" in refusal(dead(pool, "drop"))
     assert "pass ids (see" in refusal(dead(pool, "retry", kept, "--all"))
     assert "pass --model for a model that is not served" in refusal(dead(pool, "show", kept, model=None))
-    # Without a worker, letters can be shown and dropped but not retried.
+    # Without a worker, dead letters can be shown and dropped, but not retried.
     assert "the model 'syn' is not served" in refusal(dead(pool, "retry", "--all"))
     assert [letter["id"] for letter in as_json(pool, "list")] == [kept]
     assert as_json(pool, "show", kept)["ids"] == [1]
@@ -256,12 +256,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(pool: Pool) -> None:
     assert ended.stderr == "lmpool: id: '' matches no dead letter: see `lmpool dead list`\n"
 
 
-# Without the command line
+# The class DeadLetters
 
 
 @pytest.fixture(params=[2, 3])
 async def letters(pool: Pool, request: pytest.FixtureRequest) -> AsyncIterator[DeadLetters]:
-    """The dead letters of a model, read with each version of Redis's protocol."""
+    """The dead letters of a model, read by version 2 or 3 of Redis's protocol."""
     client = Server(f"{pool.url}?protocol={request.param}").client()
     yield DeadLetters(client, pool.keys.model("syn"))
     await client.aclose()
@@ -274,7 +274,7 @@ async def test_letters_are_read_in_order_and_in_small_pages(pool: Pool, letters:
     seen = []
     async for letter in letters.oldest_first():
         seen.append(letter.entry)
-        bury(pool, job([100]))  # Later letters are not included; otherwise the loop would never end.
+        bury(pool, job([100]))  # Dead letters added now are not listed, so the loop ends.
     assert seen == ids
     assert await letters.drop(ids) == 30
     assert await letters.count() == 30

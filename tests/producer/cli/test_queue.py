@@ -51,7 +51,7 @@ async def until_queued(pool: Pool, count: int) -> None:
 
 
 def unattended(pool: Pool) -> None:
-    """Let a stopped worker, whose lease is long, seem to serve the model."""
+    """Kill a worker with a long lease: the model still counts as served, but no prompt is computed."""
     pool.start("--lease-s", 600, "--max-batch", BATCH).end()
 
 
@@ -334,7 +334,7 @@ async def test_show_counts_prompts_of_bulk_clients(pool: Pool) -> None:
     async with pool.producer("syn", priority="bulk") as producer, pool.producer("syn") as other:
         requests = [asyncio.ensure_future(producer.logprobs([number])) for number in range(100)]
         await until_queued(pool, 100)
-        # Without other clients, all of its prompts were in the stream.
+        # Another client submits: before this, all prompts of the bulk client were in the stream.
         requests.append(asyncio.ensure_future(other.logprobs([100])))
         await until_queued(pool, 101)
         counts = json.loads((await asyncio.to_thread(queue, pool, "show", "syn", "--json"))[0])

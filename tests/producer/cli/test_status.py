@@ -36,7 +36,7 @@ def lines_of(models: Survey, width: int) -> list[str]:
 
 
 def folded(lines: list[str], column: int) -> str:
-    """Join the lines of one column."""
+    """Join the texts of one column of a table, which may be folded into several lines."""
     return "".join(cells[column].strip() for line in lines if len(cells := line.strip("│┃").split("│")) > column)
 
 
@@ -80,7 +80,7 @@ def on_a_terminal(command: list[str], width: int) -> str:
     """Return the output of a command on a terminal of this width, without colours."""
     controlling, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
-    # Without a buffer, Python would drop the rest of a short write to a terminal.
+    # Let Python buffer its output: without a buffer it would drop the rest of a short write to a terminal.
     settings = {"TERM": "xterm", "NO_COLOR": "1", "COLUMNS": str(width), "PYTHONUNBUFFERED": ""}
     process = subprocess.Popen(
         command, stdin=terminal, stdout=terminal, stderr=terminal, env={**os.environ, **settings}
@@ -88,7 +88,7 @@ def on_a_terminal(command: list[str], width: int) -> str:
     seen, end = b"", b"\x04"
     watcher = threading.Thread(target=lambda: (process.wait(), os.write(terminal, end)))
     watcher.start()
-    # The output of the process arrives with a delay, before the mark of this test.
+    # Read until the end mark, because the output of the process arrives with a delay.
     while not seen.endswith(end):
         seen += os.read(controlling, 65536)
     watcher.join()
@@ -124,7 +124,7 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     text = on_a_terminal([*lmpool_command(), *command], 80)
     assert LONG in folded(text.splitlines(), 0)
     assert "ready" in text
-    # The number of columns that fit depends on the width of the times.
+    # Check only some columns, because the width of times decides how many columns fit.
     (left_out,) = re.findall(r"too narrow for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
     assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), (
         "the caption names the columns that do not fit"
@@ -259,7 +259,7 @@ def test_the_live_view_restores_the_terminal(pool: Pool) -> None:
         nonlocal seen
         try:
             seen += os.read(controlling, 65536)
-        except OSError:  # The other end is closed.
+        except OSError:  # The process has closed its terminal.
             return b"ended"
         return seen
 

@@ -1,4 +1,4 @@
-"""Commands and logs escape texts of other programs, so that a terminal only shows them."""
+"""Commands and logs escape texts of other programs, so that these texts cannot control a terminal."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from lmpool.settings import check_name
 from lmpool.workers.cli.serve import start_log
 from tests.support.pool import Pool, V, lmpool_command, until
 
-# A window title, a cleared screen, C1's CSI, a forged line, reversed text, markup and an emoji of rich.
+# Hostile text: window title, cleared screen, C1's CSI, forged line, reversed text, markup and emoji of rich.
 NASTY = "\x1b]0;owned\x07\x1b[2J\x9b31m\r\n12:00:00 all is well\u2028\u202e[red]x[/] [/nothing] :bomb: \x7f\u200b"
-# Characters that a name may have, and that a terminal or rich would interpret.
+# A valid model name with characters that a terminal or rich would interpret.
 ALLOWED = "[red]\u202esyn[/] [/nothing] :bomb:"
 
 
@@ -50,7 +50,7 @@ class Ended(NamedTuple):
 
 
 def run(pool: Pool, *arguments: str) -> Ended:
-    """Run a client command in this process: starting another one would take longer."""
+    """Run a client command in this process, which is faster than starting a process."""
     app = typer.Typer()
     commands.register(app)
     options = ["--redis", pool.url, "--prefix", pool.prefix]
@@ -60,7 +60,7 @@ def run(pool: Pool, *arguments: str) -> Ended:
 
 
 def is_harmless(text: str) -> bool:
-    """Whether a terminal only shows a text."""
+    """Whether a text has only printable characters, so that it cannot control a terminal."""
     return all(line.isprintable() for line in text.split("\n"))
 
 
@@ -77,7 +77,7 @@ def add_infos(pool: Pool) -> None:
 @pytest.fixture
 def spoilt(pool: Pool) -> Pool:
     """A pool with a model whose name is full of markup, and with hostile data."""
-    # Workers remove infos without workers after a third of a lease.
+    # A long lease: after a third of it, a worker removes the infos of models without workers.
     worker = pool.start("--lease-s", 60, model=ALLOWED)
     add_infos(pool)
     heartbeat: dict[Any, Any] = {"model": NASTY, "state": "loading", "backend": NASTY, "rows": NASTY}
@@ -97,14 +97,14 @@ def test_commands_escape_texts_of_other_programs(spoilt: Pool) -> None:
     for command in (("status",), ("top", "--once")):
 
         def is_complete(command: tuple[str, ...] = command) -> Ended | None:
-            add_infos(spoilt)  # The first sweep of the worker removes them, because no worker serves the models.
+            add_infos(spoilt)  # Add the infos again: the worker may have removed them.
             ended = run(spoilt, *command)
             return ended if "│ noted" in ended.output else None
 
         ended = until(is_complete, "the command shows all models")
         assert not ended.error
         assert is_harmless(ended.output)
-        # Markup and emoji names are shown as text; marks of direction are escaped.
+        # The command shows markup and emoji names as text, and escapes characters that reverse text.
         assert r"[red]\u202esyn[/] [/nothing] :bomb:" in ended.output
         assert r"\x1b]0;owned\x07\x1b[2J\x9b31m\r\n12:00:00 all is well\u2028\u202e[red]x[/]" in ended.output
     model = ("--model", ALLOWED)
@@ -144,7 +144,7 @@ def test_infos_with_control_characters_are_left_out_and_the_others_serve(spoilt:
         spoilt.redis.hset(spoilt.keys.models(), "bad", bad.pack())
         with pytest.raises((ProtocolError, UnknownModel)) as caught:
             SyncProducer("bad", redis=spoilt.url, prefix=spoilt.prefix)
-        # The first sweep of the worker may have removed the info, because no worker serves the model.
+        # The worker may have removed the info, because no worker serves the model 'bad'.
         return "" if isinstance(caught.value, UnknownModel) else str(caught.value)
 
     text = until(refused, "the info is read")

@@ -1,1 +1,1 @@
-"""Tests of the parts of a producer, without a pool."""
+"""Tests of the parts of a producer, most of them without a pool."""

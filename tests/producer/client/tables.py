@@ -1,4 +1,4 @@
-"""Pending requests with a cache and counters, for the tests of this folder."""
+"""A table of pending requests with a cache and counters, for the tests of this folder."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def row(value: float = 0.0) -> Row:
 
 
 class Listener:
-    """A waiter that records its results."""
+    """A waiter of a pending request, which records its results."""
 
     def __init__(self) -> None:
         self.results: list[Answer] = []

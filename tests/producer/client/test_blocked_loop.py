@@ -1,4 +1,4 @@
-"""A program that blocks its event loop: its requests continue when the loop runs again."""
+"""If a program blocks its event loop, its requests continue when the loop runs again."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.support.gate import Gate
 from tests.support.pool import Pool, SkippingLoop, V, run_skipping, until_async
 
 PAUSE_S = 31.0
-"""Longer than any silence limit."""
+"""Duration of a pause, longer than any limit for the server's silence."""
 PAUSES = 15
-"""Pauses, fewer than the parts of a silence limit, so that the server has enough time to reply."""
+"""Number of pauses, fewer than the parts into which a client divides its limit for the server's silence."""
 PROMPT = [1, 2, 3]
 
 
 async def pause(loop: SkippingLoop, every: int, times: int = PAUSES) -> None:
-    """Block the event loop repeatedly for `PAUSE_S`, while the server replies."""
+    """Simulate repeated pauses of the event loop, each for `PAUSE_S`, while the server replies."""
     for _ in range(times):
         for _ in range(every):
             await asyncio.sleep(0)
@@ -66,7 +66,7 @@ def test_a_request_survives_a_blocked_loop_while_it_is_pending(pool: Pool, tmp_p
 
 
 async def test_requests_succeed_when_no_thread_can_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens after the main thread has ended, while other threads still use a producer."""
+    """Python starts no threads after the main thread has ended, but other threads may still use a producer."""
     monkeypatch.setattr(discovery, "_SCAN_S", 0.001)
     scanned = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""Discovery: the models that a pool serves, even when the info of one cannot be read."""
+"""Discovery finds the models that a pool serves, even if the info of one model cannot be read."""
 
 from __future__ import annotations
 

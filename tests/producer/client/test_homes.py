@@ -1,4 +1,4 @@
-"""Homes: the worker that a producer prefers for a prompt, because it computed a prefix of the prompt."""
+"""Homes of prompts: a prompt's home is the worker that computed a prefix of the prompt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def prompt(ids: list[int], adapter: str = "") -> Prompt:
 
 
 def homes_of_two() -> Homes:
-    """Return the homes of a client whose model has two workers."""
+    """Return an empty table of homes, of a client whose model has several workers."""
     homes = Homes()
     homes.has_choice = True
     return homes
@@ -76,7 +76,7 @@ def test_the_last_worker_that_computed_a_prompt_is_its_home() -> None:
 
 
 def test_prompts_with_a_common_prefix_have_separate_homes() -> None:
-    """A hash of the prefix alone would send all particles to one worker."""
+    """A home derived from the common prefix alone would send all prompts of a particle filter to one worker."""
     homes, begun = homes_of_two(), random_ids(1, 64)
     for at in range(8):
         homes.note([prompt([*begun, at])], b"w%d" % at)
@@ -116,7 +116,7 @@ def test_the_oldest_homes_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_trie_job_has_the_home_of_its_vocabulary() -> None:
-    """The prompt of a trie job is the name of its vocabulary."""
+    """A trie job has the digest of its vocabulary in place of a prompt."""
     homes = homes_of_two()
     named = Prompt(b"a vocabulary's digest", b"", "", b"query")
     homes.note([named], b"w1")

@@ -17,7 +17,7 @@ INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease
 
 
 class Empty:
-    """A pool without workers, in place of `Connections` and `Discovery`."""
+    """Stand-in for `Connections` and `Discovery` of a pool without workers."""
 
     model = SimpleNamespace(info=INFO)
 
@@ -29,7 +29,7 @@ class Empty:
 
 
 async def checks(*times: float) -> list[NoWorker | None]:
-    """Check such a pool at these loop times."""
+    """Check at these loop times whether a pool without workers has live workers."""
     empty = cast(Any, Empty())
     liveness = Liveness(empty, empty)
     return [await liveness.check(time) for time in times]

@@ -19,7 +19,7 @@ def row(size: int = 4, value: float = 0.0) -> Row:
 
 
 def keys(lru: RowLRU, *digests: bytes) -> list[bytes]:
-    """Return the digests whose rows are kept; this changes their order."""
+    """Return the digests whose rows are in the cache; these lookups change the order of eviction."""
     return [digest for digest in digests if lru.get(digest) is not None]
 
 

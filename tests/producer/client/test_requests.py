@@ -120,7 +120,7 @@ def test_a_failure_reaches_every_waiter_and_is_not_kept(table: Table) -> None:
 
 
 def test_every_waiter_has_an_exception_of_its_own(table: Table) -> None:
-    """A note or a traceback that one caller adds does not appear in the exceptions of others."""
+    """If one caller adds a note or a traceback to its exception, other callers must not see it."""
     listeners = [Listener() for _ in range(4)]
     requests = [table.requests.add(prompt(1 + at // 2), listener)[0] for at, listener in enumerate(listeners)]
     error = NoWorker("no worker")
@@ -140,7 +140,7 @@ def test_every_waiter_has_an_exception_of_its_own(table: Table) -> None:
 
 
 class Particular(LMPoolError):
-    """An exception whose constructor does not take its text."""
+    """An exception whose constructor takes a code instead of its text."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"code {code}")
@@ -229,7 +229,7 @@ def test_an_overwritten_row_resolves_the_request(table: Table) -> None:
     assert listener.results == [answer]
 
 
-# Another model
+# Requests after a restart
 
 
 def test_after_a_restart_all_requests_are_unsent_and_no_old_row_is_left(table: Table) -> None:
@@ -243,7 +243,7 @@ def test_after_a_restart_all_requests_are_unsent_and_no_old_row_is_left(table: T
     assert len(table.cache) == 0
 
 
-# Waiters
+# Waiters for one prompt and for a batch
 
 
 async def test_a_single_waiter_returns_the_row() -> None:

@@ -1,4 +1,4 @@
-"""Submitting and receiving: the hit rate of lookups, refused and lost prompts, and a lost connection."""
+"""How a producer submits prompts: hit rate of lookups, refused and lost prompts, and lost connections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def table() -> Table:
 
 
 class Interrupted(Tasks):
-    """Connections whose reader fails once; records the digests that are fetched after that."""
+    """Stand-in for connections: the reader fails once; then it records the digests of fetched rows."""
 
     noting = Connections.noting
 
@@ -88,7 +88,7 @@ async def test_after_a_lost_connection_warming_requests_stay_pending(table: Tabl
 
 
 class Answering(Tasks):
-    """Connections to a cache with some rows, and to a script that returns one code for every prompt."""
+    """Stand-in for connections: a cache with some rows, and a script that returns one code for every prompt."""
 
     trouble: LMPoolError | None = None
     noting = Connections.noting
@@ -137,7 +137,7 @@ def submitter_of(table: Table, connections: Any, *, waits_when_full: bool = True
 
 
 async def change_of_hit_rate(table: Table, connections: Any, *, way: str = "") -> float:
-    """Return the change of the hit rate after some requests."""
+    """Submit 20 requests; return by how much they change the submitter's hit rate."""
     submitter = submitter_of(table, connections, waits_when_full=False)
     submitter._hit_rate = 0.6
     waits: list[tuple[PendingRequest, Listener]] = []
@@ -190,7 +190,7 @@ async def test_requests_without_a_result_or_a_lookup_do_not_change_the_hit_rate(
     connections = Answering(outcome)
     assert await change_of_hit_rate(table, connections, way=way) == 0
     assert table.counted() == counted
-    # Rows that cannot be in the cache are not looked up.
+    # The submitter looks up no row that cannot be in the cache.
     assert [len(digests) for digests in connections.lookups] == ([] if way in ("warming", "private") else [20])
 
 
@@ -246,7 +246,7 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("outcome", ["Q", "J", "R"])
 async def test_a_row_counts_as_lost_when_its_job_has_ended_without_it(table: Table, outcome: str, again: bool) -> None:
-    # After a lost connection all prompts are submitted again; rows that are being computed are not lost.
+    # When a client submits a prompt again, the row is lost only if the server queued the prompt as new (Q).
     request, _ = table.requests.add(prompt(1), Listener())
     connections = Answering(outcome)
     await submitter_of(table, connections).submit([request], again=again)
