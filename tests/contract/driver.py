@@ -58,7 +58,7 @@ class Slots:
         return self.given[-1]
 
     def have(self, block: RowBlock) -> bool:
-        """Whether the rows of a block are in memory that this object has provided."""
+        """Whether a block's rows are in memory that this object has provided."""
         return any(np.shares_memory(block.numbers, memory) for memory in self.given)
 
 
@@ -95,14 +95,14 @@ class Opened:
 
         Args:
             ids: token ids of the prompt.
-            adapter: name of an adapter; "" for none.
+            adapter: name of an adapter, or "" for no adapter.
         """
         info = self.backend.info
         data = encode_prompt(list(ids), vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens).ids
         return BackendJob(digest_of(data, f"{next(_numbers)}"), data, self.qualified(adapter))
 
     def qualified(self, adapter: str) -> str:
-        """The qualified name of an adapter; "" for none."""
+        """The qualified name "name@revision" of an adapter, or "" for no adapter."""
         return (
             next(full_name for full_name in self.backend.adapters if name_of(full_name) == adapter) if adapter else ""
         )
@@ -146,7 +146,7 @@ class Opened:
     def score(
         self, prompts: Sequence[Sequence[int]], starts: Sequence[int], adapter: str = "", *, logits: bool = False
     ) -> list[Row]:
-        """The scores (or logits) of the tokens of prompts that run together, for each prompt from its start on."""
+        """Run prompts together; returns the scores (or logits) of each prompt's tokens from its start position on."""
         queries = [PositionsQuery.scores_from(start, logits=logits) for start in starts]
         pairs = zip(prompts, queries, strict=True)
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids, query in pairs]
@@ -156,7 +156,7 @@ class Opened:
         return [self.scores[job.digest] for job in jobs]
 
     def expect(self, prompts: Sequence[Sequence[int]], query: PositionsQuery, adapter: str = "") -> list[Row]:
-        """The values of a positions query for prompts that run together: one array (n, width) per prompt."""
+        """Run a positions query for all prompts together; returns one array (n, width) per prompt."""
         jobs = [self.job(ids, adapter)._replace(positions=query) for ids in prompts]
         self.backend.submit(jobs)
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))

@@ -37,7 +37,7 @@ PIECES = {
     "\u00c3\u00a9": "é".encode(),
     "\u0120t": b" t",
 }
-"""Piece of the tokenizer -> its bytes, in the order of the ids; the model has more ids than these."""
+"""Piece of the tokenizer -> its bytes, in the order of the ids; the model has more ids than the tokenizer."""
 
 _HIDDEN, _HEAD, _HEADS, _KV_HEADS, _LAYERS = 128, 32, 4, 2, 2
 
@@ -58,7 +58,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_adapter(folder: Path, name: str) -> Path:
-    """Write one of `ADAPTERS` or `KINDS` as peft would."""
+    """Write the adapter `name`, one of `ADAPTERS` or `KINDS`, as peft does."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {}
     for module, (down, up, _) in _adapter(name).items():
@@ -104,7 +104,7 @@ def _model(adapter: str) -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-        # Use larger weights than the initial ones, with which all rows would be nearly equal, right or wrong.
+        # Use larger weights than transformers' initial ones, which make all rows nearly equal, whether right or wrong.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)

@@ -30,7 +30,7 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str
         "dtype": dtype,
         "max_batch": MAX_BATCH,
         "max_batch_tokens": MAX_BATCH_TOKENS,
-        # Bytes per token: two layers with two heads of 32 keys and 32 values.
+        # A token takes two layers, each with two heads of 32 keys and 32 values, times the bytes of the dtype.
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],

@@ -27,7 +27,7 @@ from lmpool.workers.execution.contract import Backend
 from tests.contract.model import V, reference_row, write_adapter
 from tests.support.pool import lmpool_command
 
-# Limits so low that all cases occur: several steps per prompt, several batches, and a full KV cache.
+# Use limits so low that all cases occur: several steps per prompt, several batches, and a full KV cache.
 MAX_BATCH = 8
 MAX_BATCH_TOKENS = 64
 KV_TOKENS = 1024
@@ -41,7 +41,7 @@ DEVICE = os.environ.get("LMPOOL_DEVICE", "cpu")
 """The device of the backends that have a setting for the device."""
 
 LogitsSpy = Callable[[Backend], AbstractContextManager[list[torch.Tensor]]]
-"""Function that returns a context; in it, all logits (n, V) that the engine's own model computes are collected."""
+"""Function that returns a context manager, which collects all logits (n, V) that the engine's model computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class Subject:
     Attributes:
         name: name of the backend.
         make: (folder of the model, dtype, folders of adapters by name) -> the backend.
-        options: (folder of the model, folders of adapters by name) -> options of `lmpool worker` with equal settings.
+        options: (folder of the model, folders of adapters by name) -> `make`'s settings as options of `lmpool worker`.
         reference: (ids, adapter) -> the correct float32 row.
         tolerance: max difference between an entry of a row and the reference.
-        spy: see `LogitsSpy`; None if the rows come from no model.
+        spy: a `LogitsSpy`, or None if the rows come from no model.
         has_adapters: whether the backend serves adapters that are loaded at its start.
         loads_adapters: whether the backend can load other adapters later.
         refused: kind of adapter that the backend refuses -> beginning of the error text that follows the folder.
@@ -105,7 +105,7 @@ def _synthetic() -> Subject:
 
 @cache
 def _synthetic_revision(adapter: str) -> str:
-    """The revision of one of the tests' adapters; its files are the same in each run."""
+    """The revision of an adapter of the contract tests; its files are the same in each run."""
     folder = Path(mkdtemp(prefix="lmp"))
     try:
         return SyntheticBackend(SyntheticSettings()).load_adapter(adapter, str(write_adapter(folder, adapter)))
@@ -153,7 +153,7 @@ def _hf() -> Subject:
             "max_batch": MAX_BATCH,
             "max_batch_tokens": MAX_BATCH_TOKENS,
             "chunked_prefill_size": MAX_BATCH_TOKENS,
-            # Bytes per token: two layers with two heads of 32 keys and 32 values.
+            # A token takes two layers, each with two heads of 32 keys and 32 values, times the bytes of the dtype.
             "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
         }
 
@@ -195,7 +195,7 @@ def recorded(module: torch.nn.Module) -> Iterator[list[torch.Tensor]]:
 
 
 def as_options(settings: dict[str, Any]) -> list[str]:
-    """Settings as options of `lmpool worker`, without the model, which is an argument of the command."""
+    """Write settings as options of `lmpool worker`, without the model, which is an argument of the command."""
     named = {f"--{name.replace('_', '-')}": str(value) for name, value in settings.items() if name != "model"}
     return [text for pair in named.items() for text in pair]
 
@@ -203,7 +203,7 @@ def as_options(settings: dict[str, Any]) -> list[str]:
 def _engine(name: str, *shims: str) -> Callable[[], Subject]:
     """A function that imports an engine's subject, whose own file needs the environment of the engine.
 
-    The shims are called first; they enable parts of the engine that are disabled on a CPU.
+    The function first calls the shims, which enable parts of the engine that are disabled on a CPU.
     """
 
     def find() -> Subject:

@@ -46,7 +46,7 @@ def test_a_bfloat16_row_is_the_engines_own_logits(narrow: Opened, draw: random.R
                 narrow.backend.write_to(no_new_rows)
             assert np.array_equal(blocks[0].numbers[0], logits.view(torch.int16).numpy().view(np.uint16))
             assert blocks[0].log_z is not None
-            # Allow the error of one rounding of logZ in float32.
+            # Allow one rounding error of logZ in float32.
             assert abs(blocks[0].log_z[0] - torch.logsumexp(logits.double(), -1)) < 2e-6
             ids = [*ids, *prompt(draw, new)]
 

@@ -106,7 +106,7 @@ def test_a_prompt_submitted_twice_is_answered_once(opened: Opened, draw: random.
     job = opened.job(prompt(draw, 11))
     opened.backend.submit([job, job])
     opened.backend.submit([job])
-    other = opened.submit([prompt(draw, 3)])  # A second result of the duplicates would be returned with this prompt's.
+    other = opened.submit([prompt(draw, 3)])  # A second result of `job` would arrive before the result of `other`.
     opened.finish([job.digest])
     opened.finish(other)
 
@@ -253,7 +253,7 @@ def test_the_reuse_of_growing_contexts_is_counted_exactly(opened: Opened, draw: 
         opened.check(longer, opened.ask(longer))
         after = opened.backend.stats()
         assert after.tokens - before.tokens == sum(map(len, longer))
-        if at > 1:  # From the third round on, a backend has detected that the prompts grow.
+        if at > 1:  # From the third round on, a backend detects that each prompt extends an earlier prompt.
             assert after.reused - before.reused == sum(map(len, contexts))
         contexts = longer
 

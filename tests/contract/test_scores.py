@@ -36,7 +36,7 @@ def test_scores_and_rows_of_the_same_prompts_do_not_disturb_each_other(opened: O
     digests = opened.submit(prompts)
     scored(opened, prompts, [1, 5, 19, 20, 10, 2])
     opened.check(prompts, opened.finish(digests))
-    # Run the prompts again, alone and as prefixes of other prompts: backends may reuse their keys and values.
+    # Request rows of the scored prompts and of longer ones: backends may reuse the scored prompts' keys and values.
     opened.check(prompts, opened.ask(prompts))
     scored(opened, [ids + prompt(draw, 3) for ids in prompts], [7] * 6)
 
@@ -168,7 +168,7 @@ def test_continuations_are_drawn_from_the_rows_of_their_prefixes(
         assert len(made.ids) == query.most
         for place, token in enumerate(made.ids.tolist()):
             row = opened.subject.reference([*ids, *made.ids[:place].tolist()], adapter)
-            # Each token must be the most likely one, except for rounding.
+            # Each token of the continuation must be the most likely token, except for rounding errors.
             assert row[token] >= row.max() - 2 * opened.subject.tolerance
             assert abs(made.logprobs[place] - row[token]) <= opened.subject.tolerance
 

@@ -119,7 +119,7 @@ async def test_reuse_is_reported_in_heartbeats_commands_and_metrics(served: Serv
             longer = [[*ids, *prompt(draw, new)] for ids in contexts]
             await _check(served, producer, longer)
             tokens += sum(map(len, longer))
-            # From the third request on, a backend has detected that the prompts grow.
+            # From the third request on, a backend detects that each prompt extends an earlier prompt.
             reusable += sum(map(len, contexts)) if at > 1 else 0
             contexts = longer
     counted = await asyncio.to_thread(served.counted)

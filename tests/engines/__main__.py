@@ -2,8 +2,8 @@
 
     python -m tests.engines VARIANT PATH... [-- VARIANT PATH...]...
 
-Importing an engine takes as long as many of its tests. A run needs its own process, because an engine leaves many
-resources behind. The first variant decides which shims are installed before the engine is imported.
+Importing an engine takes as long as many of its tests. Each run of tests needs a process, because an engine does not
+free all resources. The first variant decides which shims are installed before the engine is imported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         else:
             runs[-1].append(word)
     os.environ["LMPOOL_CONTRACT"] = runs[0][0]
-    chosen()  # Called for its side effect: it installs the shims.
+    chosen()  # Call `chosen` for its side effect: it installs the shims.
     for name in _IMPORTED_FIRST:
         import_module(name)
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Fixtures of the engines' tests. LMPOOL_CONTRACT names the engine whose files run; `make test` runs all engines."""
+"""Fixtures of the engines' tests. LMPOOL_CONTRACT names the engine to test, and `make test` tests all engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.contract.subjects import chosen
 _ENGINE = os.environ.get("LMPOOL_CONTRACT", "").partition("-")[0]
 
 if _ENGINE:
-    chosen()  # Called for its side effect: it installs the shims of this run before a test imports the engine.
+    chosen()  # Call `chosen` for its side effect: it installs the shims of this run before a test imports the engine.
 
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 

@@ -121,7 +121,7 @@ def test_dropping_a_prompt_drops_no_other(folder: Path, draw: random.Random) -> 
     with opened(folder) as driver:
         prompts = [prompt(draw, 5) for _ in range(200)]
         digests = driver.submit(prompts)
-        # Other prompts must go on, although SGLang aborts all requests whose names start with an aborted name.
+        # The abort must end no other prompt, although SGLang aborts all requests whose names start with the given name.
         driver.backend.abort(digests[:8])
         driver.check(prompts[8:], driver.finish(digests[8:]))
         assert len(driver.rows) == len(prompts) - 8
@@ -245,7 +245,7 @@ def test_contexts_that_grow_together_compute_only_the_new_tokens(
 def test_every_token_is_either_reused_or_computed(
     folder: Path, draw: random.Random, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prompts include branches, prefixes of earlier prompts, prompts in parts, and evicted prefixes."""
+    """The counters add up for prompts that branch, grow, repeat, take several forwards, or follow an eviction."""
     computed = []
     with opened(folder) as driver:
         spoil(driver.backend, monkeypatch, lambda batch, result: computed.append(batch.extend_num_tokens))
@@ -271,7 +271,7 @@ def test_a_prompt_that_takes_several_forwards_has_one_row(
         before = driver.backend.stats()
         driver.check([ids], driver.ask([ids]))
         after = driver.backend.stats()
-        assert len(sizes) == 4  # The forward of an incomplete prompt returns logits too, which are not a row.
+        assert len(sizes) == 4  # A forward of a part of a prompt returns logits, which are no row.
         assert (after.rows - before.rows, after.steps - before.steps) == (1, 4)
 
 
@@ -364,7 +364,7 @@ def test_other_options_are_passed_on() -> None:
 
 
 def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
-    # An option may be missing in the oldest supported release, if a later release has added it.
+    # The option `attn_dp_size` may be missing in the oldest supported release of SGLang.
     assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}
 
 

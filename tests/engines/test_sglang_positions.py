@@ -1,4 +1,4 @@
-"""Positions queries of the sglang backend: computed in parts, with SGLang's prefix cache, and in rare cases."""
+"""Positions queries of the sglang backend: computed in parts, with SGLang's prefix cache, and after errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TARGETS = PositionsQuery(0, targets=np.arange(4, dtype="<u4").tobytes())
 
 @pytest.fixture(scope="module")
 def driver(model_folder: Path) -> Iterator[Opened]:
-    """One backend for all tests that leave it usable."""
+    """One backend that tests share if they leave the backend usable."""
     with Opened(SUBJECT, model_folder, "float32", {}) as opened:
         yield opened
 

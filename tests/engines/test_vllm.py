@@ -33,7 +33,7 @@ from tests.engines.vllm_small import BLOCK, SESSIONS, answer, draw, job, refused
 
 @pytest.fixture(scope="module")
 def backend(model_folder: Path) -> Iterator[VllmBackend]:
-    """One small backend for all tests that leave it usable."""
+    """One small backend that tests share if they leave the backend usable."""
     made = settings(model_folder).open()
     assert isinstance(made, VllmBackend)
     yield made
@@ -206,7 +206,7 @@ def in_flight(backend: VllmBackend) -> Iterator[BackendJob]:
     name = backend._held[held.digest]
     yield held
     backend.abort([held.digest])
-    # Abort the request in the engine too, if a test has made the backend discard it.
+    # Abort the request in the engine too, because a test may have made the backend discard the request.
     backend._core.abort_requests([name])
 
 

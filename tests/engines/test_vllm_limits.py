@@ -29,7 +29,7 @@ def test_sessions_that_all_need_one_more_block_do_not_stop_each_other(model_fold
 
 
 def test_preempted_sessions_are_not_kept(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session that is preempted before its result arrives is in no queue of the scheduler; it would wait for ever."""
+    """A preempted session is in no queue of vLLM's scheduler, so a prompt that extends it would wait for ever."""
     made = settings(
         model_folder, max_batch=12, sessions=12, kv_cache_bytes=640 * BYTES_A_TOKEN,
         engine_args=["long_prefill_token_threshold=16"],

@@ -1,4 +1,4 @@
-"""Positions queries of the vllm backend: with adapters of the output head, in parts, next to rows, in rare cases."""
+"""Positions queries of the vllm backend: with adapters of the output head, computed in parts, and next to rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Enables features of vLLM that are disabled on a CPU, so that tests can check their results; they run slowly.
+"""Enables features of vLLM that are disabled on a CPU, so that tests can check their results, though more slowly.
 
 Call `use_v2_runner` before vllm is imported, and `use_async_scheduling` before an engine is created.
 """

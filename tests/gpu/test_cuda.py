@@ -1,6 +1,6 @@
-"""On a CUDA device: the contract with each installed engine, and the pool's throughput.
+"""Tests on a CUDA device: the contract tests with each installed engine, and the pool's throughput.
 
-Run it in the environment of each engine: `python -m pytest tests/gpu`.
+Run this file in the environment of each engine: `python -m pytest tests/gpu`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,6 @@ def test_every_installed_engine_keeps_the_contract_on_the_device(backend: str, p
 
 def test_the_pool_is_measured_on_the_device(capsys: pytest.CaptureFixture[str]) -> None:
     shown = run("benchmarks", "hf-direct", "--quick")
-    with capsys.disabled():  # Measuring it is the purpose of this test.
+    with capsys.disabled():  # Always print the throughput: this test exists to measure it.
         print(f"\n{torch.cuda.get_device_name()}\n{shown}")
     assert "hf-direct" in shown

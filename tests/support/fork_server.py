@@ -1,7 +1,7 @@
-"""The `lmpool` command without its start: forked from a process that has imported it already.
+"""Starts the `lmpool` command quickly: forks it from a process that has already imported its modules.
 
-A fresh interpreter spends most of a second of CPU on imports, hundreds of times in a test run. The steps before
-`lmpool.cli.main`, and the end of the process, are left out here; tests of either start the installed command.
+A test run starts the command hundreds of times, and imports take most of a second of CPU in a new interpreter. Tests of
+the steps before `lmpool.cli.main`, or of the end of the process, start the installed command instead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lmpool import cli
 
-# Variables that the interpreter and the loader read before any program runs.
+# Prefixes of environment variables that Python or the loader reads before a program runs.
 _READ_AT_START = ("PYTHON", "LD_", "DYLD_", "MALLOC_", "GLIBC_")
 
 
@@ -28,7 +28,7 @@ _OURS = _at_start(os.environ)
 
 
 def can_fork(environment: Mapping[str, str]) -> bool:
-    """Whether a forked process behaves like a fresh one with this environment."""
+    """Whether a forked process with this environment behaves like a new interpreter with this environment."""
     is_supported = "forkserver" in multiprocessing.get_all_start_methods()
     return is_supported and _at_start(environment) == _OURS
 
@@ -37,16 +37,16 @@ class ForkedCommand:
     """A process that runs the `lmpool` command, with the methods of `subprocess.Popen`.
 
     Args:
-        command: the command line; its first word is only the name that the process sees.
-        environment: its whole environment.
-        out: a file for its output.
-        err: a file for its errors; None for the same file.
+        command: the command line; its first word becomes `sys.argv[0]`, and no such program is run.
+        environment: all environment variables of the process.
+        out: file for the standard output of the process.
+        err: file for the standard error of the process, or None for the file `out`.
     """
 
     def __init__(self, command: list[str], environment: Mapping[str, str], out: Path, err: Path | None = None) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.support.preloaded"])
-        # A daemon is ended with this process.
+        # multiprocessing ends a daemon process when this process ends.
         self._process = context.Process(
             target=_run, args=(command, dict(environment), str(out), str(err or "")), daemon=True
         )
@@ -56,15 +56,15 @@ class ForkedCommand:
 
     @property
     def returncode(self) -> int | None:
-        """The last known exit code: minus the number of the signal that ended it."""
+        """The exit code, negative for a signal that ended the process, or None while the process runs."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """The exit code; None while it runs."""
+        """The exit code, or None while the process runs."""
         return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; return the exit code."""
+        """Wait for the end of the process; return its exit code."""
         self._process.join(timeout)
         if (code := self.poll()) is None:
             assert timeout is not None
@@ -72,7 +72,7 @@ class ForkedCommand:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Send a signal, if it still runs."""
+        """Send a signal, if the process still runs."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
@@ -81,12 +81,12 @@ class ForkedCommand:
         self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill it."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 def _run(command: list[str], environment: dict[str, str], out: str, err: str) -> None:
-    """Become the process that `command` would have started."""
+    """Turn this forked process into the process that `command` would have started."""
     with Path(out).open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,10 +1,10 @@
-"""A gate that blocks the steps of a backend while it is shut, so that the observed state does not change.
+"""A gate: it blocks a backend's steps while it is shut, so that a test can inspect a state that does not change.
 
-In this process `GatedBackend` and `gated_worker`; in others the command
+In a test's own process, use `GatedBackend` and `gated_worker`; in another process, use the command
 
     python -m tests.support.gate FILE worker MODEL --backend synthetic …
 
-which is `lmpool` with a gate before each step of the synthetic backend: `pool.start(..., command=gate.command)`.
+which runs `lmpool` with a gate before each step of the synthetic backend: `pool.start(..., command=gate.command)`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
 
 
 class Gate:
-    """A gate; it starts shut.
+    """A gate, which is shut at the beginning.
 
     Args:
-        file: exists while the gate is open; each FILE.NUMBER lets one step pass a shut gate.
+        file: file that exists while the gate is open; each file FILE.NUMBER lets one step pass a shut gate.
     """
 
     def __init__(self, file: Path) -> None:
@@ -50,13 +50,13 @@ class Gate:
             step.unlink(missing_ok=True)
 
     def let(self, steps: int) -> None:
-        """Let this many steps pass while it is shut."""
+        """Let this many steps pass the shut gate."""
         for _ in range(steps):
             self._steps += 1
             self._file.with_name(f"{self._file.name}.{self._steps}").touch()
 
     def is_used_up(self) -> bool:
-        """Whether all of these have passed."""
+        """Whether all steps that `let` allows have passed."""
         return not self._left()
 
     def wait(self) -> None:
@@ -72,7 +72,7 @@ class Gate:
         return list(self._file.parent.glob(f"{self._file.name}.*"))
 
     def command(self) -> list[str]:
-        """The command in place of `lmpool` whose steps pass this gate."""
+        """The command that replaces `lmpool` and whose steps wait at this gate."""
         return [sys.executable, "-m", "tests.support.gate", str(self._file)]
 
 
@@ -96,17 +96,17 @@ class OneByOne(Gate):
 
 
 class GatedBackend(SyntheticBackend):
-    """A backend whose steps pass a gate.
+    """A backend whose steps wait at a gate.
 
     Args:
-        gate: a step waits at it before it computes anything.
-        batch: prompts in one step.
+        gate: gate at which each step waits before it computes anything.
+        batch: max prompts in one step.
         settings: more settings of the synthetic backend.
 
     Attributes:
-        gate: as above.
-        is_stepping: a step has reached the gate.
-        computed: the ids of all computed prompts, in order.
+        gate: gate at which each step waits.
+        is_stepping: event that is set when a step reaches the gate.
+        computed: the encoded ids of all computed prompts, in order.
     """
 
     def __init__(self, gate: Gate, batch: int = 8, **settings: Any) -> None:
@@ -127,13 +127,13 @@ class GatedBackend(SyntheticBackend):
 
 
 async def until_full(pool: Pool, batch: int) -> None:
-    """Wait until a worker with a shut gate holds as many prompts as it may: its step at the gate, and the next one.
+    """Wait until a worker with a shut gate holds two steps' prompts: of the step at the gate, and of the next step.
 
-    It takes no more until a step has passed. A lost reply may have given it more.
+    The worker takes no more prompts until a step has passed. After a lost reply, the worker may hold more prompts.
 
     Args:
-        pool: has no other worker.
-        batch: prompts in one step.
+        pool: pool with this worker only.
+        batch: max prompts in one step.
     """
 
     async def is_full() -> bool:
@@ -144,7 +144,7 @@ async def until_full(pool: Pool, batch: int) -> None:
 
 @asynccontextmanager
 async def gated_worker(pool: Pool, backend: GatedBackend, lease_s: float = 2.0) -> AsyncIterator[None]:
-    """A worker in this process, whose backend's gate opens at the end."""
+    """Run a worker in this process; when the context ends, the gate of the worker's backend opens."""
     worker = Worker(Server(pool.url), Prepared(backend), WorkerSettings(pool.prefix, lease_s=lease_s))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))

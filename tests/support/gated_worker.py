@@ -1,6 +1,6 @@
-"""A worker process whose model loads, and whose steps end, only while a file exists.
+"""A worker process that waits for a file (its gate) when it loads its model and in each step.
 
-Its event loop blocks from SIGVTALRM to SIGUSR2.
+SIGVTALRM blocks the worker's event loop until SIGUSR2.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class GatedSettings(SyntheticSettings):
     gate: str = ""
 
     def open(self) -> Backend:
-        """Wait for the gate."""
+        """Wait at the gate, then create the backend."""
         gate = Gate(Path(self.gate))
         gate.wait()
         return GatedBackend(gate)
 
 
 def main(url: str, prefix: str, port: str, gate: str, lease_s: str = "15") -> None:
-    """Serve until SIGTERM."""
-    # Before other threads exist: the thread of the event loop must get it.
+    """Run the worker until SIGTERM."""
+    # Block SIGUSR2 before other threads exist: all threads inherit this, so only `sigwait` gets the signal.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
     signal.signal(signal.SIGVTALRM, lambda *_: signal.sigwait([signal.SIGUSR2]))
     backend = GatedSettings("syn", vocab_size=512, gate=gate)

@@ -1,4 +1,4 @@
-"""A collector of traces on loopback, for processes that export by OTLP over HTTP."""
+"""A local OpenTelemetry collector, which records the spans that processes export by OTLP over HTTP."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Span(NamedTuple):
 
     Attributes:
         service: `service.name` of the process.
-        name: of the span.
-        trace: id of its trace.
-        id: its own id.
-        parent: id of its parent; "" for none.
-        began, ended: in ns since 1970.
-        attributes: attributes with texts and whole numbers.
-        links: trace and id of the linked spans.
-        is_error: its status.
+        name: name of the span.
+        trace: id of the trace that contains the span.
+        id: id of the span.
+        parent: id of the parent span, or "" if the span has no parent.
+        began, ended: start and end of the span, in ns since 1970.
+        attributes: attributes of the span whose values are strings or integers.
+        links: ids (trace, span) of the linked spans.
+        is_error: whether the span's status is an error.
     """
 
     service: str
@@ -42,8 +42,8 @@ class Collector:
     """Holds all spans that were exported so far.
 
     Attributes:
-        spans: in order of arrival.
-        url: for `OTEL_EXPORTER_OTLP_ENDPOINT`.
+        spans: all exported spans, in order of arrival.
+        url: the collector's address, for `OTEL_EXPORTER_OTLP_ENDPOINT`.
     """
 
     def __init__(self, url: str) -> None:
@@ -51,11 +51,11 @@ class Collector:
         self.spans: list[Span] = []
 
     def named(self, name: str) -> list[Span]:
-        """The spans of this name."""
+        """The exported spans with this name."""
         return [span for span in list(self.spans) if span.name == name]
 
     def take(self, body: bytes) -> None:
-        """Read a request."""
+        """Record the spans in the body of an export request."""
         for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
             names = {item.key: item.value.string_value for item in resource.resource.attributes}
             for scope in resource.scope_spans:
@@ -79,7 +79,7 @@ class Collector:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """Collect while the context is open."""
+    """Run a collector while the context is open."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:

@@ -1,4 +1,4 @@
-"""Real processes for tests: a pool of workers and producers, and waiting for conditions instead of times."""
+"""Runs pools of real worker processes and producers for tests, and waits for conditions instead of fixed times."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from lmpool.workers.execution.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
 
 DEADLINE_S = 240.0
-"""Of all that is waited for. It costs nothing when all goes well; to import transformers may take two minutes."""
+"""Max seconds that tests wait for a condition; importing transformers alone may take two minutes."""
 V = 512
 
 PROTOCOL_VARIABLE = "LMPOOL_TEST_PROTOCOL"
-"""Version of RESP that the pools of a test run speak: 2 or 3. The server is chosen by `embedded.BINARY_VARIABLE`."""
+"""Environment variable with the RESP version (2 or 3) of a test run; `embedded.BINARY_VARIABLE` names the server."""
 
 
 def lmpool_command() -> list[str]:
@@ -42,7 +42,7 @@ def lmpool_command() -> list[str]:
 
 
 def run_lmpool(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run an `lmpool` command to its end, forked if that makes no difference."""
+    """Run an `lmpool` command to its end, in a forked process if the environment allows a fork."""
     command, whole = [*lmpool_command(), *arguments], {**os.environ, **environment}
     if not can_fork(whole):
         return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False, env=whole)
@@ -57,7 +57,7 @@ def run_lmpool(*arguments: str, **environment: str) -> subprocess.CompletedProce
 
 
 def server_pid(folder: Path) -> int:
-    """Process id of the embedded server of a folder, from the first record of its state file; 0 if none was written."""
+    """Process id of a folder's embedded server, from the first record of its state file; 0 without a state file."""
     try:
         return int(json.loads((folder / "state").read_bytes()[:4096]).get("pid", 0))
     except (FileNotFoundError, ValueError):
@@ -65,7 +65,7 @@ def server_pid(folder: Path) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process has not ended."""
+    """Whether a process still runs."""
     try:
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -73,7 +73,7 @@ def is_running(pid: int) -> bool:
 
 
 def spoken(url: str) -> str:
-    """A server's URL, with the protocol version of this test run."""
+    """A server's URL, with the RESP version of this test run."""
     version = os.environ.get(PROTOCOL_VARIABLE)
     if not version:
         return url
@@ -81,7 +81,7 @@ def spoken(url: str) -> str:
 
 
 def until(condition: Callable[[], Any], description: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until `condition()` is true and return it."""
+    """Wait until `condition()` is true, and return its value."""
     end = time.monotonic() + deadline_s
     while not (result := condition()):
         assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
@@ -90,7 +90,7 @@ def until(condition: Callable[[], Any], description: str, deadline_s: float = DE
 
 
 async def until_async(condition: Callable[[], Awaitable[Any]], description: str, deadline_s: float = DEADLINE_S) -> Any:
-    """Wait until `await condition()` is true and return it."""
+    """Wait until `await condition()` is true, and return its value."""
     end = time.monotonic() + deadline_s
     while not (result := await condition()):
         assert time.monotonic() < end, f"not within {deadline_s} s: {description}"
@@ -104,7 +104,7 @@ class SkippingLoop(asyncio.SelectorEventLoop):
     skipped_s = 0.0
 
     def time(self) -> float:
-        """Seconds, skipped time included."""
+        """Clock of the event loop in seconds, which includes skipped time."""
         return super().time() + self.skipped_s
 
 
@@ -117,12 +117,12 @@ def run_skipping(work: Callable[[SkippingLoop], Coroutine[Any, Any, None]]) -> N
 
 
 def deadline_ms(seconds: float = 60.0) -> int:
-    """A worker's deadline in this many seconds, as in its model's sorted set of workers."""
+    """A worker's deadline `seconds` from now, in ms, as the sorted set of workers stores it."""
     return int((time.time() + seconds) * 1000)
 
 
 def entry_ids(reply: Any) -> list[bytes]:
-    """The ids of the entries that redis-py has read of one stream, by either protocol."""
+    """The entry ids in redis-py's reply to a read of one stream, with RESP 2 or RESP 3."""
     if isinstance(reply, dict):
         (parts,) = reply.values()
         return [entry for part in parts for entry, _ in part]
@@ -130,12 +130,12 @@ def entry_ids(reply: Any) -> list[bytes]:
 
 
 def open_sockets() -> int:
-    """The open sockets of this process; those of other processes change at any time."""
+    """The number of open sockets of this process."""
     return sum(is_socket(descriptor) for descriptor in Path("/dev/fd").iterdir())
 
 
 def is_socket(descriptor: Path) -> bool:
-    """Whether a descriptor of this process is a socket; the descriptor of the listing itself is closed by then."""
+    """Whether a descriptor of this process is a socket, or False for a descriptor that has been closed."""
     with contextlib.suppress(OSError):
         return stat.S_ISSOCK(os.fstat(int(descriptor.name)).st_mode)
     return False
@@ -150,7 +150,7 @@ class Prepared:
         self.max_adapters = max_adapters
 
     def open(self) -> Backend:
-        """The backend."""
+        """Return the existing backend."""
         return self._backend
 
 
@@ -158,10 +158,10 @@ class WorkerProcess:
     """One `lmpool worker` process with its log.
 
     Args:
-        command: the command line. If it is `lmpool_command()` with arguments, the process is forked.
-        log: receives its output.
-        environment: added to that of this process.
-        installed: always start the installed command, for a test of how it starts or ends.
+        command: the command line; a command that begins with `lmpool_command()` runs in a forked process.
+        log: file for the output of the process.
+        environment: variables that are added to the environment of this process.
+        installed: always start the installed command and never fork, to test how the command starts or ends.
     """
 
     def __init__(
@@ -202,18 +202,18 @@ class WorkerProcess:
         self.process.send_signal(number)
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Wait for the end; return the exit code."""
+        """Wait for the end of the process; return its exit code."""
         return self.process.wait(deadline_s)
 
     def end(self) -> None:
-        """Kill it if it still runs."""
+        """Kill the process if it still runs."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
 
 
 class Pool:
-    """Worker processes and producers with one key prefix on one server, so that tests do not meet."""
+    """Worker processes and producers of one test, with their own key prefix on a shared server."""
 
     def __init__(self, url: str, prefix: str, folder: Path) -> None:
         self.url = spoken(url)
@@ -232,7 +232,7 @@ class Pool:
         environment: Mapping[str, str] | None = None,
         installed: bool = False,
     ) -> WorkerProcess:
-        """Start a worker process; by default a synthetic one. `command` replaces `lmpool`."""
+        """Start a worker process, by default with the synthetic backend. `command` replaces `lmpool`."""
         chosen = [str(option) for option in options]
         if "--backend" not in chosen:
             chosen += ["--backend", "synthetic"]
@@ -267,24 +267,24 @@ class Pool:
         return Producer(model, redis=self.url, prefix=self.prefix, **{"timeout": DEADLINE_S, **settings})
 
     def jobs(self, model: str = "syn") -> int:
-        """Prompts in the queue: in the shared stream, in the lanes, and in the backlog behind them."""
+        """Number of prompts in a model's queue: in the shared stream, in the workers' lanes, and in the backlog."""
         queued = [int(self.redis.xlen(stream)) for stream in self.streams(model)]
         return sum(queued) + int(self.redis.zcard(self.keys.model(model).backlog))
 
     def streams(self, model: str = "syn") -> list[bytes]:
-        """The shared stream of a queue and the lanes of its workers."""
+        """The keys of the streams of a model's queue: the shared stream, and one stream (lane) per worker."""
         keys = self.keys.model(model)
         lanes = self.redis.scan_iter(match=f"{keys.lane('*').decode()}", count=1000)
         return [keys.jobs, *sorted(lanes)]
 
     def held(self, model: str = "syn") -> int:
-        """Entries that workers hold; 0 before there is a queue."""
+        """Number of entries that workers hold; 0 while the model has no queue."""
         held = 0
         for stream in self.streams(model):
             try:
                 groups: Any = self.redis.xinfo_groups(stream)
             except redis.ResponseError as error:
-                # The queue does not exist yet, or a lane was removed since the streams were listed.
+                # Skip a missing stream: the queue does not exist yet, or a lane was removed after the listing.
                 if "no such key" not in str(error):
                     raise
                 continue
@@ -292,18 +292,18 @@ class Pool:
         return held
 
     def names(self, pattern: str) -> list[str]:
-        """The keys of this pool that match a pattern, except the marks that rows leave on a cluster for a while."""
+        """The keys of this pool that match a pattern, without the marks of finished jobs, which expire on a cluster."""
         keys = self.redis.scan_iter(match=f"{self.prefix}:{pattern}", count=1000)
         return sorted(key.decode("utf-8", "replace") for key in keys if not self._is_mark(key))
 
     def _is_mark(self, key: bytes) -> bool:
         if b":waiting:" not in key or self.redis.type(key) not in (b"hash", b"none"):
             return False
-        # A key that has expired by now was a mark too: keys of waiting clients expire much later.
+        # A key without a field `job` has just expired, so it was a mark: keys of waiting clients live much longer.
         return self.redis.hget(key, "job") in (b"done", None) and "+cluster" in self.url
 
     async def rows_computed(self, model: str = "syn") -> int:
-        """Rows that the live workers have computed, by their last heartbeats."""
+        """Number of rows that the live workers have computed, from their last heartbeats."""
         client: Redis = Server(self.url).client()
         try:
             workers = await Discovery(client, self.keys).workers(model)
@@ -319,25 +319,25 @@ class Pool:
 
 
 def _client(url: str) -> redis.Redis:
-    """A client of a server or of a cluster; both have the same methods."""
+    """A redis-py client of a server or of a cluster; both kinds of client have equal methods."""
     if "+cluster" not in url:
         return redis.Redis.from_url(url)
     return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 
 def count_waiting(redis: Any, waiting: bytes) -> int:
-    """The number of clients in a waiting key: a string names one, a hash has one field per client and one more."""
+    """Number of clients in a waiting key: 1 in a string; a hash has a field per client and the field `job`."""
     kind = redis.type(waiting)
     return redis.hlen(waiting) - 1 if kind == b"hash" else int(kind == b"string")
 
 
 async def is_held(pool: Pool) -> bool:
-    """Whether a worker holds prompts."""
+    """Whether any worker holds prompts."""
     return pool.held() > 0
 
 
 async def until_done(pool: Pool, model: str = "syn") -> None:
-    """Wait until no keys of a model's requests are left: a row can be read shortly before its job has ended."""
+    """Wait until a model has no queued or pending job: a client can get a row shortly before its job has ended."""
 
     async def is_done() -> bool:
         return not pool.jobs(model) and not pool.held(model)
@@ -346,10 +346,10 @@ async def until_done(pool: Pool, model: str = "syn") -> None:
 
 
 def pending(pool: Pool, model: str = "syn") -> list[dict[str, Any]]:
-    """The jobs that workers hold."""
+    """The pending entries of all streams, as XPENDING returns them: the jobs that workers hold."""
     entries: list[dict[str, Any]] = []
     for stream in pool.streams(model):
-        # A lane exists before its group, and is removed long after its worker has ended.
+        # Ignore errors of a lane (a worker's stream) that has no consumer group yet, or was just removed.
         with contextlib.suppress(redis.ResponseError):
             entries += pool.redis.xpending_range(stream, GROUP, "-", "+", 1000)
     return entries

@@ -1,7 +1,7 @@
-"""The imports of the fork server before it forks: all imports of the `lmpool` command, and of a starting worker.
+"""Imported by the fork server of the tests: imports all modules of the `lmpool` command and of a starting worker.
 
-No thread may start here, and nothing may be opened: neither survives a fork. Torch is not imported, because it reads
-its environment at import, and a worker that needs no torch must do without it.
+These imports must start no thread and open no file or connection, because a fork would break them. The fork server
+does not import torch, because torch reads its environment at import, and some workers must run without torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LATER = (
     "pythonjsonlogger.json",
     "uvloop",
 )
-"""What workers and `lmpool web` import when they have read their command line; not every environment has all of it."""
+"""Modules that workers and `lmpool web` import after they parse their options; some may not be installed."""
 
 
 def _command(text: str) -> None:
@@ -34,9 +34,9 @@ for _group in ("lmpool.commands", "lmpool.backends"):
 for _name in _LATER:
     with suppress(ImportError):
         import_module(_name)
-# Typer imports more when it first reads a command line.
+# Parse a command line, because Typer imports more modules when it does this for the first time.
 _app = typer.Typer()
 _app.command()(_command)
 _app(["text"], standalone_mode=False)
-# Otherwise a forked process copies most pages at its first garbage collection.
+# Freeze objects: otherwise a forked process copies most memory pages at its first garbage collection.
 gc.freeze()

@@ -1,4 +1,4 @@
-"""Reads metrics and health of a process over HTTP."""
+"""Reads the metrics and health of a process on this machine over HTTP."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 
 class Page(NamedTuple):
-    """A response."""
+    """A response over HTTP."""
 
     status: int
     text: str
@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 def get(port: int, path: str) -> Page | None:
-    """A page of this machine, or None if no process listens."""
+    """Get a path from a port of this machine, or None if no process listens on the port."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=120) as answer:
             return Page(answer.status, answer.read().decode())
@@ -35,7 +35,7 @@ def get(port: int, path: str) -> Page | None:
 
 
 class Scrape:
-    """Metrics in Prometheus's text format, as its own parser reads them.
+    """Metrics in Prometheus's text format, parsed by Prometheus's own client library.
 
     Attributes:
         kinds: name of each family -> its type.
@@ -60,11 +60,11 @@ class Scrape:
         return list(self._samples)
 
     def find(self, name: str, **labels: str) -> float | None:
-        """One value, or None if it is not exported."""
+        """The value of one sample, or None if the process does not export the sample."""
         return self._samples.get((name, frozenset(labels.items())))
 
     def value(self, name: str, **labels: str) -> float:
-        """One value, which must be exported."""
+        """The value of one sample, which the process must export."""
         return self._samples[name, frozenset(labels.items())]
 
 

@@ -1,4 +1,4 @@
-"""Vocabularies of every shape, a trie of dicts as reference, and other helpers of the tests of tries."""
+"""Helpers for tests of tries: vocabularies of many shapes, and a trie of nested dicts as reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ vocabularies = st.one_of(
 
 
 def bytes_held(thing: object, seen: set[int] | None = None) -> int:
-    """Bytes of all arrays and tensors that an object holds, at any depth; each array counts once."""
+    """Total bytes of the arrays and tensors that an object holds, at any depth; each array counts once."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
         return 0
@@ -54,7 +54,7 @@ def bytes_held(thing: object, seen: set[int] | None = None) -> int:
 
 
 class Reference(NamedTuple):
-    """The reference trie of dicts, node by node."""
+    """A reference trie as lists, with one entry per node in each list."""
 
     prefixes: list[bytes]
     parents: list[int]
@@ -74,7 +74,7 @@ class Reference(NamedTuple):
 
 
 def reference(tokens: list[bytes]) -> Reference:
-    """Insert the tokens into dicts of dicts, then walk these by byte value."""
+    """Build the reference trie: insert the tokens into nested dicts, then walk the dicts in the order of the bytes."""
     root: dict[Any, Any] = {}
     for index, token in enumerate(tokens):
         place = root
@@ -101,7 +101,7 @@ def reference(tokens: list[bytes]) -> Reference:
 
 
 def arrays_of(trie: Trie) -> dict[str, NDArray[Any]]:
-    """The nine arrays by name."""
+    """Name of each array of a trie -> the array."""
     return {name: getattr(trie, name) for name in ARRAYS}
 
 
@@ -115,7 +115,7 @@ def assert_same(trie: Trie, other: Trie) -> None:
 
 
 def sums(trie: Trie, ws: NDArray[np.float32]) -> NDArray[np.float32]:
-    """The sums of the inner nodes, by one backward sweep over the compressed form."""
+    """The sums of weights below each inner node, by one backward sweep over the trie's arrays."""
     inner = np.zeros(trie.n_inner)
     np.add.at(inner, trie.home, ws)
     for node in range(trie.n_inner - 1, 0, -1):
@@ -125,6 +125,6 @@ def sums(trie: Trie, ws: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @cache
 def tekken() -> list[bytes]:
-    """The byte strings of Mistral's tokenizer."""
+    """The tokens of Mistral's tokenizer Tekken, as bytes."""
     path = Path(mistral_common.__file__).parent / "data" / "tekken_240911.json"
     return [base64.b64decode(entry["token_bytes"]) for entry in json.loads(path.read_text())["vocab"][:131072]]

@@ -1,1 +1,1 @@
-"""The service of `lmpool web`, over HTTP and in a real browser."""
+"""Tests of the service `lmpool web`, over HTTP and in a real browser."""

@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by Playwright, and pages that are checked for forbidden actions."""
+"""Runs Debian's Chromium with Playwright, and checks pages for errors, dialogs and requests to other hosts."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tests.support.pool import DEADLINE_S
 from tests.web.service import WebService
 
 CHROMIUM = os.environ.get("LMPOOL_TEST_BROWSER", "/usr/bin/chromium")
-"""`make test` installs it."""
+"""Path of the Chromium browser, which `make test` installs."""
 
-# Containers have no user namespaces for its sandbox, and it opens only the pages of tests.
+# Disable the sandbox: it needs user namespaces, which containers lack, and tests open only their own pages.
 CHROMIUM_ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage"]
 
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """Run a browser. While it runs, this thread cannot run an event loop of its own."""
+    """Run a browser. While the browser runs, this thread cannot run an event loop of its own."""
     expect.set_options(timeout=1000 * DEADLINE_S)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=CHROMIUM_ARGUMENTS)
@@ -36,13 +36,13 @@ class Watched:
     """A page of a service; records dialogs, errors and requests to other hosts.
 
     Args:
-        browser: the browser.
-        service: the service.
-        settings: settings of the browser's context.
+        browser: the browser that opens the page.
+        service: the service whose page is opened.
+        settings: options of the browser's new context.
 
     Attributes:
-        page: the page, nothing opened yet.
-        context: its context.
+        page: the page, which is empty at first.
+        context: the browser context of the page.
     """
 
     def __init__(self, browser: Browser, service: WebService, **settings: Any) -> None:
@@ -61,7 +61,7 @@ class Watched:
         dialog.dismiss()
 
     def _note(self, message: Any) -> None:
-        # The console also has failed requests; only violations of the page's policy are errors.
+        # Ignore other console messages, such as failed requests: only violations of the page's policy are errors.
         if "Content Security Policy" in message.text:
             self._wrong.append(message.text)
 
@@ -76,12 +76,12 @@ class Watched:
         return self.page
 
     def sign_in(self) -> None:
-        """Type the token into the dialog."""
+        """Sign in: type the token into the dialog."""
         self.page.get_by_label("Token", exact=True).fill(self._service.token)
         self.page.get_by_role("button", name="Sign in").click()
         expect(self.page.locator("#sign-in")).to_have_count(0)
 
     def close(self) -> None:
-        """Close the page, and fail if it did anything forbidden."""
+        """Close the page, and fail if the page showed a dialog, raised an error or sent a request to another host."""
         self.context.close()
         assert self._wrong == []

@@ -1,4 +1,4 @@
-"""Fixtures: a browser for the tests of a file, and pages in it."""
+"""Fixtures of the tests of `lmpool web`: a browser for all tests of a file, and pages in the browser."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def watch(browser: Browser) -> Iterator[Callable[..., Watched]]:
-    """Return a function that opens pages, which are checked when the test ends."""
+    """Return a function that opens pages; when the test ends, the fixture checks and closes the pages."""
     watched: list[Watched] = []
 
     def open_page(service: WebService, **settings: object) -> Watched:

@@ -1,6 +1,6 @@
 """Take the screenshots of the pages for the documentation: `python -m tests.web.screenshots MODEL_FOLDER OUT`.
 
-They show a real pool, with a real model and a trie worker.
+The screenshots show a real pool with a real model and a trie worker.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(model: str, out: Path) -> None:
 
 @contextlib.contextmanager
 def _load(pool: Pool) -> Iterator[None]:
-    """Send prompts that grow, so that the page shows load."""
+    """Keep sending prompts that grow, so that the pages show load."""
     done = threading.Event()
 
     def request_rows(model: str, count: int, vocab_size: int) -> None:

@@ -1,4 +1,4 @@
-"""`lmpool web` as a process, and clients of its HTTP routes."""
+"""Starts `lmpool web` as a process for tests, and sends requests to its HTTP routes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN = "0123456789abcdef-a-token-of-tests"
 
 
 class Answer(NamedTuple):
-    """A response over HTTP: status, headers in lower case, body."""
+    """A response over HTTP: status, headers with names in lower case, and body."""
 
     status: int
     headers: dict[str, str]
@@ -29,16 +29,16 @@ class Answer(NamedTuple):
 
 
 class WebService:
-    """An `lmpool web` process for a pool; it ends with the pool.
+    """An `lmpool web` process for a pool; the process ends with the pool.
 
     Args:
-        pool: the pool.
+        pool: the pool that the service shows.
         options: more options of the command.
-        port: port to listen on; 0 for a free one.
-        token: the token; None to let the service generate one.
+        port: port to listen on; 0 for a free port.
+        token: the service's token, or None to let the service generate a token.
 
     Attributes:
-        url: the printed address.
+        url: the address that the service has printed.
     """
 
     def __init__(self, pool: Pool, *options: str, port: int = 0, token: str | None = TOKEN) -> None:
@@ -56,7 +56,7 @@ class WebService:
     def request(
         self, path: str, body: Any = None, *, token: str | None = TOKEN, method: str = "", **headers: str
     ) -> Answer:
-        """Send a request: POST if it has a body. In `headers`, "_" stands for "-"."""
+        """Send a request: POST with a body, else GET. In names of `headers`, "_" stands for "-"."""
         sent = {} if token is None else {"Authorization": f"Bearer {token}"}
         sent |= {name.replace("_", "-"): value for name, value in headers.items()}
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -69,23 +69,23 @@ class WebService:
             connection.close()
 
     def sign_in(self, token: str | None = None, *, field: str = "token", **headers: str) -> Answer:
-        """Sign in like a page that a browser has loaded from the `Host` in `headers`."""
+        """Sign in as a page does that a browser has loaded from the `Host` in `headers`."""
         host = headers.get("Host", f"127.0.0.1:{self.port}")
         sent = {"Origin": f"http://{host}", **headers}
         return self.request("/api/session", {field: self.token if token is None else token}, token=None, **sent)
 
     def session(self, **headers: str) -> dict[str, str]:
-        """Sign in; return the headers that the browser then sends to the `Host` in `headers`."""
+        """Sign in; return the headers of a session, which a browser sends to the `Host` in `headers`."""
         answer = self.sign_in(**headers)
         assert answer.status == 200, answer
         return {"Cookie": answer.headers["set-cookie"].partition(";")[0], "X_Lmpool_Key": answer.json["key"]}
 
 
 class Stream:
-    """The stream of a page, without a browser.
+    """A client of the event stream `/api/stream`, which reads frames as a page does.
 
     Args:
-        service: the service.
+        service: the service that sends the stream.
         headers: headers of a session, with "_" for "-"; without headers, the token is sent.
     """
 
@@ -99,7 +99,7 @@ class Stream:
         self.status = int(self._lines.readline().split()[1])
 
     def frame(self) -> Any:
-        """The next frame."""
+        """Read the next frame of the stream."""
         for line in self._lines:
             if line.startswith(b"data: "):
                 return json.loads(line.removeprefix(b"data: "))
@@ -117,5 +117,5 @@ class Stream:
 
 
 def static_files() -> list[Path]:
-    """Return the files of the pages without third-party ones."""
+    """Return the static files of the pages, without third-party files."""
     return sorted((Path(__file__).parents[2] / "producer/lmpool/web/static").glob("*.*"))

@@ -1,4 +1,4 @@
-"""The demand for a model over HTTP: with it, an autoscaler starts the first worker for a waiting prompt."""
+"""The HTTP route with the demand for a model, from which an autoscaler starts the first worker."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ NOTHING = {"queued": 0, "oldest_s": 0.0, "workers": 0, "loading": 0, "wanted": 0
 
 
 class Service:
-    """The route, served by a thread.
+    """A server in a thread for the route with the demand.
 
     Args:
-        url: the pool's server.
+        url: URL of the pool's Redis server.
         prefix: prefix of the pool's keys.
-        app: the application; None for the route alone.
+        app: application to serve, or None to serve only the route with the demand.
     """
 
     def __init__(self, url: str, prefix: str, app: ASGIApp | None = None) -> None:
@@ -49,7 +49,7 @@ class Service:
         self._thread.start()
 
     def get(self, model: str, **headers: str) -> tuple[int, dict[str, Any]]:
-        """Return the status and the JSON object of a model's route."""
+        """Request the demand for a model; return the HTTP status and the JSON object."""
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/api/demand/{quote(model)}"
         try:
             with urlopen(Request(url, headers=headers), timeout=DEADLINE_S) as reply:
@@ -66,7 +66,7 @@ class Service:
         return response
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the server's thread."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
@@ -74,7 +74,7 @@ class Service:
 
 @pytest.fixture
 def service(pool: Pool) -> Iterator[Service]:
-    """The route of a pool."""
+    """A server for the route with the demand of a pool."""
     running = Service(pool.url, pool.prefix)
     yield running
     running.stop()
@@ -82,12 +82,12 @@ def service(pool: Pool) -> Iterator[Service]:
 
 @asynccontextmanager
 async def scaled(pool: Pool, service: Service, pods: list[WorkerProcess]) -> AsyncIterator[None]:
-    """Start a worker whenever one is wanted and none runs, as KEDA does; a process stands for a pod."""
+    """Start a worker process whenever the demand wants a worker and no process runs, as KEDA starts pods."""
 
     async def scale() -> None:
         while True:
             response = await asyncio.to_thread(service.of, "syn")
-            # A starting process counts as a replica, like a pod.
+            # Count a process that starts as a running worker, as KEDA counts a pod.
             if response["wanted"] and not any(pod.is_running for pod in pods):
                 pods.append(await asyncio.to_thread(pool.start, wait=False))
             await asyncio.sleep(0.05)
@@ -104,10 +104,10 @@ async def test_a_prompt_to_a_model_without_workers_starts_one_and_gets_its_row(p
     assert service.of("syn") == NOTHING
     pods: list[WorkerProcess] = []
     async with scaled(pool, service, pods), pool.producer("syn", when_absent="wait") as first:
-        # No worker has served the model before.
+        # This prompt starts the first worker of the model.
         assert np.array_equal(await first.logprobs([1, 2]), synthetic_row([1, 2], vocab_size=V))
         assert len(pods) == 1
-        # Scale to zero: the worker drains.
+        # Let the worker drain and exit, as an autoscaler does that scales to zero.
         pods[0].signal(signal.SIGTERM)
         assert await asyncio.to_thread(pods[0].wait) == 0
         # A client that has the model info queues its prompt; a new client must wait for the info.
@@ -116,7 +116,7 @@ async def test_a_prompt_to_a_model_without_workers_starts_one_and_gets_its_row(p
         assert np.array_equal(rows[0], synthetic_row([3], vocab_size=V))
         assert np.array_equal(rows[1], synthetic_row([4], vocab_size=V))
         assert len(pods) == 2
-    # The autoscaler sees when the worker has nothing to do.
+    # When the worker has nothing to do, the demand is zero.
     until(lambda: service.of("syn") == {**NOTHING, "workers": 1}, "the worker has nothing to do")
 
 
@@ -127,7 +127,7 @@ async def test_clients_that_wait_for_a_model_are_demand(pool: Pool, service: Ser
     with pytest.raises(NoWorker):
         await pool.producer("syn", when_absent="wait").open(timeout=0.5)
     assert service.of("syn") == {**NOTHING, "wanted": 1, "drain_seconds": NEVER_S}
-    # The key outlives polls every half minute, and expires.
+    # The key `wanted` expires, but lives longer than half a minute, the interval of an autoscaler's polls.
     assert 0 < pool.redis.pttl(pool.keys.model("syn").wanted) <= 60_000
 
 
@@ -153,7 +153,7 @@ async def test_the_drain_time_follows_from_the_speed_of_the_workers(
 
         await until_async(are_queued, "all prompts are queued")
         response = service.of("syn")
-        # 40 steps of at least 50 ms take at least 2 s.
+        # The 40 queued prompts take 40 steps of at least 50 ms, so at least 2 s.
         assert response["drain_seconds"] == pytest.approx(40 / speed())
         assert response["drain_seconds"] > 2
         gate.open()
@@ -165,9 +165,9 @@ def test_errors_of_bad_requests_name_the_reason(pool: Pool, service: Service) ->
         status, response = service.get(name)
         assert status == 400
         assert "1 to 200 characters" in response["error"]
-    # A name may contain slashes.
+    # A model's name may contain slashes.
     assert service.of("meta-llama/Llama-3.2-1B") == NOTHING
-    # The key of the queue has a value of another type.
+    # Store a string in the key of a queue, which must be a stream.
     pool.redis.set(pool.keys.model("junk").jobs, "x")
     assert service.get("junk")[0] == 503
     unreachable = Service("redis://127.0.0.1:1", pool.prefix)
@@ -192,10 +192,10 @@ def test_lmpool_web_serves_the_demand_to_programs_with_the_token(pool: Pool) -> 
     settings = WebSettings(pool.url, pool.prefix, token="0123456789abcdef")
     service = Service(pool.url, pool.prefix, web_service(settings)[0])
     try:
-        # The service may have any host name in a cluster.
+        # In a Kubernetes cluster, the service may have any host name.
         named = {"Host": "web.lmpool.svc", "Authorization": f"Bearer {settings.token}"}
         assert service.get("syn", **named) == (200, {"model": "syn", **NOTHING})
-        with pytest.raises(json.JSONDecodeError):  # The refusal is plain text.
+        with pytest.raises(json.JSONDecodeError):  # The response to a wrong token is plain text.
             service.get("syn", **{**named, "Authorization": "Bearer wrong"})
     finally:
         service.stop()

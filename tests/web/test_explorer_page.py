@@ -1,4 +1,4 @@
-"""The explorer in a browser: tokens of a text, branches, history, links, and the comparison of models."""
+"""The explorer page in a browser: tokens of a text, branches, history, links, and the comparison of models."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_branches_can_be_left_again_and_a_link_reproduces_the_view(pool: Pool, w
     expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, branched)))
     page.go_back()
     expect(page.get_by_label("Text")).to_have_value(", ".join(map(str, IDS)))
-    # The address contains the settings, and opening it restores them.
+    # The page's address contains the settings, and a page that is opened with this address restores them.
     tokens(page).nth(1).click()
     page.get_by_label("Temperature").fill("0.5")
     page.get_by_label("Top-p").fill("0.5")
@@ -106,7 +106,7 @@ def test_two_models_are_compared_on_a_phone_too(pool: Pool, watch: Watch) -> Non
     page.get_by_label("Compare with").select_option(label="one")
     explore(page, IDS)
     expect(tokens(page, 1)).to_have_count(len(IDS) + 1)
-    # The other model has no tokenizer to encode the text.
+    # The model "two" shows a notice: it has no tokenizer.
     page.get_by_label("Compare with").select_option(label="two")
     page.get_by_role("button", name="Explore").click()
     expect(page.locator(".pane").nth(1).locator(".notice")).not_to_be_empty()
@@ -159,7 +159,7 @@ def test_settings_out_of_range_are_reported_and_not_sent(pool: Pool, watch: Watc
     explore(page, IDS)
     tokens(page).nth(1).click()
     expect(page.locator(".row tbody tr")).not_to_have_count(0)
-    # The list would cover the table.
+    # An open menu would cover the table.
     expect(page.get_by_role("menu")).to_be_hidden()
     bodies: list[str] = []
     page.on("request", lambda request: bodies.append(request.post_data or ""))
@@ -179,7 +179,7 @@ def test_settings_are_kept_however_they_are_confirmed(pool: Pool, watch: Watch) 
     page = watch(WebService(pool)).open("/explorer")
     explore(page, IDS)
     for label, value, part in (("Temperature", "0.5", "temperature=0.5"), ("Top-p", "0.7", "top_p=0.7")):
-        # Press Enter before the typing pauses.
+        # Press Enter at once, before the page applies typed text after a pause.
         page.get_by_label(label).press("ControlOrMeta+a")
         page.keyboard.type(value)
         page.keyboard.press("Enter")
@@ -233,7 +233,7 @@ def test_a_text_is_explored_with_a_real_model(pool: Pool, smollm2_folder: Path, 
     texts = page.locator(".token").all_inner_texts()
     assert "".join(texts).startswith("The capital of France is <b>Paris⏎")
     assert page.locator(".tokens b").count() == 0
-    # Line breaks are shown, and no token is higher than its lines.
+    # The page shows four lines, and no box of a token is higher than a line.
     page.get_by_label("Text").fill("One line\n\nof three\nlines")
     page.keyboard.press("Control+Enter")
     expect(page.locator(".token", has_text="three")).to_be_visible()

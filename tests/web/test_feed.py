@@ -1,4 +1,4 @@
-"""The data of the pool page: one survey for all pages, only the newest frame for slow pages, and the last hour."""
+"""The pool page's data: all pages share one survey of the pool, slow pages skip frames, and the last hour is kept."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_pages_share_surveys_and_their_number_is_limited(pool: Pool) -> None
     streams = [Stream(service) for _ in range(100)]
     frames = [[stream.frame() for _ in range(2)] for stream in streams]
     numbers = [frame["number"] for pair in frames for frame in pair]
-    # All pages get the same frames.
+    # Frames with equal numbers must be equal on all pages.
     by_number = {frame["number"]: json.dumps(frame, sort_keys=True) for pair in frames for frame in pair}
     assert all(by_number[frame["number"]] == json.dumps(frame, sort_keys=True) for pair in frames for frame in pair)
     assert len(set(numbers)) < len(streams)
@@ -42,7 +42,7 @@ def test_all_pages_share_surveys_and_their_number_is_limited(pool: Pool) -> None
     assert extra.status == 503
     for stream in [*streams, extra]:
         stream.close()
-    # A closed stream makes room for another one.
+    # After streams have closed, the service accepts another stream.
     until(lambda: _is_accepted(service), "another page may watch")
 
 
@@ -93,7 +93,7 @@ async def test_a_slow_page_gets_the_newest_frame_next(pool: Pool) -> None:
 
 
 async def _nothing_more() -> MutableMapping[str, Any]:
-    """Receive nothing more from a request whose connection stays open."""
+    """Wait for ever, as ASGI's `receive` does while the client's connection stays open."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -129,7 +129,7 @@ async def test_the_hour_is_encoded_once_per_survey(own_server: EmbeddedServer) -
         await until_async(lambda: _is(feed.surveys == 1), "the first survey has run")
         first, *others = await asyncio.gather(*[feed.history() for _ in range(5)])
         assert {id(history) for history in [*others, await feed.history()]} == {id(first)}
-        # A new page triggers a survey.
+        # A new page triggers a survey at once.
         await anext(feed.frames())
         assert feed.surveys == 2
         assert [
@@ -175,7 +175,7 @@ def test_history_is_gzipped_if_the_client_accepts_it(pool: Pool) -> None:
 
 
 def survey(at: float, **workers: dict[str, Any]) -> tuple[float, Any]:
-    """A survey of one model with some workers, and its time."""
+    """The time and the data of a survey of one model with the given workers."""
     common = {"state": "ready", "silent_s": 1.0, "lease_s": 10.0, "claimed": 0}
     return at, [{"name": "m", "workers": [{"id": name, **common, **fields} for name, fields in workers.items()]}]
 
@@ -218,7 +218,7 @@ async def test_trie_workers_are_shown_without_a_vocabulary(pool: Pool) -> None:
 
 
 def add_junk(pool: Pool, name: bytes) -> None:
-    """Add junk as an adapter to the registry of the model "junk"."""
+    """Add a malformed entry to the adapters of the model "junk" in Redis."""
     pool.redis.hset(pool.keys.model("junk").adapters, mapping={"": info_of("junk").fingerprint, name: b"junk"})
 
 

@@ -1,4 +1,4 @@
-"""Access control of `lmpool web`: tokens, sessions, host names, origins and limits; all other requests are refused."""
+"""Access control of `lmpool web`: it refuses requests with a wrong token, session, host name, origin or size."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_requests_without_the_token_are_refused(service: WebService) -> None:
     assert service.request("/api/models", token=None).body.startswith(b"the token is missing: ")
     wrong_token = b"the token is wrong: each start of `lmpool web` generates a new one unless LMPOOL_"
     assert service.request("/api/models", token="x").body.startswith(wrong_token)
-    # A token in an address would stay in the browser's history and in a proxy's log.
+    # The service refuses a token in an address, which would stay in the browser's history and a proxy's log.
     assert service.request(f"/api/models?token={TOKEN}", token=None).status == 401
     assert service.request("/healthz", token=None).status == 200
     assert service.request("/readyz", token=None).status in (200, 503)
@@ -111,7 +111,7 @@ def test_scripts_cannot_read_the_cookie_and_it_is_secure_with_tls(service: WebSe
     plain = service.sign_in().headers["set-cookie"].split("; ")
     assert {"HttpOnly", "SameSite=strict", "Path=/"} <= set(plain)
     assert "Secure" not in plain
-    # A proxy on any machine may end TLS; the origin of its pages differs from the origin here.
+    # Sign in through a proxy that terminates TLS: the page's origin is https, the service's is http.
     origin = f"https://127.0.0.1:{service.port}"
     assert "; Secure" in service.sign_in(X_Forwarded_Proto="https", Origin=origin).headers["set-cookie"]
 
@@ -153,7 +153,7 @@ def test_one_session_too_many_ends_the_oldest_session(monkeypatch: pytest.Monkey
 
 def test_services_on_one_host_have_different_cookies(pool: Pool) -> None:
     services = [WebService(pool, "--allow-host", "pool.example", token=token) for token in (TOKEN, TOKEN[::-1])]
-    # On two ports of a host, and behind one proxy at different paths.
+    # Reach the services at two ports of one host, then under one host name of a proxy.
     for hosts in ([f"127.0.0.1:{service.port}" for service in services], ["pool.example"] * 2):
         sessions = [service.session(Host=host) for service, host in zip(services, hosts, strict=True)]
         # A browser sends both cookies to both services: it separates cookies by host, but not by port.
@@ -161,7 +161,7 @@ def test_services_on_one_host_have_different_cookies(pool: Pool) -> None:
         for service, session, host in zip(services, sessions, hosts, strict=True):
             sent = {**session, "Cookie": both, "Host": host}
             assert service.request("/api/models", token=None, **sent).status == 200, host
-    # Tunnels to two machines, where both services may listen on this port.
+    # Reach services through tunnels at ports 1 and 2 of localhost: their cookies must have different names.
     names = {services[0].session(Host=f"localhost:{port}")["Cookie"].partition("=")[0] for port in (1, 2)}
     assert len(names) == 2
 
@@ -189,7 +189,7 @@ def test_other_host_names_are_refused(pool: Pool) -> None:
     }.items():
         assert service.request("/", token=None, Host=host).status == status, host
         assert service.sign_in(Host=host).status == status, host
-    # Only programs send the token in a header; pages of other sites cannot.
+    # The service accepts any host name with the token in a header, because pages of other sites cannot send it.
     assert service.request("/", Host="evil.example").status == 200
 
 
@@ -267,7 +267,7 @@ def test_unusual_requests_are_refused(
 
 
 class Hostile(http.server.BaseHTTPRequestHandler):
-    """Another site, which records the cookies that it receives."""
+    """A hostile web site, which records the cookies that it receives."""
 
     page = ""
     cookies: list[str]
@@ -329,7 +329,7 @@ def test_a_page_of_another_port_or_site_can_read_nothing(pool: Pool, browser: Br
             "other sites cannot show the page in a frame"
         )
         assert other.evaluate("Object.keys(localStorage)") == []
-        # The browser has sent the cookie to the other port, where the cookie alone is useless.
+        # On one host, the browser has sent the cookie to the hostile site's port; the cookie alone gives no access.
         (cookie,) = context.cookies()
         sent = "; ".join(cookies)
         assert (cookie["value"] in sent) == (host == "127.0.0.1")
@@ -393,7 +393,7 @@ def test_idle_connections_are_closed_when_there_are_too_many(service: WebService
         stack.callback(stream.close)
         for number in range(web_app.MAX_CONNECTIONS + 200):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), DEADLINE_S))
-            # Send nothing, a part of a head, or a head without its body.
+            # Send nothing, a part of a request's head, or a head without its body.
             head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
             connection.sendall(("", "GET /", head)[number % 3].encode())
         assert service.request("/healthz").status == 200
@@ -410,7 +410,7 @@ WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 
 @contextlib.contextmanager
 def served(app: Any) -> Iterator[Any]:
-    """Serve an application with the connections of `lmpool web`; return the address."""
+    """Serve an application with the connection limits of `lmpool web`; return the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         protocol: Any = functools.partial(web_app._Connection, guard.Sessions(TOKEN))
         server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
@@ -481,7 +481,7 @@ def is_listening(service: WebService) -> bool:
 def test_a_second_ctrl_c_ends_the_service_without_a_traceback(service: WebService) -> None:
     with socket.create_connection(("127.0.0.1", service.port)) as connection:
         head = f"POST /api/text HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 9\r\n"
-        # The body is never sent. After this response, the service is processing the request.
+        # Never send the body: after the response "100 Continue", the service waits for the body.
         connection.sendall(f"{head}Expect: 100-continue\r\n\r\n".encode())
         assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
         service.process.signal(signal.SIGINT)

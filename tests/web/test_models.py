@@ -1,4 +1,4 @@
-"""The models of the explorer: opened once, closed when there are too many, and never during a request."""
+"""The explorer opens each model once, and closes idle models when too many are open, but never during a request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.web.service import WebService
 
 
 class CountedProducer(Producer):
-    """A producer that counts the producers that were made, and records the open ones."""
+    """A producer class that counts its instances, and records which of its instances are open."""
 
     made = 0
     now_open: ClassVar[set[str | None]] = set()
@@ -62,7 +62,7 @@ def register_others(pool: Pool, count: int) -> list[str]:
 
 def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "open")
-    # Workers remove infos without workers after a third of a lease.
+    # Use a long lease: after a third of the lease, workers remove the infos of models without workers.
     pool.start("--lease-s", 600, command=gate.command)
     service = WebService(pool)
     with ThreadPoolExecutor(1) as thread:
@@ -70,8 +70,8 @@ def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> N
         try:
             until(pool.jobs, "the worker holds the prompt")
             for name in register_others(pool, MAX_MODELS):
-                register_others(pool, MAX_MODELS)  # Again: the worker's first sweep may have removed them.
-                # The request opens the model and fails without a worker.
+                register_others(pool, MAX_MODELS)  # Repeat: a worker's first sweep may have removed infos.
+                # A request with a too long prompt opens the model, and fails without a worker.
                 assert "Shorten it" in service.request("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
             assert not held.done()
         finally:
@@ -99,7 +99,7 @@ async def test_concurrent_requests_share_one_producer(pool: Pool, counted: type[
 async def test_the_least_recently_used_models_without_requests_are_closed(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
-    # Workers remove infos without workers after a third of a lease.
+    # Use a long lease: after a third of the lease, workers remove the infos of models without workers.
     await asyncio.to_thread(pool.start, "--lease-s", 600)
     others = await asyncio.to_thread(register_others, pool, MAX_MODELS + 1)
     models = Models(pool.url, pool.prefix)
@@ -111,7 +111,7 @@ async def test_the_least_recently_used_models_without_requests_are_closed(
             assert counted.now_open == {"syn", *others[2:]}
         async with models.use(others[0]):
             pass
-        # "syn" was released last, but its request began first.
+        # "syn" was released last but its request began first, so the service has closed "syn".
         assert counted.now_open == {*others[2:], others[0]}
     finally:
         await models.close()

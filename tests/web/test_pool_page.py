@@ -1,4 +1,4 @@
-"""The pool page in a browser: live, on a phone, with 1,000 workers, hostile names, and restarts."""
+"""The pool page in a browser: live data, 1,000 workers, hostile names, small screens, and restarts of servers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_changed_files_of_a_worker_are_shown_above_the_tables(pool: Pool, watch:
     is_live(page)
 
     def is_shown() -> bool:
-        # Each heartbeat overwrites the value of the test.
+        # Write the value at each check, because each heartbeat of the worker overwrites it.
         pool.redis.hset(worker, "changed_files", f"model.safetensors, {HOSTILE}")
         return "loaded them (model.safetensors, <script>" in page.locator("#trouble").inner_text()
 
@@ -133,14 +133,14 @@ def test_the_page_recovers_after_the_server_or_the_service_was_stopped(
         own_server.stop()
         expect(page.locator("#state")).to_have_text("server unreachable")
         expect(page.locator("#trouble")).to_contain_text("no Redis server answers")
-        # The same format of times as in the graphs.
+        # The message shows the time in the format of the graphs.
         expect(page.locator("#trouble")).to_contain_text(re.compile(r"state at \d\d:\d\d:\d\d\)"))
         own_server.start()
         is_live(page)
         expect(page.locator("#trouble")).to_be_hidden()
         service.process.end()
         expect(page.locator("#state")).to_have_text("disconnected")
-        # The sessions ended with the service.
+        # A new service accepts no session of the service that has ended.
         WebService(pool, port=service.port)
         expect(other_tab.locator("#sign-in")).to_be_visible()
         watched.sign_in()
@@ -193,7 +193,7 @@ def test_a_silent_worker_is_marked_and_events_are_listed(pool: Pool, watch: Watc
     titles = page.locator("#workers th").all_inner_texts()
     state = killed.locator("td").nth(titles.index("state"))
     expect(state).to_have_text("ready")
-    # The last heartbeat was 40 s ago, and the lease is 60 s.
+    # Let the worker's key expire in 20 s: with a lease of 60 s, its last heartbeat was 40 s ago.
     pool.redis.pexpire(pool.keys.worker("was-killed"), 20_000)
     expect(state).to_have_text("silent")
     expect(killed.locator("td").nth(titles.index("rows/s"))).to_have_text("–")
@@ -236,7 +236,7 @@ def test_lines_have_gaps_where_samples_are_missing_and_p99_is_dashed(pool: Pool,
     assert page.evaluate(gaps, rare) == [[10, 20, 30, 50, 70], [1, None, 2, 3, 4]], (
         "a pause as long as the one before is not a gap"
     )
-    # The page keeps its older samples, with a gap, and takes the newer ones from the service.
+    # A page that loads a new history keeps its own older samples, and fills gaps with null.
     load = """async (histories) => {
       const [first, second] = JSON.parse(histories);
       const charts = new (await CHARTS).Charts(first);
@@ -254,7 +254,7 @@ def test_lines_have_gaps_where_samples_are_missing_and_p99_is_dashed(pool: Pool,
 
 
 def test_hostile_names_are_shown_as_text_and_fit_a_phone(pool: Pool, watch: Watch) -> None:
-    # Any program with write access can choose names of models, workers and states.
+    # Any program with write access to Redis can choose the names of models, workers and states.
     pool.start("--name", "<script>alert(0)</script>")
     for name in ("__proto__", "constructor", "</title><b>x"):
         pool.start("--name", name)

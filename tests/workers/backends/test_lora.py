@@ -20,7 +20,7 @@ MODULE = "layers.1.self_attn.q_proj"
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """A checkpoint in two files."""
+    """The folder of a checkpoint whose weights are in two files."""
     folder = tmp_path / "model"
     folder.mkdir()
     for number in (1, 2):

@@ -27,7 +27,7 @@ def opened(*names: str, query: PositionsQuery) -> PositionAnswers:
 
 
 def compute(answers: PositionAnswers, name: str, positions: range, logits: Tensor = LOGITS) -> None:
-    """Add positions of a request, as if one forward had computed them."""
+    """Add the logits of some positions of a request, as if one forward had computed them."""
     answers.add(answers.wanted(name, positions, 0), 0, logits[positions.start : positions.stop])
 
 
@@ -47,7 +47,7 @@ def test_parts_give_the_same_result_as_the_whole(query: PositionsQuery, first: i
     compute(answers, "whole", range(LENGTH))
     for positions in (range(first), range(first, LENGTH)):
         compute(answers, "parts", positions)
-    # The engine has preempted the prompt, and computes earlier positions again.
+    # An engine that has preempted the prompt computes earlier positions again.
     for positions in (range(first), range(first // 2), range(first // 2, LENGTH)):
         compute(answers, "twice", positions)
     expected = answers.take("whole")
@@ -61,7 +61,7 @@ def test_parts_give_the_same_result_as_the_whole(query: PositionsQuery, first: i
 @pytest.mark.parametrize("size", range(1, 2 * LENGTH))
 def test_logits_of_several_prompts_may_arrive_in_slices(size: int) -> None:
     answers = opened("a", "b", query=PositionsQuery(2))
-    # The logits of two prompts follow each other in one forward, with positions between them that are not wanted.
+    # One forward returns the logits of two prompts, with positions between them that no query has requested.
     pieces = [*answers.wanted("a", range(LENGTH), 0), *answers.wanted("b", range(LENGTH), LENGTH)]
     assert pieces == [Piece("a", range(2, LENGTH), 2), Piece("b", range(2, LENGTH), LENGTH + 2)]
     forward = torch.cat((LOGITS, LOGITS.flip(0)))

@@ -1,4 +1,4 @@
-"""Required packages: a missing one is refused in one line with the command that installs it, without an import."""
+"""Required packages: an error names a missing package and the command that installs it, without an import."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ V = 300
 
 
 def logits_of(dtype: torch.dtype, given: torch.dtype) -> torch.Tensor:
-    """Logits of four prompts that a dtype represents exactly, as a tensor of another dtype."""
+    """Logits of four prompts that `dtype` represents exactly, in a tensor of the dtype `given`."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(4, V, generator=generator).mul_(5).to(dtype).to(given)
 
@@ -73,7 +73,7 @@ def test_logits_that_16_bits_cannot_hold_use_shared_memory_for_float32() -> None
 
 
 class Stream:
-    """A CUDA stream that has nothing to wait for: all operations run in order."""
+    """A stand-in for a CUDA stream; its waits do nothing, because operations on the CPU run in order."""
 
     def synchronize(self) -> None:
         pass
@@ -144,7 +144,7 @@ def test_the_whole_segment_is_registered(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [1, 3, 11, 12])
 def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int) -> None:
-    """torch.topk does not define the order of equal entries."""
+    """Top-k returns equal entries in the order of their ids, although torch.topk does not define their order."""
     logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
     log_z = np.zeros(len(rows), np.float32)

@@ -1,4 +1,4 @@
-"""Synthetic rows and their backend: rows are normalised, depend only on (seed, prompt, V), and equal in encodings."""
+"""Synthetic rows and their backend: rows are normalised, and depend only on the seed, the prompt and V."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def backend(**changed: Any) -> SyntheticBackend:
 
 
 def rows_of(finished: Finished, vocab_size: int = 50) -> dict[bytes, NDArray[np.float32]]:
-    """The rows of a step as a client decodes them."""
+    """Decode the rows of a step, as a client does."""
     rows: dict[bytes, NDArray[np.float32]] = {}
     for block in finished.blocks:
         for index, digest in enumerate(block.digests):
@@ -88,7 +88,7 @@ def test_with_one_token_it_is_certain() -> None:
 
 
 def test_rows_are_pinned_across_releases() -> None:
-    # Never change these values: users compare with them in their own tests.
+    # Never change the values of synthetic rows: users compare with them in their own tests.
     row = synthetic_row([1, 2, 3], vocab_size=6, seed=7)
     expected = [-0.95146823, -1.0452182, -1.3577182, -5.9983435, -7.9358435, -6.1545935]
     np.testing.assert_array_equal(row, np.array(expected, np.float32))

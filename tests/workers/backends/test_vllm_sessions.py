@@ -1,4 +1,4 @@
-"""Sessions of the vllm backend: which prompts extend or open a session, and the exact limits."""
+"""Sessions of the vllm backend (kept requests): which prompts extend or open a session, and the exact limits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ids(*tokens: int) -> bytes:
 
 
 def taken(sessions: KvSessions, adapter: str, prompt: bytes) -> str | None:
-    """The request of the session that a prompt extends; None if it extends no session."""
+    """The name of the vLLM request of the session that a prompt extends, or None if it extends no session."""
     session = sessions.take(adapter, prompt)
     if session is None:
         return None
@@ -243,7 +243,7 @@ _adapters = st.sampled_from(["", "one"])
 
 
 class AgainstALedger(RuleBasedStateMachine):
-    """Compares KvSessions with a plain list of sessions, whose tokens are counted anew after each call."""
+    """Compares KvSessions with a plain list of sessions, whose tokens are counted again after each call."""
 
     @initialize(most=st.integers(0, 5), most_tokens=st.integers(0, 16), block=st.integers(1, 3))
     def open(self, most: int, most_tokens: int, block: int) -> None:

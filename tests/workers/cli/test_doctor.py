@@ -108,7 +108,7 @@ def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -
 
 
 def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
-    """Rows are in anonymous shared memory, and the folder holds only a socket, so the folder's size does not matter."""
+    """Rows are in anonymous shared memory; the runtime folder holds only a socket, so its size does not matter."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir))
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=1 << 26))
     with socket.socket(socket.AF_UNIX) as listener:
@@ -135,7 +135,7 @@ def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyP
 def test_a_system_that_does_not_report_free_memory_is_checked_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """On macOS, which has neither /proc nor sealed memory."""
+    """macOS has neither /proc, which reports free memory, nor memfd_create: the checks must not fail."""
 
     def refuse() -> int:
         raise FileNotFoundError(2, "No such file or directory", "/proc/meminfo")

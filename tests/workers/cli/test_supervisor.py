@@ -210,7 +210,7 @@ def test_the_fork_of_a_killed_process_does_not_keep_the_server(folder: Path) -> 
         assert process.stdout.readline() == "joined\n"
         assert embedded.find() is not None
         process.kill()
-        # Only the forked process is left, which lives until its standard input is closed.
+        # Of `lmpool up`, only the forked process is left, which lives until its standard input is closed.
         until(lambda: is_stopped(folder), "the server ends with the program")
 
 
@@ -238,7 +238,7 @@ def test_the_reason_of_a_refusal_is_the_last_line_while_the_server_stays(up: Up,
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> None:
-    """The lease is ten minutes: if jobs waited for its end, their requests would miss the deadline."""
+    """The lease is ten minutes: if the killed worker's jobs waited for its end, their requests would time out."""
     options = ("--lease-s", "600", "--step-ms", "200", "--max-batch", "4")
     process = up(*options) if count == 1 else two_workers(up, *options)
     (killed, *_), *_ = serving(process).values()

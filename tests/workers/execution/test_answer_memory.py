@@ -60,7 +60,7 @@ def test_large_answers_wait_until_others_are_published() -> None:
     held, jobs = memory(), [job(number) for number in range(8)]
     assert first_tokens(held.admit(jobs[:5])) == [0, 1, 2]
     assert first_tokens(held.admit(jobs[5:])) == []
-    # A waiting prompt is dropped, and a result is published: its memory admits the next waiting prompt.
+    # Drop a waiting prompt and publish a result: the result's memory admits the next waiting prompt.
     assert first_tokens([*held.drop([jobs[4]]), *held.free([jobs[1]])]) == [3]
     assert first_tokens(held.free([jobs[0], jobs[2]])) == [5, 6]
     assert first_tokens(held.free([jobs[at] for at in (3, 5, 6)])) == [7]
@@ -110,7 +110,7 @@ def test_large_answers_of_bulk_clients_wait_behind_the_others() -> None:
 def test_a_prompt_that_is_submitted_again_during_publication_waits_and_counts_again() -> None:
     held, jobs = memory(), [job(number) for number in range(5)]
     assert first_tokens(held.admit(jobs[:4])) == [0, 1, 2]
-    # Later entries of a prompt may need another result: the prompt is submitted again once the first is published.
+    # Publish a result: it frees memory for one more prompt, and its prompt may be submitted again.
     assert first_tokens(held.free(jobs[:1])) == [3]
     assert first_tokens(held.admit(jobs[:1])) == [], "there is no room for its second answer yet"
     assert first_tokens(held.free(jobs[1:2])) == [0]

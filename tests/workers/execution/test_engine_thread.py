@@ -1,4 +1,4 @@
-"""The engine thread: a worker whose backend returns wrong results ends before it publishes them; others take over."""
+"""A worker whose backend returns wrong results ends before it publishes them; other workers take over its jobs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Faulty(SyntheticBackend):
 
 
 def rows(digests: Iterable[bytes], vocab_size: int = V) -> RowBlock:
-    """A valid block of rows."""
+    """A valid block of rows for prompts with these digests."""
     digests = list(digests)
     return RowBlock(digests, np.full((len(digests), vocab_size), -np.log(vocab_size), "<f4"), None, Encoding.F32)
 
@@ -129,7 +129,7 @@ FAULTS: dict[str, tuple[Spoil, str]] = {
 
 
 class Outcome:
-    """Records what an engine thread reports by its callbacks."""
+    """Records the results and errors that an engine thread reports by its callbacks."""
 
     def __init__(self) -> None:
         self.finished: list[StepResult] = []
@@ -434,7 +434,7 @@ async def test_the_step_time_is_that_of_the_longest_recent_step() -> None:
     engine_thread = EngineThread(lambda: cast(Backend, None), lambda _: None, lambda _: None)
     engine_thread.batch = 4
     told = []
-    # Six steps: (seconds, number of results), one of them longer than all before.
+    # Report six steps as (seconds, number of results); the fourth is the longest.
     for seconds, answers in ((0.02, 4), (0.0, 0), (0.001, 1), (0.03, 2), (0.001, 4), (0.001, 4)):
         engine_thread._note_step_time(seconds, answers)
         told.append(engine_thread.step_s)

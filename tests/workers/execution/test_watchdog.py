@@ -1,4 +1,4 @@
-"""A backend hangs in one of its calls: the worker detects and reports this, and ends."""
+"""A worker whose backend hangs in a call reports the call, and ends."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ async def test_a_slow_backend_does_not_hang(pool: Pool) -> None:
     running = Running(pool, backend, limit_s=1.5)
     await running.ready()
     async with pool.producer("syn") as producer:
-        # Each step takes less time than the limit; all steps together take much more.
+        # Each step takes less time than the limit of a call; all steps together take much more.
         rows = await asyncio.gather(*(producer.logprobs([token]) for token in range(8)))
         for token, row in enumerate(rows):
             assert np.array_equal(row, synthetic_row([token], vocab_size=V))
@@ -159,7 +159,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
     async def sleep(seconds: float) -> None:
         nonlocal now, checks
         checks += 1
-        # The process is frozen for an hour at the third poll.
+        # At the third poll, simulate a process that was frozen for an hour.
         now += 3600 if checks == 3 else seconds
         await asyncio.sleep(0)
 
@@ -173,7 +173,7 @@ async def test_time_in_which_the_process_was_frozen_does_not_count(monkeypatch: 
             return bool(errors)
 
         await until_async(is_told, "it hangs")
-    # The watchdog polls every second. The first poll notices the call, and the frozen time counts as two seconds.
+    # Expect eight polls, one per second: the first poll notices the call, and the frozen hour counts as two seconds.
     assert checks == 8
 
 

@@ -223,7 +223,7 @@ def test_a_worker_without_its_server_is_alive_and_not_ready(own_server: Embedded
         def failed_attempts() -> float:
             return scrape(port).value("lmpool_worker_server_errors_total", model="syn")
 
-        # Each part of the worker retries many times, but the log may have only few lines about this.
+        # Each part of the worker retries many times, but the log may have only few lines about the retries.
         until(lambda: failed_attempts() > 15, "the worker has tried to use the server many times")
         assert 1 <= worker.text.count("no Redis server answers") <= 8
         own_server.start()
@@ -307,7 +307,7 @@ def test_connections_without_a_request_take_neither_the_port_nor_the_descriptors
         assert is_like(port, "/healthz", 200, "ok")
         assert is_like(port, "/readyz", 200, "ok")
         assert "lmpool_worker_info" in scrape(port).kinds
-        # Add three for the listening socket and the two ends of the event loop's wake-up socket pair.
+        # Allow three more: the listening socket and the two ends of the event loop's wake-up socket pair.
         assert open_sockets() - before - count <= metrics.MAX_CONNECTIONS + 3
 
 

@@ -63,7 +63,7 @@ async def counters(pool: Pool, model: str) -> dict[str, int]:
 
 
 async def current(pool: Pool, model: str) -> dict[str, int]:
-    """The counters of the worker's next heartbeat, which include all work so far."""
+    """The counters of the worker's next heartbeat, which includes all work so far."""
     client = Server(pool.url).client()
     try:
         (worker,) = await Discovery(client, pool.keys).workers(model)
@@ -89,7 +89,7 @@ async def keep(producer: Producer, prompt: list[int]) -> None:
 
 @pytest.fixture(name="fused", scope="module")
 def fused_fixture(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """One model worker with its own tries, and no trie worker."""
+    """A pool with one model worker that answers trie queries itself, and no trie worker."""
     pool = Pool(server_url, "fused", tmp_path_factory.mktemp("fused"))
     pool.start(*LEASE, "--vocab-size", V, "--with-trie")
     yield pool

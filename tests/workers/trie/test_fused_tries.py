@@ -42,7 +42,7 @@ async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:
         trie = await producer.trie()
         await producer.logprobs([1010])
         before = await current(fused, "syn")
-        for _ in range(3):  # The row of this prompt is cached, so no step computes it again.
+        for _ in range(3):  # The prompt's row is cached, so no step computes the row again.
             await trie.weight_sum(prompt=[1010], nodes=[1])
             await trie.weight_sum(prompt=[1010], nodes=[2])
         await asyncio.gather(trie.weight_sum(prompt=[1011]), trie.weight_max(prompt=[1011]), producer.logprobs([1011]))

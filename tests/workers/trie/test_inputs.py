@@ -239,7 +239,7 @@ def stored(pool: Pool, secret: bytes, weights: Any) -> bytes:
 
 
 def hostile_jobs(pool: Pool, trie: Trie) -> list[tuple[bytes, str | None]]:
-    """Pairs of a job that no producer sends and the expected failure; None if the job gets a result."""
+    """Pairs of a job that no producer sends and the expected failure, or None if the job gets a result."""
     info = TrieSettings().open().info
     known = trie.digest
     nodes = np.array([0, trie.n_nodes], "<i4").tobytes()
@@ -329,7 +329,7 @@ async def test_each_hostile_job_fails_with_its_reason(shared: Pool, producer: Pr
         job = unpack_job(packed)
         digest = query_digest(digest_of(b""), job.query) if job.query else digest_of(b"")
         if job.fingerprint == "0" * 32:
-            continue  # Skip this job: another job has the same digest.
+            continue  # Skip a job with the digest of an earlier job.
         reasons[digest] = reason
         # Register the reply stream before the job is queued, because the job may end at once.
         shared.redis.hset(keys.waiting + digest, reply, "")

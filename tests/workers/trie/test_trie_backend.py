@@ -195,7 +195,7 @@ def test_another_error_fails_the_jobs_that_cause_it_alone(monkeypatch: pytest.Mo
 
 def test_an_error_of_the_device_is_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
     class AcceleratorError(RuntimeError):
-        """An exception with the name of torch's exception."""
+        """An exception with the name of `torch.AcceleratorError`."""
 
     trie, small = on_small_device(monkeypatch, 0, AcceleratorError)
     with pytest.raises(AcceleratorError, match="no room"):
@@ -265,7 +265,7 @@ def test_the_backend_answers_a_batch_a_step_and_counts() -> None:
 
 
 def sized(nbytes: int) -> NDArray[np.uint8]:
-    """An array that reports a number of bytes of memory, and takes none."""
+    """An array that reports `nbytes` bytes of memory, and uses nearly none."""
     return np.broadcast_to(np.uint8(0), nbytes)
 
 

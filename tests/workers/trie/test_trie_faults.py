@@ -72,7 +72,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
             return asked.done() or pool.jobs("trie") > 0
 
         await until_async(are_sent, "jobs are queued, or computed by others")
-        # Redis gives new jobs to a blocked read at once, so the frozen worker now holds jobs, or never will.
+        # Redis delivers new jobs to a blocked read at once, so the frozen worker holds jobs now, or never will.
         if is_held():
             return asked
         worker.signal(signal.SIGCONT)
@@ -190,7 +190,7 @@ async def test_weights_and_vocabularies_and_rows_that_were_evicted_are_sent_agai
     fresh = count()
     async with private.producer() as producer:
         trie = await producer.trie(words(24, V))
-        await sums(trie, range(1))  # Send the vocabulary now: a client that must send it again also sends the weights.
+        await sums(trie, range(1))  # Send the vocabulary now: a client that sends it again sends weights too.
 
         async def ask() -> None:
             turn = next(fresh)
@@ -363,7 +363,7 @@ async def test_callers_that_share_a_connection_keep_their_own_deadlines() -> Non
     assert accepted.locked(), "both wait for one connection"
     patient.cancel()
     await asyncio.gather(patient, return_exceptions=True)
-    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # Returns when the connection is closed.
+    await asyncio.wait_for(held[0].read(), DEADLINE_S)  # The read returns when the connection is closed.
     again = asyncio.ensure_future(producer.logprobs([1], timeout=60))
     await asyncio.wait_for(accepted.acquire(), DEADLINE_S)
     again.cancel()

@@ -154,7 +154,7 @@ async def test_a_result_has_the_same_bits_alone_and_in_company(shared: Pool) -> 
 
 @contextmanager
 def frozen(pool: Pool) -> Iterator[None]:
-    """Freeze the shared trie worker in this context. Redis may still deliver jobs to its blocked read."""
+    """Freeze the shared trie worker in this context. Redis may still deliver jobs to the worker's blocked read."""
     worker = pool.workers[1]
     worker.signal(signal.SIGSTOP)
     try:
@@ -294,7 +294,7 @@ def _as_before(pool: Pool, before: list[str]) -> Any:
 
 async def test_a_much_used_trie_leaves_only_rows_and_results_of_rows(shared: Pool) -> None:
     def count() -> int:
-        # Do not count keys that workers write at intervals, for heartbeats and claims, nor rows.
+        # Ignore rows, and the keys of heartbeats and claims, which workers write at intervals.
         passing = ("row:", "worker:", "claim_cursor")
         return sum(not any(part in name for part in passing) for name in shared.names("*"))
 

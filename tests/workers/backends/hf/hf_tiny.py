@@ -1,4 +1,4 @@
-"""Tiny models for tests of the hf backend, and transformers' own rows to compare with."""
+"""Tiny models for tests of the hf backend, and the rows that transformers computes, to compare with."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ Logprobs = NDArray[np.float32]
 
 
 class Reference:
-    """transformers' own rows: each prompt is computed alone, as a whole and without a cache.
+    """Rows that transformers computes: each prompt alone, as a whole and without a cache.
 
     Args:
         folder: folder of the model.
-        attention: the attention function of transformers; "sdpa" would ignore options of some models.
+        attention: attention function of transformers; transformers' default, sdpa, ignores options of some models.
     """
 
     def __init__(self, folder: Path, attention: str = "eager") -> None:
@@ -53,7 +53,7 @@ class Reference:
 
 
 class Tiny:
-    """Folders and references of the tiny models, each created once."""
+    """Provides the folders of the tiny models and their reference rows, each computed once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -73,7 +73,7 @@ def job(prompt: Sequence[int]) -> BackendJob:
 
 
 def decode(blocks: Iterable[RowBlock]) -> dict[bytes, Logprobs]:
-    """The rows that a client decodes from blocks."""
+    """Decode the rows of blocks, as a client does."""
     return {
         digest: decode_row(np.frombuffer(bytearray(block.encode(index)), np.uint8), block.numbers.shape[1])
         for block in blocks

@@ -1,4 +1,4 @@
-"""The choice of the prompts that run together in one forward of the hf backend."""
+"""How the hf backend chooses the prompts that run together in one forward."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_smaller_batch_grows_back() -> None:
 
 
 def chunks(*news: int, held: int = 0) -> dict[bytes, PromptChunk]:
-    """Chunks of prompts that share no prefix: one chunk for each number of uncached tokens."""
+    """Chunks of prompts that share no prefix, one chunk for each number of uncached tokens in `news`."""
     waiting = {}
     for row, new in enumerate(news):
         ids = np.full(held + new, row, "<u4").tobytes()
@@ -54,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def run_bulk(limit: BulkLimit, seconds: Callable[[int], float], steps: int = 60) -> int:
-    """Record bulk steps whose seconds depend on their tokens; returns the limit after the last step."""
+    """Record bulk steps that take `seconds(number of tokens)`; returns the limit of tokens after the last step."""
     for _ in range(steps):
         limit.bulk_step(limit.tokens, seconds(limit.tokens))
     return limit.tokens
@@ -91,7 +91,7 @@ def test_a_step_of_bulk_prompts_always_computes_some_tokens() -> None:
 
 @pytest.mark.usefixtures("clock")
 def test_a_step_of_bulk_prompts_stays_large_where_a_small_one_takes_as_long() -> None:
-    """On an accelerator, bulk steps run next to interactive prompts whose keys and values are mostly cached."""
+    """On an accelerator, bulk steps of few and of many tokens take equally long: the limit stays at its minimum."""
     limit = BulkLimit(chunk=2048, least=256, most=8192)
     for _ in range(40):
         limit.interactive_step(0.02)

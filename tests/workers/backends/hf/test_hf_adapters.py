@@ -52,7 +52,7 @@ def write_lora(folder: Path, seed: int, kind: str = "llama", **config: Any) -> P
 
 
 def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> Row:
-    """The row of peft's own model."""
+    """The row that peft computes for a prompt."""
     from peft import PeftModel
 
     model: Any = make_model(kind)
@@ -65,7 +65,7 @@ def reference(folder: Path | None, ids: Sequence[int], kind: str = "llama") -> R
 
 
 def ask(backend: HfBackend, asked: Sequence[Request]) -> list[Row]:
-    """The rows of prompts (ids, "name@revision" or "") that are submitted together."""
+    """Submit prompts together, each (ids, "name@revision" or "" for no adapter), and return their rows."""
     jobs = []
     for ids, adapter in asked:
         data = np.asarray(ids, "<u4").tobytes()
@@ -117,7 +117,7 @@ def test_rows_of_adapters_equal_those_of_peft(backend: HfBackend, loras: dict[st
     folders = {"": None, **{named[name]: folder for name, folder in loras.items()}}
     asked = [(ids, adapter) for ids in PROMPTS for adapter in folders]
     random.Random(0).shuffle(asked)
-    for _ in range(3):  # From the second round on, prefixes are cached.
+    for _ in range(3):  # From the second round on, the prompts' prefixes are cached.
         for (ids, adapter), row in zip(asked, ask(backend, asked), strict=True):
             np.testing.assert_allclose(row, reference(folders[adapter], ids), atol=1e-5, rtol=0)
     assert backend.stats().reused > 0
@@ -138,7 +138,7 @@ def test_adapters_are_removed_in_any_order(
     """peft cannot delete an adapter's copy of a module while no adapter of the module is active."""
     loras = {**loras, "critic": write_lora(tmp_path / "critic", 3, modules_to_save=["lm_head"])}
     expected = {name: reference(folder, PROMPTS[0]) for name, folder in loras.items()}
-    names = ["critic", "judge.v2", "poet"]  # "poet" copies no module, and is active when the first adapter is removed.
+    names = ["critic", "judge.v2", "poet"]  # "poet", which copies no module, is active at the first removal.
     for order in permutations(names):
         named = load(backend, loras)
         rows = [ask(backend, [(PROMPTS[0], named[name])])[0] for name in names]
@@ -170,7 +170,7 @@ def test_an_adapter_that_peft_cannot_remove_is_logged_and_not_served(
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
 def test_other_architectures_have_adapters_too(tmp_path: Path, kind: str) -> None:
-    # These models use their embedding as output head: an adapter of the head must not change the embedding.
+    # GPT-2 and Gemma 3 use their embedding as output head: an adapter of the head must not change the embedding.
     targets = {"gpt2": ["c_attn", "lm_head"], "gemma3": ["q_proj", "o_proj", "lm_head"]}[kind]
     lora = write_lora(tmp_path / "lora", 3, kind, target_modules=targets)
     backend = HfBackend(HfSettings(str(write_model(tmp_path / "model", kind)), name="tiny"))
@@ -351,7 +351,7 @@ class Reserved(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is 
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages: list[torch.UntypedStorage] = []  # Kept alive, so that no two storages have one address.
+        self._storages: list[torch.UntypedStorage] = []  # Keep storages alive, so that no two have one address.
 
     @property
     def count(self) -> int:
@@ -390,7 +390,7 @@ def test_no_more_memory_is_reserved_for_an_adapter_than_its_file_holds(
             pytest.raises(SettingsError, match=r"does not fit itself: .* asks for \d+ numbers .*, and .* holds 1: "),
         ):
             backend.load_adapter("greedy", str(folder))
-        # Allow a few bytes: tensors that are neither parameters nor buffers, such as RoPE frequencies, are copied.
+        # Allow a few bytes: the backend copies tensors such as RoPE frequencies, neither parameters nor buffers.
         assert reserved.count < 1024
         if first:
             load(backend, loras)

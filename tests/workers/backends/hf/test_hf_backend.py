@@ -173,12 +173,12 @@ def test_models_that_return_the_logits_of_all_positions_are_sliced(tiny: Tiny) -
 def test_smollm2_has_the_rows_of_transformers(smollm2_folder: Path) -> None:
     reference = Reference(smollm2_folder)
     backend = HfBackend(HfSettings(str(smollm2_folder), device="cpu"))
-    paris = (504, 3575, 282, 4649, 314)  # "The capital of France is"
+    paris = (504, 3575, 282, 4649, 314)  # Token ids of "The capital of France is".
     generator = np.random.default_rng(0)
     ragged = [tuple(generator.integers(0, 49_152, size).tolist()) for size in (1, 9, 17)]
     rows = serve(backend, [paris, *ragged])
     reference.check(rows)
-    assert int(rows[paris].argmax()) == 7042  # " Paris"
+    assert int(rows[paris].argmax()) == 7042  # The token " Paris".
     reference.check(serve(backend, [(*paris, 7042), (*paris, 253, 3575), *((*ids[:-1], 101, 202) for ids in ragged)]))
     assert backend.stats().reused == 4 + 5 + 0 + 8 + 16
     assert (backend.info.vocab_size, backend.info.encoding, backend.info.max_prompt_tokens) == (49_152, "f32", 8192)
@@ -234,7 +234,7 @@ def test_float16_rows_are_lossy_and_only_on_request(tiny: Tiny) -> None:
 
 
 def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
-    """A backend that returns the logits `values` for these tokens, for any prompt."""
+    """A backend that returns the logits `values` (token -> logit) for any prompt."""
     backend = HfBackend(HfSettings(str(write_model(folder, "llama")), device="cpu"))
 
     def put(_: Any, __: Any, output: Tensor) -> Tensor:
@@ -346,7 +346,7 @@ def test_a_prompt_that_never_fits_fails_alone(tiny: Tiny, monkeypatch: pytest.Mo
 def test_a_prompt_that_fits_once_memory_was_freed_for_it_is_answered(
     tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt that runs alone is tried again too: no other prompt could free memory for it."""
+    """A prompt that runs alone and gets an out-of-memory error runs again after the backend has freed memory."""
     backend = tiny.backend()
     freed: list[bool] = []
     monkeypatch.setattr(backend, "_free_memory", lambda: freed.append(True))

@@ -66,7 +66,7 @@ def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
 
 
 def head_of(backend: HfBackend) -> Head:
-    """The output head, assembled from its parts as a client does."""
+    """Assemble the output head from its parts, as a client does."""
     info = backend.info
     scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
     bias = backend.head(HeadQuery("bias")) if has_bias else None
@@ -78,7 +78,7 @@ def head_of(backend: HfBackend) -> Head:
 
 
 def answers(backend: HfBackend, prompts: list[Any], wanted: PositionsQuery) -> list[NDArray[np.float32]]:
-    """The requested values of prompts that run together, (n, width) each."""
+    """Run prompts together; returns the requested values of each prompt, an array (n, width)."""
     jobs = [job(ids)._replace(positions=wanted, digest=bytes([at]) * 16) for at, ids in enumerate(prompts)]
     backend.submit(jobs)
     found: dict[bytes, NDArray[np.float32]] = {}
@@ -95,7 +95,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
     backend = HfBackend(HfSettings(str(write(tmp_path, kind, getattr(torch, dtype))), device="cpu", dtype=dtype))
     info = backend.info
     assert info.hidden in (32, 33, 36)
-    backend._rules = backend._rules._replace(logits=20)  # Prompts have more positions, and take several chunks.
+    backend._rules = backend._rules._replace(logits=20)  # Prompts of more than 20 positions take several chunks.
     prompts = random_prompts(3, (30, 45))
     size = width_of(info.hidden, info.dtype)
     hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))
@@ -137,7 +137,7 @@ def test_a_hidden_state_that_is_not_finite_fails_its_prompt_alone(tmp_path: Path
 
 def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "untied", torch.float32)
-    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # Limit the size of a result, so that the head takes six parts.
+    monkeypatch.setattr(query, "MAX_ANSWER", 33 * 20)  # Limit a result's size: the head is sent in six parts.
     pool.start("--backend", "hf", "--name", "tiny", "--device", "cpu", model=str(folder))
     text = list(range(30))
     with SyncProducer("tiny", redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:

@@ -1,4 +1,4 @@
-"""How the hf backend loads a model: choice of the attention, weights copied to own memory, and one-line refusals."""
+"""The hf backend chooses a model's attention, copies weights to its own memory, and refuses models in one line."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_the_default_attention_stays_if_it_implements_the_config(tiny: Tiny) -> 
 
 
 def test_rows_of_another_attention_have_another_fingerprint(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may still hold rows that were computed without the soft cap, so the fingerprint must differ."""
+    """Redis may still hold rows computed by an attention without soft cap, so the fingerprint must differ."""
     capped = tiny.backend("gemma2").info
     monkeypatch.setattr(
         hf_model, "_choose_attention", lambda model, config, prompts: ("", hf_model._logits_alone(model, prompts))
@@ -112,7 +112,7 @@ def test_files_that_change_leave_the_rows_of_a_running_worker_as_they_are(
         torch.save(make_model("llama").state_dict(), file)
     other = write_model(tmp_path / "other", "llama", seed=1)
     backend = HfBackend(HfSettings(str(served), device="cpu", kv_cache_bytes=0))
-    assert mapped_files(served) == set()  # If a file were mapped, the next lines would end this process by SIGBUS.
+    assert mapped_files(served) == set()  # With a mapped file, `os.truncate` would cause a SIGBUS.
     inode = file.stat().st_ino
     shutil.copyfile(other / "model.safetensors", file)
     assert file.stat().st_ino == inode

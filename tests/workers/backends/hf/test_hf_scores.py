@@ -1,4 +1,4 @@
-"""Scores of prompts' own tokens, and fresh rows, of the hf backend, compared with transformers."""
+"""The hf backend's scores of a prompt's own tokens, and its rows computed without the cache, equal transformers'."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
-    """The vectors that steps returned, by digest."""
+    """Digest of each prompt -> the vector that a step returned for it."""
     vectors: dict[bytes, Logprobs] = {}
     for answers in (step.answers for step in steps if step.answers):
         vectors.update(zip(answers.digests, answers.vectors, strict=True))

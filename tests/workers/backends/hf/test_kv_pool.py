@@ -15,7 +15,7 @@ LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
 
 
 def hold(slots: PrefixSlots, *prompts: list[int]) -> list[Path]:
-    """Run a step over prompts, without a model; returns the new slots of each prompt."""
+    """Run a step over prompts, without a model; returns the pool slots that each prompt has taken."""
     paths = [slots.match(ids) for ids in prompts]
     slots.begin(paths)
     return [slots.extend(ids, path)[1] for ids, path in zip(prompts, paths, strict=True)]
@@ -146,7 +146,7 @@ def test_remembered_prompts_take_bounded_memory(monkeypatch: pytest.MonkeyPatch)
 
 
 def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) -> torch.Tensor:
-    """Run a step whose forward computes `values` (n, new, width); returns the whole block (n, length, width)."""
+    """Run a step that computes `values` (n, new, width); returns all keys and values as (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]
     block = pool.gather([len(ids) for ids in prompts], paths, new)
     for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):

@@ -29,7 +29,7 @@ from tests.support.pool import DEADLINE_S, Pool, Prepared, until_async
 from tests.workers.backends.hf.hf_tiny import Tiny, decode, drain, job, random_prompts, serve
 
 EVERY_KIND = pytest.mark.parametrize("kind", list(CONFIGS))
-# Models that compute a prompt as a whole: they have a recurrent state, or embeddings that change with the length.
+# Kinds of models that compute a prompt as a whole: their state is recurrent, or embeddings depend on the length.
 WHOLE = ("mamba", "rwkv", "longrope")
 
 
@@ -39,7 +39,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 
 
 def answered(backend: HfBackend, *, steps: int = 1) -> list[bytes]:
-    """Run a number of steps; returns the digests that they answer."""
+    """Run a number of steps; returns the digests of the prompts that get results."""
     finished = [backend.step() for _ in range(steps)]
     return [digest for step in finished for digest in step.digests]
 
@@ -80,7 +80,7 @@ def test_a_short_prompt_is_answered_before_a_long_one_that_came_first(tiny: Tiny
         assert answered(backend) == []
     backend.submit([job(late)])
     order = [digest for finished in drain(backend) for digest in finished.digests]
-    # A long prompt that is computed as a whole runs after one step of shorter prompts, so before `late`.
+    # A long prompt that is computed as a whole runs after one step of shorter prompts, so before the prompt `late`.
     assert order == [job(ids).digest for ids in ((long, late) if kind in WHOLE else (late, long))]
 
 
@@ -104,7 +104,7 @@ def test_an_interactive_prompt_waits_for_one_short_step_of_bulk_prompts(tiny: Ti
     prompts = random_prompts(4, (60, 60))
     scores = PositionsQuery.scores_from(1) if wanted == "scores" else None
     bulk = [job(prompt)._replace(bulk=True, positions=scores) for prompt in prompts]
-    # Replace the measured limit by that of a CPU on which an interactive step takes as long as 8 tokens.
+    # Let a bulk step compute at most 8 tokens, instead of a number that depends on this machine's speed.
     backend._bulk_limit = SimpleNamespace(  # type: ignore[assignment]
         tokens=8,
         is_turn=lambda others_wait: not others_wait,
@@ -175,7 +175,7 @@ def test_a_long_prompt_progresses_in_a_pool_that_others_fill(tiny: Tiny, slots: 
     others = iter(random_prompts(400, (2, 12), seed=2))
     backend.submit([job(long) for long in longs])
     rows: dict[bytes, Any] = {}
-    # Run enough steps: each of 3 long prompts has eight chunks, and every second step computes a chunk.
+    # Run 2 * 3 * 8 steps: each of the 3 long prompts has 8 chunks, and every second step computes a chunk.
     for _ in range(2 * 3 * 8):
         backend.submit([job(next(others)) for _ in range(backend.capacity())])
         rows |= decode(backend.step().blocks)
@@ -210,7 +210,7 @@ def test_a_chunk_takes_a_step_of_no_more_tokens_than_it_has(tiny: Tiny, monkeypa
     backend = tiny.backend(chunked_prefill_size=8)
     monkeypatch.setattr(LlamaForCausalLM, "forward", noted)
     serve(backend, random_prompts(4, (60, 60)))
-    assert max(sizes) <= 8 * 4  # The last chunks of 4 prompts of one length may run together.
+    assert max(sizes) <= 8 * 4  # The last chunks of the 4 prompts, which have equal lengths, may run together.
     assert sizes.count(8) >= 4 * 6
 
 
@@ -383,5 +383,5 @@ async def test_the_long_prompt_of_a_closed_client_ends_between_chunks(
         backend.let(100)
         tiny.reference("llama").check({(1, 2, 3): await second})
         assert backend.answered == [job((1, 2, 3)).digest]
-        # Three chunks, at most one that had begun before the cancellation, and the step of the other prompt.
+        # Count three chunks, at most one chunk that was running at the cancellation, and the step of the second prompt.
         assert backend.stats().steps <= 5
