@@ -6,7 +6,7 @@
     python -m tools.structure --constants                numeric constants without a comment
 
 `tests/project/limits.toml` limits these measures. Imports are read from the syntax trees, imports inside functions
-included. `tools/request_path.py` says how the files of a request are found.
+included. `tools/request_path.py` explains how the files of a request are found.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from benchmarks.harness.line_protocol import Handler
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
 
-_LOCK_STEP_TEXTS = 32  # Number of texts whose prefixes are requested together.
+_LOCK_STEP_TEXTS = 32  # Number of texts whose prefixes of one length are requested together.
 _LATE_S = 10.0  # Seconds for which `steady_load` waits for the last rows.
-_IN_FLIGHT_S = 0.5  # Seconds to wait until a worker computes a submitted prompt.
+_IN_FLIGHT_S = 0.5  # Seconds after which a worker surely computes a submitted prompt.
 
 
 class Client(Bursts):
-    """Handlers that use parts of the API that older commits do not have."""
+    """Handlers that use parts of the `Producer` API that older commits do not have."""
 
     def handlers(self) -> list[Handler]:
         """The methods that requests may call, by name."""

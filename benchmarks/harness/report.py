@@ -1,4 +1,4 @@
-"""The report of a group of measures. A run of the benchmark rewrites the page and keeps the page's notes."""
+"""Writes the results of a group of measures as a Markdown page; a new run rewrites the page but keeps its notes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ below 0.98. The default base is the fastest commit so far, `{best}`. COMPARE pas
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The measures that have no result: name -> reason."""
+    """Measures that have no result, each with the reason: name -> reason."""
 
     failed: dict[str, str]
     skipped: dict[str, str]
