@@ -5,7 +5,7 @@
 A text may end in the middle of a word, because bytes have no token boundaries. The beam keeps several ways to cut the
 text into tokens, and requests the rows of all these ways at once.
 
-Needs pip install genlm-bytes 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
+Needs `pip install genlm-bytes 'lmpool[genlm]'` and a pool: `lmpool up .cache/models/smollm2-float32 --name smollm2`
 """
 
 from __future__ import annotations

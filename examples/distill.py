@@ -57,7 +57,7 @@ class Student:
         loss = divergence(logits, torch.from_numpy(np.stack([best.values for best in taught])),
                           torch.from_numpy(np.stack([best.ids for best in taught])))  # fmt: skip
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch is partly untyped too
+        loss.backward()  # type: ignore[no-untyped-call]  # torch is partly untyped
         self._optimizer.step()
         return float(loss.detach())
 

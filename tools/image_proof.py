@@ -25,7 +25,7 @@ from lmpool.embedded import server_binary
 if TYPE_CHECKING:
     from tools.images import Buildah
 
-# Max seconds until a container is healthy, and until a command in it ends. On a busy machine a worker took over 180 s.
+# Max seconds until a container is healthy, or a command in it ends: a worker on a busy machine needed over 180 s.
 DEADLINE_S = 900.0
 _USERS = Path(__file__).resolve().parents[1] / "docker" / "redis" / "users.acl"
 _UID = "10001"  # The user of the images.

@@ -127,7 +127,7 @@ class Client(Bursts):
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def with_short_prompts(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
-        """Seconds for a long prompt, and for short prompts that are requested one after the other at the same time."""
+        """Seconds for a long prompt, and for short prompts that are requested one by one during the long prompt."""
         long = asyncio.create_task(self.together([prompt]))
         await asyncio.sleep(_IN_FLIGHT_S)
         latencies = []

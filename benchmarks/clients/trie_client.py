@@ -75,8 +75,8 @@ class TrieClient:
         before = self._producer.stats().computed
         seconds = await _stream(calls, concurrency)
         computed = self._producer.stats().computed - before
-        # Tolerate a few rows: a full server evicts random samples of its keys. A worker that serves tries of its model
-        # counts results of tries as computed too.
+        # Tolerate a few computed rows: a full server evicts random samples of its keys. A worker that serves tries of
+        # its model also counts results of tries as computed rows.
         if computed > requests / 100 and not self._producer.model.answers_tries:
             raise RuntimeError(f"the workers computed {computed} of {requests} rows; the cache should have held them")
         return seconds

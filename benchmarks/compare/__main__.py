@@ -30,14 +30,14 @@ _TOLERANCE = 0.02  # A ratio of rates down to 0.98 counts as not worse.
 _ROUNDS = 5  # Number of rounds; each round starts new processes.
 _MIN_PAIRS = 6  # With fewer pairs, all ratios lie on one side of the true median in over 5 % of the runs.
 _QUICK_PAIRS = 2  # Pairs per measure in a quick run.
-_QUICK_MEMORY_BYTES = 256 * 2**20  # The server's limit in a quick run.
+_QUICK_MEMORY_BYTES = 256 * 2**20  # The server's memory limit in a quick run.
 
 Pair = tuple[Burst, Burst]
 """A burst of the new pool, and a burst of the base pool."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two pools and print ratios; return 1 if a measure is worse, 2 if it failed, 130 on Ctrl-C, else 0."""
+    """Compare two pools and print ratios; return 1 if a measure is worse, 2 if a measure failed, 130 on Ctrl-C."""
     given = _parse(arguments)
     try:
         return _run(given)

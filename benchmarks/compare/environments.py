@@ -33,7 +33,7 @@ class Environment:
 
         Args:
             commit: any name that git accepts; "" for the working tree with its changes.
-            extra: the extra of the package that the workers need.
+            extra: the extra of lmpool that the workers need.
 
         Raises:
             BenchmarkError: the commit does not exist, or the installation failed.

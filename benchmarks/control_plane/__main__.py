@@ -154,7 +154,7 @@ class _Fleet:
             await consumer.keep_queue()
 
     async def _claims(self) -> None:
-        """Run what workers do three times per lease: renew entries, claim expired entries, remove expired workers."""
+        """Do the work of a third of a lease: renew entries, claim expired entries, remove expired workers."""
         for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
             _, _, further = await leases.claim(_BATCH, held)
@@ -185,7 +185,7 @@ class _Fleet:
         return float(stats.get("cmdstat_evalsha", {"usec": 0})["usec"])
 
     async def _server_s(self, work: Callable[[], Awaitable[object]], times: int) -> float:
-        """The server's processor time in seconds for one call."""
+        """The server's processor time in seconds for one call of `work`."""
         await work()
         samples = []
         for _ in range(3):

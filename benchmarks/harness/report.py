@@ -60,7 +60,7 @@ class Failures:
 
 
 def describe_run(url: str, peers: Mapping[str, str]) -> dict[str, str]:
-    """Date, commit, machine and versions of a run; `peers` maps packages of the peers' environment to versions."""
+    """Date, commit, machine and versions of a run; `peers` maps packages of the compared projects to versions."""
     with redis.Redis.from_url(url) as client:
         info = client.info("server")
     server = f"{info.get('server_name', 'redis')} {info.get('valkey_version', info['redis_version'])}"

@@ -14,7 +14,7 @@ from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
 _TARGETS = 4  # Number of entries that are requested of each row.
-_CONCURRENCY = 256  # Requests in flight.
+_CONCURRENCY = 256  # Number of requests in flight.
 _PROMPT, _CONTINUATION = 32, 64  # Tokens of a prompt, and of the continuation that is scored.
 _CONTINUATIONS, _GENERATED = 16, 32  # Number of concurrent continuations; tokens per continuation.
 _SMALL_V, _STEP_MS = 8192, 2  # Vocabulary size, and milliseconds per step, of the fast synthetic model.

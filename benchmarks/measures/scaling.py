@@ -1,4 +1,4 @@
-"""How throughput grows with the number of workers, for new prompts and for prompts that extend earlier ones.
+"""How throughput grows with the number of workers, for new prompts and for prompts that extend earlier prompts.
 
 A step of a synthetic worker takes 2 ms, and 1 ms more for each token that its simulated prefix cache does not hold.
 Four workers are four times as fast only if each prompt goes to the worker that computed its prefix.

@@ -19,7 +19,7 @@ _TOPICS = ["river", "winter", "garden", "letter", "market", "harbour", "window",
 
 
 def smc(testbed: Testbed) -> list[Result]:
-    """Compare a process on the pool with a process on genlm-backend, and two concurrent processes with one."""
+    """Compare a process on the pool with a process on genlm-backend, and two concurrent processes with one process."""
     steps = testbed.scaled(_STEPS, 6)
     with ExitStack() as stack:
         model = str(smollm2_folder())
@@ -58,7 +58,7 @@ class _Contest:
     """Runs both sides with the same prompts and seeds, in turns.
 
     Attributes:
-        shares: share of texts that both sides generated, for each round.
+        shares: share of texts that are equal on both sides, for each round.
     """
 
     def __init__(self, steps: int) -> None:

@@ -1,7 +1,7 @@
 """A process that calls SGLang's scheduler directly: `python -m benchmarks.peers.sglang_peer MODEL`.
 
 This is the minimal program for rows in one process: no queue, no cache, no checks. The program replaces the scheduler's
-receiver and processing of results. It runs in SGLang's environment on a CPU, and imports only stubs of the tests.
+receiver and processing of results. It runs in SGLang's environment on a CPU, and imports only stubs of lmpool's tests.
 """
 
 from __future__ import annotations
