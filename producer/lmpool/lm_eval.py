@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a pool: the model `lmpool`; `python -m lmpool.lm_eval` runs lm-eval's command with it.
+"""Run lm-evaluation-harness (lm-eval) on a pool: its model `lmpool`, and its command as `python -m lmpool.lm_eval`.
 
 Texts are tokenized and cut as in lm-eval's own model `hf`, so that both models return the same numbers.
 """
@@ -34,10 +34,10 @@ except ImportError as error:
     raise ImportError(f"lmpool.lm_eval needs lm-eval>=0.4.10: pip install 'lmpool[lm-eval]' ({error})") from error
 
 _Pair = tuple[Any, list[int], list[int]]
-"""lm-eval's key of a request (or None), the context's token ids, and the continuation's; at least one id each."""
+"""lm-eval's key of a request (or None), the token ids of the context and of the continuation, at least one id each."""
 
 _Generation = tuple[int, list[str], list[tuple[str, int]], dict[str, float]]
-"""Max tokens, texts that end a continuation, each text with the number of last tokens to search, and sampling."""
+"""Max tokens, texts that end a continuation, the same texts with the number of last tokens to search, and sampling."""
 
 _log = logging.getLogger("lm_eval.models.lmpool")  # A child of lm-eval's logger, which lm-eval configures.
 
@@ -169,13 +169,13 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return list(self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added})))
 
     def _map(self, kind: str, request: Callable[[Any], Any], items: Sequence[Any], disable_tqdm: bool) -> Iterator[Any]:
-        """The results of concurrent requests, in order. The first failure ends all requests."""
+        """Yield the results of concurrent requests, in order. The first failure ends all requests."""
         with ThreadPoolExecutor(self._concurrency, "lmpool-lm-eval") as threads:
             results = threads.map(request, items)
             try:
                 yield from tqdm(results, total=len(items), disable=disable_tqdm, desc=f"Running {kind} requests")
             except KeyboardInterrupt:
-                self._producer.close()  # Otherwise the program would wait for the requests in flight.
+                self._producer.close()  # Without this, the program would wait for the requests in flight.
                 raise
 
     def _loglikelihood_tokens(
@@ -235,7 +235,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         for pair in pairs:
             logprobs, continuation = self._logprobs(pair), pair[2]
             is_greedy = bool(logprobs.min() > _CERTAINLY_FIRST)
-            # Most other continuations already differ from the most likely tokens in their first token.
+            # Compare first tokens before requesting more: most less likely continuations differ in the first token.
             if not is_greedy and first() == continuation[:1]:
                 rest = continuation[1:]
                 is_greedy = not rest or self._most_likely(context + continuation[:-1], len(context)) == rest
@@ -277,7 +277,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return max_tokens, until, windows, sampling
 
     def _generate(self, number: int, context: str, wanted: _Generation) -> str:
-        """A continuation, requested in pieces."""
+        """Return a continuation, requested in pieces of `_PIECE` tokens."""
         max_tokens, until, windows, sampling = wanted
         has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self._encode(context, False if has_bos else None)[max_tokens - self.max_length :]
@@ -288,7 +288,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         made: list[int] = []
         end = None
         while end is None and len(made) < max_tokens:
-            # Draw as one request for all tokens would. Without sampling, equal seeds let requests share results.
+            # Draw the tokens that one request for all tokens would draw. With temperature 0, equal seeds share results.
             seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if sampling["temperature"] else 0
             begin, size = len(made), min(_PIECE, max_tokens - len(made))
             options: dict[str, Any] = {**sampling, "seed": seed, "stop": stop, "adapter": self._adapter}

@@ -27,7 +27,7 @@ from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Wai
 from lmpool.producer.tokenizer import find_tokenizer
 
 SOME_FAILED = 3
-"""Exit code when some lines have no result. The code is 2 for errors or if no line has any, 4 for refused folders."""
+"""Exit code when some lines have no result. The code is 2 if all lines lack a result, and 4 for a refused folder."""
 
 _EXIT_CODES = (
     "Exit codes: 0 when every line has a result; 3 when some have none (OUT/errors.jsonl says why); 4 when OUT belongs "
@@ -64,7 +64,7 @@ class _RequestOptions:
 
     @asynccontextmanager
     async def producer(self) -> AsyncIterator[Producer]:
-        """A producer that is not open yet; raises as `check_served`."""
+        """Yield a producer that is not open yet; raises the errors of `check_served`."""
         producer = self.pool.producer(self.redis, options.when_absent(self.waits))
         try:
             await options.check_served(self.model, self.redis, self.prefix, self.waits)

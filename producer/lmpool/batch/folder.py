@@ -164,7 +164,7 @@ class Folder:
         sizes = dict[str, int]()
         with self.explained(), suppress(FileNotFoundError), os.scandir(self.path / folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # Another process has just renamed a temporary file.
+                with suppress(FileNotFoundError):  # A temporary file disappears when another process renames it.
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
@@ -210,7 +210,7 @@ class Folder:
             lock.write(str(os.getpid()))
             lock.flush()
             try:
-                self._remove_temporary(0)  # No other process writes now.
+                self._remove_temporary(0)  # This run holds the only lock, so no process writes these files.
                 yield
             finally:
                 if made and list(self.listed()) == [_LOCK]:
@@ -229,7 +229,7 @@ class Folder:
     @contextmanager
     def _lock(self, how: int) -> Iterator[TextIO]:
         with self.explained():
-            # Another user could make this user overwrite other files through links in a folder.
+            # Refuse links and folders of other users: a link could make this run overwrite any file of this user.
             for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
                 if path != self.path and path.is_symlink():
                     raise BatchRefused(f"{path} is a symbolic link that no run makes. Remove it, or use another folder")
@@ -282,7 +282,7 @@ class Folder:
         """Begin the wanted run, or continue the run of the folder's manifest if both are the same."""
         there = self.read_manifest()
         if there is not None and not (differing := there.differences(wanted)):
-            # Remove changed shards, to compute them again. Of a bucket, only sizes are compared: no file is fetched.
+            # Remove changed shards, to compute them again. Of a bucket's shards, compare only sizes: fetch no file.
             placed = {} if isinstance(self, Bucket) else self.placed(there)
             done = self.done(there)  # Read notes after files: a shard's note is written before its file.
             for number in placed:
@@ -300,7 +300,7 @@ class Folder:
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
                 self.remove(name)
-        self.remove(SUBMISSION)  # The file belongs to an earlier run.
+        self.remove(SUBMISSION)  # jobs.json belongs to an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 
@@ -321,7 +321,7 @@ class Folder:
         return manifest
 
     def placed(self, manifest: Manifest) -> dict[int, int]:
-        """The files of shards, also of shards that are not done: number of the shard -> size in bytes."""
+        """The size in bytes of each shard's file, by the shard's number; also of shards that are not done."""
         found = ((_SHARD.fullmatch(name), size) for name, size in self.listed().items())
         return {int(match[1]): size for match, size in found if match and match[2] == manifest.options.format}
 
@@ -337,7 +337,7 @@ class Folder:
             # Read notes after listing files: a shard's note is written before its file.
             names = self.listed(_NOTES) if only is None else [f"{only:05}.json"]
             for data in self.read_all(f"{_NOTES}/{name}" for name in names):
-                with suppress(msgspec.DecodeError):  # A process was killed while it wrote the note.
+                with suppress(msgspec.DecodeError):  # A note is incomplete if its process was killed.
                     note = msgspec.json.decode(data, type=_Note)
                     if note.run == manifest.run:
                         known[note.shard.number] = note.shard
@@ -348,7 +348,7 @@ class Folder:
         name = f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl"
         if errors:
             self.write(name, errors)
-        else:  # An earlier run may have written errors of this shard.
+        else:  # Remove the errors that an earlier run may have written for this shard.
             self.remove(name)
         self.write(f"{_NOTES}/{shard.number:05}.json", [msgspec.json.encode(_Note(manifest.run, shard))])
         self.place(path, manifest.shard_name(shard.number))
@@ -370,11 +370,11 @@ class Folder:
 class Bucket(Folder):
     """An output folder behind a URL of fsspec. Shards are written in a temporary folder and uploaded.
 
-    A store has no lock that several machines see. Several runs of the same command may write concurrently: of each
-    shard, the first complete file is kept.
+    A store has no lock that several machines see. Several runs of the same command may write concurrently; the folder
+    keeps the first complete file of each shard.
     """
 
-    _errors = Exception  # The package of each store has its own.
+    _errors = Exception  # Each store's package raises exceptions of its own types.
 
     def __init__(self, url: str) -> None:
         super().__init__(temporary_folder(self))
@@ -423,7 +423,7 @@ class Bucket(Folder):
             return fetch(system, f"{path}/{name}", f"{self.url}/{name}", system.info(f"{path}/{name}"))
 
     def _remove_temporary(self, min_age_s: float) -> None:
-        """Do nothing: temporary files are in the temporary folder, as is the lock. A store has no locks."""
+        """Do nothing: a bucket's temporary files are in a temporary folder of this machine, not in the store."""
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """See `Folder.place_shard`; BatchRefused if another run replaced the manifest."""

@@ -21,13 +21,13 @@ from lmpool.batch.shards import Failed, HasCustomId
 from lmpool.errors import BatchError
 
 MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to bound its memory. A longer line fails.
-MAX_CHUNK_LINES = 256  # Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk.
-# Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size.
+MAX_CHUNK_LINES = 256  # Max lines in a chunk: one call in a thread tokenizes a chunk.
+# Max bytes of input in a chunk. Memory holds several chunks, whose token ids need six times as many bytes.
 MAX_CHUNK_BYTES = 1024 * 1024
-# Bytes of one read: little memory, few system calls. Without this limit, pyarrow would read a whole row group.
+# Bytes per read, which limits memory and system calls. Without this limit, pyarrow would read a whole row group.
 _READ_BYTES = 1024 * 1024
 _DIGEST_BYTES = 16  # Bytes of a BLAKE2b digest.
-_NUMBER_BYTES = 8  # Max bytes of a decoded number: a Parquet file may store a number in fewer bytes.
+_NUMBER_BYTES = 8  # Max bytes of a decoded number: in a Parquet file a number may take fewer bytes.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -64,7 +64,7 @@ class Chunk(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An input after one pass over it."""
+    """The format, size, digest and shards of an input, found by reading the whole input once."""
 
     format: str  # "jsonl" or "parquet".
     size: int  # Bytes of the input.
@@ -223,7 +223,7 @@ class ParquetSource(Source):
             digest = digest_of_file(self.path)
             if "custom_id" in file.schema_arrow.names:
                 for batch in file.iter_batches(columns=["custom_id"]):
-                    for row, value in enumerate(batch.column(0).to_pylist(), row + 1):  # noqa: B020 It counts on.
+                    for row, value in enumerate(batch.column(0).to_pylist(), row + 1):  # noqa: B020 `row` counts on.
                         ids.add(row, value)
             rows: int = file.metadata.num_rows
             self._check(raw)
@@ -250,7 +250,7 @@ class ParquetSource(Source):
 
 
 def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, Line | Failed, int]]:
-    """Iterate over (shard, line, bytes) of some shards, in order; the bytes are a mean of several rows."""
+    """Iterate over (shard, line, bytes) of some shards, in order; `bytes` is the mean size of several rows."""
     columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
     at = 0
 
@@ -262,7 +262,7 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
         if not is_wanted(group.num_rows):
             at += group.num_rows
             continue
-        # Decode up to `MAX_CHUNK_LINES` rows at once, of up to `MAX_CHUNK_BYTES` if all rows have the same size.
+        # Decode at most `MAX_CHUNK_LINES` rows at once, with at most `MAX_CHUNK_BYTES` if all rows have the same size.
         parts = map(group.column, range(group.num_columns))
         read = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
         size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in read)

@@ -219,7 +219,7 @@ async def drop(
 
 
 def _say_result(text: str, doubt: str, as_json: Any = None) -> None:
-    """Print a result and a doubt about the result. When the result is JSON, print the doubt on standard error."""
+    """Print a result and a warning (`doubt`). When the result is JSON, print the warning on standard error."""
     if as_json is None:
         say(f"{text}; {doubt}" if doubt else text)
         return
