@@ -39,7 +39,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import the language model at its first use: it needs torch and genlm-backend. Tries need both only for drawing."""
+    """Import the language model at its first use: it needs torch and genlm-backend; tries need these only to draw."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("lmpool.producer.genlm.language_model"), name)
