@@ -42,8 +42,8 @@ _Generation = tuple[int, list[str], list[tuple[str, int]], dict[str, float]]
 _log = logging.getLogger("lm_eval.models.lmpool")  # A child of lm-eval's logger, which lm-eval configures.
 
 _CONCURRENCY = 64  # Default number of concurrent requests: enough to fill the batch of a worker.
-_PIECE = 32  # Tokens per request of a continuation. After each request, its text is checked for stop texts.
-_MAX_OPTIONS = 16  # Max continuations of one context that one thread requests: usual questions have fewer.
+_PIECE = 32  # Tokens per request of a continuation. After each request, the new text is checked for stop texts.
+_MAX_OPTIONS = 16  # Max continuations of one context that one thread requests; most questions have fewer.
 # A token with a higher log-probability is the most likely token: the value is ln 1/2, rounded up.
 _CERTAINLY_FIRST = -0.69
 _DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes by default.
@@ -304,7 +304,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
 
 def main() -> None:
-    """Run lm-eval's command. An error of the pool prints one line, and the exit code is 2."""
+    """Run lm-eval's command. After an error of the pool, print the error in one line and exit with code 2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

@@ -160,7 +160,7 @@ class DeadLetter(NamedTuple):
     entry: str  # Id of the stream entry, "MS-N": MS is the time when workers gave the job up, in ms since 1970.
     data: bytes  # The encoded job, as a client queued it.
     failure: jobs.Failure
-    job: jobs.Job | None = None  # The decoded `data`; None if it cannot be decoded.
+    job: jobs.Job | None = None  # The decoded `data`; None if `data` cannot be decoded.
     query: queries.Query | None = None  # The job's query; None if the job requests a row.
     digest: bytes = b""  # The digest that the job's clients waited for; b"" if the job cannot be decoded.
     fault: str = ""  # Why no worker can compute the job; "" if the job can be retried.
@@ -268,7 +268,7 @@ class DeadLetters:
             adapters: qualified names of the registered adapters; see `served_adapters`.
 
         Returns:
-            False if the same prompt is already in flight.
+            True if the job was queued; False if another job of the same prompt is already in flight.
 
         Raises:
             LMPoolError: no worker can compute the job, or the queue is full; the dead letter stays.
@@ -291,7 +291,7 @@ class DeadLetters:
 
 
 def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> str:
-    """Return why a job cannot be queued again; "" if it can."""
+    """Return why a job cannot be queued again; "" if the job can be queued."""
     if letter.fault or letter.job is None:
         return f"the job cannot be decoded, so no worker can compute it: {letter.fault}"
     job = letter.job

@@ -1,7 +1,7 @@
 """Process whole files: a pool computes a result for every line of an input; a run writes the results to shards.
 
 `lmpool batch run` writes shards; `lmpool.batch.open` reads shards; `arq lmpool.batch.WorkerSettings` is a worker for
-jobs of `lmpool batch submit`. A run uses only `lmpool.producer`, not the modules behind it.
+jobs of `lmpool batch submit`. A run uses only `lmpool.producer`, not the subpackages of `lmpool.producer`.
 """
 
 from typing import Any

@@ -75,7 +75,7 @@ def named(text: str) -> str:
 
 
 def check_url(url: str, schemes: Set[str]) -> None:
-    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains."""
+    """Refuse a chained URL, or a scheme not in `schemes`: some file systems of fsspec run code that a URL contains."""
     if "::" in url:
         raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
     scheme = url.partition("://")[0]
@@ -100,7 +100,7 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        system, path = url_to_fs(url)  # fsspec may return a file system that it made earlier.
+        system, path = url_to_fs(url)  # fsspec may return a file system object that it has cached.
     except (ImportError, ValueError) as error:
         reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
         raise SettingsError(f"{named(url)}: {reason}") from error
@@ -110,7 +110,7 @@ def file_system(url: str) -> tuple[Any, str]:
 
 @contextmanager
 def explained(location: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Raise BatchError in place of `kind`: OSError for files of this machine, any exception for a store's package."""
+    """Convert exceptions of the type `kind` to BatchError: OSError for local files, any exception for a store."""
     try:
         yield
     except LMPoolError:
@@ -143,7 +143,7 @@ def cache_folder() -> Path:
 
 
 def temporary_folder(owner: object) -> Path:
-    """A folder in the cache that is removed when its owner is garbage-collected."""
+    """A folder in the cache that is removed when the object `owner` is garbage-collected."""
     folder = cache_folder()
     _remove_unused(folder)
     made = tempfile.mkdtemp(prefix="staging-", dir=folder)
@@ -152,7 +152,7 @@ def temporary_folder(owner: object) -> Path:
 
 
 def pyarrow(use: str) -> Any:
-    """The package pyarrow with its module `parquet`. If it is missing, SettingsError begins with the text `use`."""
+    """Import pyarrow with its module `parquet`. The SettingsError for a missing pyarrow begins with the text `use`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -212,7 +212,7 @@ def plain_file(location: str) -> Path:
 
 
 def state_of(status: os.stat_result) -> tuple[int, ...]:
-    """Numbers that change when another file replaces a file, or a program writes to it."""
+    """Numbers that change when another file replaces a file, or when a program writes to the file."""
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 

@@ -9,8 +9,8 @@ jobs.json            the arguments of `lmpool batch submit`, empty after `cancel
 lock                 flock: exclusive for a run, shared for workers of jobs; none behind a URL
 *.tmp                files that a process writes, or that a killed process left
 
-A shard is done if its note names the run of the manifest and the size of its file. Its errors and its note are written
-before the shard is renamed or uploaded. So a process can be killed at any time: a shard without its note, or with
+A shard is done if its note names the run of the manifest and the size of the shard's file. A shard's errors and note are
+written before the shard is renamed or uploaded. So a process can be killed at any time: a shard without a note, or with
 another size than its note says, is computed again.
 """
 
@@ -140,7 +140,7 @@ class Folder:
     """An output folder of this machine.
 
     Attributes:
-        path: path of the folder; for a `Bucket`, of a temporary folder for files before their upload.
+        path: path of the folder; for a `Bucket`, path of a temporary folder for files before their upload.
         url: path or URL of the folder.
         location: the path or URL without secrets, for messages.
     """
@@ -151,7 +151,7 @@ class Folder:
         self.path = path
         self.location = self.url = str(path)
 
-    # Files: `Bucket` overrides the methods from here to the locks.
+    # Methods for files; `Bucket` overrides most of these methods.
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -262,7 +262,7 @@ class Folder:
         return next(iter(self.read_all([name])), None)
 
     def create(self, name: str) -> BufferedRandom:
-        """Open a new temporary file for `place`. Its random name is used by no other process or call."""
+        """Open a new temporary file for `place`, with a random name that no other process or call uses."""
         path = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
         if path.parent != self.path:  # Create subfolders only: a removed output folder stays removed.
             path.parent.mkdir(exist_ok=True)
@@ -315,7 +315,7 @@ class Folder:
             raise BatchRefused(f"{self.location}/{MANIFEST} is not a manifest of this release: {error}") from error
 
     def manifest(self) -> Manifest:
-        """The manifest, as `read_manifest` returns it; BatchError if the folder has none."""
+        """The manifest of the folder; raises BatchError if the folder has no manifest."""
         if (manifest := self.read_manifest()) is None:
             raise BatchError(f"{self.location} is not an output folder of `lmpool batch`: it has no {MANIFEST}")
         return manifest
@@ -337,7 +337,7 @@ class Folder:
             # Read notes after listing files: a shard's note is written before its file.
             names = self.listed(_NOTES) if only is None else [f"{only:05}.json"]
             for data in self.read_all(f"{_NOTES}/{name}" for name in names):
-                with suppress(msgspec.DecodeError):  # A note is incomplete if its process was killed.
+                with suppress(msgspec.DecodeError):  # A killed process left an incomplete note.
                     note = msgspec.json.decode(data, type=_Note)
                     if note.run == manifest.run:
                         known[note.shard.number] = note.shard

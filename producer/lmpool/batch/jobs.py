@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
-QUEUE = "arq:lmpool:batch"  # The queue of arq for these jobs.
+QUEUE = "arq:lmpool:batch"  # Redis key of arq's queue for jobs of `lmpool batch`.
 # Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`.
 SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
 
@@ -56,7 +56,7 @@ _MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the ti
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
 _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and max tries: together ten minutes.
-# Max seconds of a job, and seconds for which arq keeps its result for `status`: a day, more than any shard takes.
+# Max seconds of a job, and seconds for which arq keeps a job's result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
 _MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server; each try writes a line to the log.
 
@@ -92,7 +92,7 @@ def connect(server: Server, client: Any = None) -> ArqRedis:
 
 @asynccontextmanager
 async def connected(redis: str | None) -> AsyncIterator[ArqRedis]:
-    """The client of arq for a command; it is closed after the block, and its errors become exceptions of lmpool."""
+    """Open arq's client for a command, and close it after the block; the client's errors become lmpool's exceptions."""
     server = Server(redis)
     async with server.connected() as client:
         yield connect(server, client)
@@ -166,7 +166,7 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     try:
         return await await_beside(_answer(context, job), [_renew(context)])
     except LMPoolError as error:
-        # Retry after errors that may pass, such as a missing worker or server; settings and files stay wrong.
+        # Retry after errors that may pass, such as a missing worker or server, but not after wrong settings or files.
         may_pass = isinstance(error, BatchRefused) or getattr(error, "may_pass", not isinstance(error, SettingsError))
         if not may_pass or context["job_try"] >= _MAX_TRIES:
             raise
@@ -189,7 +189,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
         raise BatchError(f"{named(job.source)} {changed}. Submit it again")
     producer = await _producer_of(context, job.pool)
     with folder.shared():
-        # The shard may be done already, if a worker was killed before it ended this job.
+        # Check whether the shard is done: a worker may have been killed after the shard, before the end of the job.
         if not await asyncio.to_thread(folder.done, manifest, job.shard):
             await Run(producer, folder, manifest, source, index, job.settings, Progress()).run_shards([job.shard])
         with folder.explained():
@@ -216,7 +216,7 @@ async def _renew(context: dict[str, Any]) -> None:
     """Renew the lease of a job: the key that marks the job as in progress. arq would set the key once, for a day."""
     lease_s = context["lease_s"]
     while True:
-        with suppress(RedisError, OSError):  # At worst the lease expires, and another worker computes the same shard.
+        with suppress(RedisError, OSError):  # At worst the lease expires, and another worker also computes the shard.
             await context["redis"].psetex(in_progress_key_prefix + context["job_id"], int(1000 * lease_s), b"1")
         await asyncio.sleep(lease_s / 3)
 
@@ -232,7 +232,7 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         at: hour and minute, "02:30", in the worker's time zone (`ARQ_TIMEZONE`, UTC by default).
         source: the input.
-        output: the folder; `{date}` in it becomes the day, such as 2026-11-25.
+        output: the output folder; `{date}` in its name becomes the day, such as 2026-11-25.
         model, prefix: the model, and the prefix of the pool's keys.
     """
 
@@ -313,7 +313,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         self.in_progress_timeout_s = self.ctx["lease_s"]
 
     async def main(self) -> None:
-        """Run jobs. If the server cannot be reached, try again until it answers."""
+        """Run jobs. If the server cannot be reached, try again until the server answers."""
         for pause in delays(_MAX_PAUSE_S):
             try:
                 await super().main()
@@ -354,7 +354,7 @@ async def find_jobs(
     queued, under_way, failed, lost, note = 0, 0, dict[int, str](), list[int](), ""
     async with connected(redis) as arq:
         for some in _in_parts(shards):
-            async with arq.pipeline(transaction=True) as pipe:  # Read many jobs as `arq.jobs.Job.status` reads one.
+            async with arq.pipeline(transaction=True) as pipe:  # Read jobs' states as `arq.jobs.Job.status` does.
                 for name in (job_name(folder, manifest, shard) for shard in some):
                     pipe.get(result_key_prefix + name)
                     pipe.exists(in_progress_key_prefix + name)
@@ -375,7 +375,7 @@ async def find_jobs(
                 else:
                     lost.append(shard)
         with folder.explained():
-            # `cancel` empties the file: cancelled jobs are not lost.
+            # Queue no job again if `jobs.json` is empty: `cancel` has emptied the file.
             if data := await asyncio.to_thread(folder.read, SUBMISSION) if lost else None:
                 done = await asyncio.to_thread(folder.done, manifest)  # A job may have ended since the server replied.
                 lost = [shard for shard in lost if shard not in done]
@@ -414,6 +414,6 @@ async def cancel(redis: str | None, output: str) -> int:
                         pipe.delete(job_key_prefix + name)
                 await pipe.execute()
     if SUBMISSION in await asyncio.to_thread(folder.listed):
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses such a folder too.
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # A refused folder stays unchanged.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

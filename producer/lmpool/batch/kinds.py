@@ -37,9 +37,9 @@ class Kind:
     request: Request
     # Returns how many numbers a result has per position, or raises an error if the model does not support the kind.
     width: Callable[[ModelInfo], int]
-    is_wide: bool = False  # Results are too large for text, so shards are safetensors and stream their first column.
+    is_wide: bool = False  # If results are too large for text, shards are safetensors and stream their first column.
     span: Callable[[int, int], range] = positions_from  # Converts a text's length and a start to positions.
-    has_continuations: bool = False  # Whether lines may have a continuation, whose tokens alone get results.
+    has_continuations: bool = False  # Whether a line may have a continuation; then only its tokens get results.
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
         """Split positions into parts whose results have at most 8 MiB each, so that several results fit into memory."""

@@ -20,7 +20,7 @@ from lmpool.batch.folder import digest_of_file
 from lmpool.batch.shards import Failed, HasCustomId
 from lmpool.errors import BatchError
 
-MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to bound its memory. A longer line fails.
+MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to limit memory. A longer line fails.
 MAX_CHUNK_LINES = 256  # Max lines in a chunk: one call in a thread tokenizes a chunk.
 # Max bytes of input in a chunk. Memory holds several chunks, whose token ids need six times as many bytes.
 MAX_CHUNK_BYTES = 1024 * 1024
@@ -49,7 +49,7 @@ class Fields(HasCustomId):
 
 
 class Line(NamedTuple):
-    """A line that was read: its number, from 1, and its fields."""
+    """A line that was read: the line's number, from 1, and its fields."""
 
     number: int
     fields: Fields
@@ -101,8 +101,8 @@ class CustomIds:
 class Source:
     """An input with a JSON object on each line, or a subclass for another format; empty lines are skipped.
 
-    The input must not change until it was read: the methods raise BatchError if the file cannot be read, or has changed
-    since the `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.
+    The input must not change: the methods raise BatchError if the file cannot be read, or has changed since the
+    `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.
     """
 
     def __init__(self, path: Path, location: str = "") -> None:

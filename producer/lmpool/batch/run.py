@@ -1,4 +1,4 @@
-"""A run: it requests a result for every line of an input, and writes the results to shards in the order of the lines.
+"""Run a batch: request a result for every line of an input, and write the results to shards in the order of lines.
 
 One task reads and tokenizes lines ahead, in a thread. Many tasks send requests, each for a part of one text. Requests
 for the next shard begin before the last results of a shard arrive. One task takes the results in the order of the lines
@@ -42,7 +42,7 @@ from lmpool.settings import check_number, shown
 # Max items between reading and writing, per concurrent request: two keep all requests busy while a result is late.
 _ITEMS_PER_REQUEST = 2
 _MAX_BYTES = 48 * 1024 * 1024  # Max bytes of items between reading and writing; the last item may add 16 MiB.
-# Max results, and max bytes of results, that one call in a thread writes: a call costs 0.1 ms, results need memory.
+# Max results, and max bytes of results, that one call in a thread writes: each call costs 0.1 ms, each result memory.
 _MAX_WRITTEN_ITEMS, _MAX_WRITTEN_BYTES = 64, 1024 * 1024
 # Estimated bytes in memory of a text, of a token id (a Python integer in a list), and of a number of a result.
 _TEXT_BYTES, _ID_BYTES, _NUMBER_BYTES = 1024, 40, 8
@@ -52,7 +52,7 @@ _REPORT_INTERVAL_S = 10.0  # Seconds between lines of progress if no terminal sh
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another server."""
+    """The pool that computes a run. A job always uses the pool on the server of the jobs: it may name no other server."""
 
     model: str | None = None
     prefix: str = "lmpool"
@@ -196,13 +196,13 @@ class _Item:
     entry: Text | Failed | None  # The text or the failed line; None for the end of the shard.
     result: asyncio.Future[Columns | Failed | None]
     part: range = range(0)  # The positions of the text that this part requests.
-    is_last: bool = False  # Whether the line ends with this part.
+    is_last: bool = False  # Whether this part is the last part of its line.
     size: int = 0  # Estimated bytes of the item in memory.
 
 
 @dataclass(eq=False)
 class Run:
-    """A run, or some shards of it."""
+    """Computes a run, or some shards of a run."""
 
     producer: Producer
     folder: Folder
@@ -340,7 +340,7 @@ class Run:
                 end.result.set_result(None)
 
     async def _send(self) -> None:
-        """Request the result of one item after another."""
+        """Request the results of items, one item after the other; many tasks run this method."""
         while True:
             text, item = await self._unsent.get()
             result: Columns | Failed
@@ -359,7 +359,7 @@ class Run:
     def _check_model(self) -> None:
         """Raise ModelMismatch if the pool now serves another model than the manifest's."""
         began, now = self.manifest.model, self.producer.model
-        if now is self._checked:  # The producer has not read the model info again.
+        if now is self._checked:  # The model info is the object that was checked last.
             return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"

@@ -61,7 +61,7 @@ class Text(NamedTuple):
 
 
 class HasCustomId(msgspec.Struct):
-    """A line of which only the custom id is read."""
+    """A line whose custom id alone is decoded."""
 
     custom_id: str | int | None = None
 
@@ -422,8 +422,8 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 class Batch(Sequence[Answer]):
     """The results in an output folder, in the order of the input. Lines without a result are left out.
 
-    A batch of an unfinished run has the shards that were done when it was opened: see `is_finished`. A batch works as a
-    map-style dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
+    A batch of an unfinished run has the shards that were done when the batch was opened: see `is_finished`. A batch is a
+    map-style dataset of torch, and an instance of `torch.utils.data.Dataset` if torch was imported earlier.
 
     Args:
         path: the output folder, or its URL. Shards behind a URL are copied to a local cache when they are read.

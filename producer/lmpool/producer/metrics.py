@@ -156,7 +156,7 @@ class TracedCall:
 
     span: Any
     traceparent: str  # Trace context of the span, which jobs carry; "" if the span has no context.
-    # The pending requests that the call waits for, each with whether this call started it.
+    # The pending requests that the call waits for, each with a flag: whether this call started the request.
     requests: list[tuple[Any, bool]] = field(default_factory=list)
 
 

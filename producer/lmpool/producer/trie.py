@@ -276,7 +276,7 @@ class PooledTrie(CopiedAsItself):
     ) -> Values:
         """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
-        Row or weights may be missing or damaged `missing` times; the next call of `ask` stores the row or weights again.
+        Row or weights may be missing or damaged `missing` times; the next call of `ask` stores row or weights again.
         """
         is_registered = False
         while True:

@@ -125,7 +125,7 @@ async def list_letters(
 
 
 def letters_table(rows: Sequence[Mapping[str, Any]], *, has_models: bool) -> FittingTable:
-    """Return a table of dead letters. It never cuts ids, because users pass ids to commands."""
+    """Return a table of dead letters. The table never cuts ids, because users pass ids to commands."""
     columns = (
         Column("id", 0, min_width=UNFOLDED),
         *([Column("model", 0)] if has_models else []),

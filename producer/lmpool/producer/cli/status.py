@@ -32,7 +32,7 @@ UNFOLDED = 1_000_000
 """Value of `Column.min_width` for a column whose names stay on one line while the table fits the terminal."""
 
 _FRAME, _PADDING = 1, 3  # Characters that rich adds to each line, and to each column.
-_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until it replies, the view shows old values.
+_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until the server replies, the view shows old values.
 
 
 @with_options
@@ -82,9 +82,9 @@ class Column(NamedTuple):
     """A column of a table, which shows one field of each row, or nothing for a row without the field.
 
     Attributes:
-        title: its header.
+        title: header of the column.
         rank: in a narrow terminal, columns of the highest rank are left out first; columns of rank 0 fold their names.
-        name: name of the field; "" if it is the title.
+        name: name of the field; "" if the title is the field's name.
         form: formats the field as a number; None to show the field as text.
         min_width: names up to this many characters stay on one line.
     """

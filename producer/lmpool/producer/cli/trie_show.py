@@ -39,7 +39,7 @@ _MAX_IDS = 10  # Max token ids of the prompt that the title shows.
 _MAX_TOKENS = 3  # Max token ids that a branch's line shows.
 _GUIDE_CELLS = 4  # Terminal columns by which rich indents each level of a tree.
 _MAX_LABEL_CELLS = 40  # Max terminal columns of a quoted byte string.
-_MIN_ALONE = 1e-5  # A smaller share of a branch may be a rounding error, because it is a difference of float32 sums.
+_MIN_ALONE = 1e-5  # A smaller share of a branch may be a rounding error: shares are differences of float32 sums.
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Branch:
     Attributes:
         node: the last node of the chain.
         prefix: the bytes from the root of the trie to that node.
-        edge: the bytes between the prefix of the parent branch and this branch's prefix, which ends with them.
+        edge: the bytes that follow the parent branch's prefix in this branch's prefix.
         tokens: ids of the tokens that are equal to the prefix.
         below: number of all tokens of the branch.
         mass: sum of the weights of all tokens of the branch.

@@ -30,7 +30,7 @@ class Adapters:
     """Looks up the adapters of one session's model by name; adds, replaces and removes adapters.
 
     A client may use an entry for `KNOWN_FOR_S` seconds from the start of the read. A call that replaces an entry
-    ends only after this time, when no client requests the old weights or takes their rows from a cache any more.
+    ends only after this time, when no client requests the old weights or reads rows of these from a cache any more.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -58,7 +58,7 @@ class Adapters:
             if not wire.is_qualified(wire.qualify(name, "0")):
                 raise await self._unknown(name, deadline)  # A malformed name has no registry entry.
             if (registered := await self._read([name], deadline)) is not None:
-                # Use the entry even if it became too old while the event loop was busy: another read would be no newer.
+                # Use the entry even if it grew too old while the event loop was busy, because another read is no better.
                 if (adapter := registered.adapters.get(name)) is None:
                     raise await self._unknown(name, deadline)
                 break
@@ -167,7 +167,7 @@ class Adapters:
         return registered
 
     def _belong_to(self, owner: str) -> None:
-        """Discard the cached entries if they belong to another model."""
+        """Discard the cached entries if these entries belong to another model than `owner`."""
         if owner != self._owner:
             self._known.clear()
             self._owner = owner

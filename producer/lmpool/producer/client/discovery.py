@@ -1,4 +1,4 @@
-"""The connections of a session, and its reads from the pool: the served models, live workers and vocabularies."""
+"""Connect a client session to a pool, and read the pool's served models, live workers and vocabularies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _SCAN_S = 1.0
 
 _log = logging.getLogger("lmpool.producer")
 
-# Max unreadable model infos that one client logs, each only once, because the client reads infos every second.
+# Max unreadable model infos that one client logs. An info is logged only once, because it is read every second.
 _MAX_WARNED = 100
 # Max loading workers whose models an error text names, so that its cost does not grow with the pool.
 _MAX_NAMED = 8
@@ -234,7 +234,7 @@ class Discovery:
     async def _unknown(self, name: str | None, text: str, advice: str) -> errors.UnknownModel:
         """Return the error for a model that is not served; it says whether a worker is loading the model.
 
-        A waiting client calls this every second, so its cost must not grow with the number of loading workers.
+        A waiting client calls this method every second, so the cost must not grow with the number of loading workers.
         """
         loading = {name} if name and (await self.alive(name)).loading else set[str]()
         if not loading:
@@ -341,9 +341,9 @@ class Liveness:
     async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
 
-        The limit is a lease, but at least 5 s, so that a worker that restarts can register again. While a worker loads
-        the model, requests wait without this limit. If this client was blocked for longer than a lease, workers may
-        have joined and left unnoticed, so the time without workers starts again. `now` is the loop time.
+        Workers may be missing for a lease, but at least 5 s, so that a restarting worker can register again. While a
+        worker loads the model, requests wait without limit. If this client was blocked for longer than a lease, workers
+        may have joined and left unnoticed, so the time without workers starts again. `now` is the loop time.
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
@@ -396,7 +396,7 @@ class Vocabularies:
             raise self._connections.server.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
-        """Return the vocabulary of the model; raises UnknownVocabulary if its workers publish none."""
+        """Return the vocabulary of the model; raises UnknownVocabulary if the workers publish no vocabulary."""
         info = self._connections.model.info
         if not info.vocabulary:
             why = "because its workers found no tokenizer with the bytes of its tokens: pass the byte strings yourself"

@@ -56,7 +56,7 @@ _MAX_ROWS_AT_ONCE = 32
 
 
 class Requester:
-    """Requests rows from one model's workers, in one event loop; `Session` opens and closes it.
+    """Requests rows from one model's workers, in one event loop; the subclass `Session` opens and closes connections.
 
     Attributes:
         loop: the event loop.

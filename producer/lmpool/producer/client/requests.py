@@ -1,7 +1,7 @@
 """Pending requests: the callers that wait for each prompt, timers of their deadlines, and the producer's row cache.
 
 Calls for the same prompt share one request: the first call starts a `PendingRequest`, later calls join it. Nothing in
-this file uses the server; `submit.py` sends requests and `receive.py` resolves them.
+this file uses the server; `submit.py` sends requests and `receive.py` resolves requests.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_timeout(timeout: float) -> float:
 
 
 class Deadline:
-    """The time by which a request must end, shared by all of its steps.
+    """The time by which a request must end, shared by all steps of the request.
 
     Attributes:
         seconds: duration from the start of the request.
@@ -207,7 +207,7 @@ class PendingRequest:
     """A prompt for whose row or result this process waits.
 
     Attributes:
-        waiters: function to call with the result -> time when its caller started to wait, by `monotonic`.
+        waiters: function to call with the result -> time by `monotonic` when the function's caller began to wait.
         until: loop time of the latest deadline among the waiters.
         warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         since: loop time of the server's last reply about this prompt.
@@ -275,7 +275,7 @@ class PendingRequests:
     def add(
         self, prompt: Prompt, waiter: Waiter, until: float = math.inf, warm: bool = False
     ) -> tuple[PendingRequest, bool]:
-        """Add a waiter with a deadline for a prompt; returns the request, and whether it is a new one.
+        """Add a waiter with a deadline for a prompt; returns the request, and whether the request is new.
 
         `warm` means that the waiter does not need the row itself.
         """
@@ -303,7 +303,7 @@ class PendingRequests:
         return admitted
 
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
-        """Remove a waiter; returns whether the request has ended because it has no other waiter."""
+        """Remove a waiter; returns whether the request has ended because no other waiter is left."""
         self._count_failure(why, request.waiters.pop(waiter))
         if request.waiters or not self.is_open(request):
             return False

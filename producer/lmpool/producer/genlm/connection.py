@@ -184,7 +184,7 @@ class ModelConnection:
 
 
 class PrivatePool:
-    """A server and a worker whose files are in a temporary folder. They run until `close`.
+    """A private server and worker, which run until `close` and have their files in a temporary folder.
 
     Server and worker end when this process ends or is killed. A fork may use the server and worker, but ends neither.
 
@@ -216,7 +216,7 @@ class PrivatePool:
         """End the worker and the server and remove their files; closing twice does nothing."""
         process, self._process = self._process, None
         if process is not None:
-            with process:  # Leaving the block closes the worker's pipe and waits for its end.
+            with process:  # Leaving the block closes the worker's pipe and waits for the worker's end.
                 process.terminate()
                 try:
                     process.wait(_STOP_S)

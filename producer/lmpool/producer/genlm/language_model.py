@@ -238,7 +238,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Args:
             prompt_token_ids: the prompt, as for `next_token_logprobs`.
             max_tokens: max tokens to draw.
-            eos_token_ids: tokens that end the continuation; they are not part of it.
+            eos_token_ids: tokens that end the continuation; the continuation does not include these tokens.
             temperature: divisor of the log-probabilities; 0 takes the most likely token each time.
             seed: seed of the generator.
             lora_name: name of an adapter; None for no adapter.
@@ -360,7 +360,7 @@ def load_model_by_name(
         name: for a pool, the name of the served model, or None for the only served model; otherwise the model's hub
             name or folder.
         backend: None or "pool" connects to a running pool. "hf", "vllm" and "sglang" (or "sgl") start a private server
-            and a worker with that backend; both end when the model is closed or collected, or when this program ends
+            and worker with that backend; both end when the model is closed or collected, or when this program ends
             or is killed. "synthetic" (or "mock") starts a worker that returns random rows for the vocabulary of the
             tokenizer `name`. Equal prompts have equal rows, which differ from the rows of genlm-backend's mock.
         llm_opts: options of `PooledLM.from_name`; `when_absent` defaults to "wait", so that programs and workers may

@@ -7,7 +7,7 @@ spelling is a prefix of another spelling, and 0xFF is the only byte whose spelli
 
 genlm-backend gives every item a leaf below the node of its last letter, orders children by their first items, and
 numbers all nodes in postorder. A node's number is therefore the number at which its subtree starts plus the size of the
-subtree minus one. Both numbers are computed from the trie's arrays without walking the trie.
+subtree minus one. Both summands are computed from the trie's arrays without walking the trie.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Spans(NamedTuple):
     Attributes:
         items: the items in the order of their nodes, int64 (V,).
         low, high: items[low[n] : high[n]] are below node n; int64 (N,) each. Every node has at least one item.
-        end: one past the last node below n, int64 (N,).
+        end: end[n] is one more than the last node below node n; int64 (N,).
     """
 
     items: NDArray[np.int64]

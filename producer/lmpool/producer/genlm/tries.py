@@ -124,7 +124,7 @@ class TokenCharacterTrie:
             raise InvalidWeights(f"{rows.shape[1]} weights for {items}: give one for each")
         if rows.dtype.kind not in "fiub":
             raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
-        # The minimum is NaN if any weight is NaN, and computing it needs no second array.
+        # Check the minimum, which is NaN if any weight is NaN: computing the minimum needs no second array.
         if rows.size and np.isnan(rows.min()):
             raise nan_found(rows)
 
