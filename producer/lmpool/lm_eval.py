@@ -247,7 +247,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         _, context, continuation = pair
         if len(context) + len(continuation) <= self._info.max_prompt_tokens:
             return self._producer.score(context, continuation, adapter=self._adapter)
-        # The pair is one token too long for a prompt: read the last token from the row of the tokens before it.
+        # The pair is one token too long for a prompt, so read the last log-probability from a row.
         ids, last = context + continuation[:-1], continuation[-1:]
         entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter)
         assert isinstance(entry, np.ndarray)

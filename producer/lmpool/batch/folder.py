@@ -9,9 +9,9 @@ jobs.json            the arguments of `lmpool batch submit`, empty after `cancel
 lock                 flock: exclusive for a run, shared for workers of jobs; none behind a URL
 *.tmp                files that a process writes, or that a killed process left
 
-A shard is done if its note names the run of the manifest and the size of the shard's file. A shard's errors and note are
-written before the shard is renamed or uploaded. So a process can be killed at any time: a shard without a note, or with
-another size than its note says, is computed again.
+A shard is done if its note names the run of the manifest and the size of the shard's file. A shard's errors and note
+are written before the shard is renamed or uploaded. So a process can be killed at any time: a shard without a note, or
+with another size than its note says, is computed again.
 """
 
 from __future__ import annotations
@@ -354,7 +354,7 @@ class Folder:
         self.place(path, manifest.shard_name(shard.number))
 
     def sum_up(self, manifest: Manifest, *, is_over: bool = False) -> None:
-        """If the run is over or all shards are done, write errors.jsonl; if all are done, also the final manifest."""
+        """Write errors.jsonl if the run is over or all shards are done; write the final manifest if all are done."""
         if not is_over and len(self.placed(manifest)) < manifest.shards:
             return
         manifest.done = list(self.done(manifest).values())

@@ -414,6 +414,6 @@ async def cancel(redis: str | None, output: str) -> int:
                         pipe.delete(job_key_prefix + name)
                 await pipe.execute()
     if SUBMISSION in await asyncio.to_thread(folder.listed):
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # A refused folder stays unchanged.
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the same folders.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

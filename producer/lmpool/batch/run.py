@@ -52,7 +52,7 @@ _REPORT_INTERVAL_S = 10.0  # Seconds between lines of progress if no terminal sh
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The pool that computes a run. A job always uses the pool on the server of the jobs: it may name no other server."""
+    """The pool that computes a run. A job always uses the server that stores the jobs, and may name no other server."""
 
     model: str | None = None
     prefix: str = "lmpool"

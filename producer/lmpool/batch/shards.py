@@ -422,8 +422,8 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 class Batch(Sequence[Answer]):
     """The results in an output folder, in the order of the input. Lines without a result are left out.
 
-    A batch of an unfinished run has the shards that were done when the batch was opened: see `is_finished`. A batch is a
-    map-style dataset of torch, and an instance of `torch.utils.data.Dataset` if torch was imported earlier.
+    A batch of an unfinished run has the shards that were done when the batch was opened: see `is_finished`. A batch is
+    a map-style dataset of torch, and an instance of `torch.utils.data.Dataset` if torch was imported earlier.
 
     Args:
         path: the output folder, or its URL. Shards behind a URL are copied to a local cache when they are read.

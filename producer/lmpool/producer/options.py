@@ -145,7 +145,7 @@ def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
 
 def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[int]:
     """Return the token ids in `targets`, whose entries a caller requests."""
-    # Check a list of ids, the usual case, without numpy, which would take several times as long.
+    # Check a list of ids, the usual case, without numpy: numpy would take several times as long.
     if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
         targets = _read_ids(targets, 1, name).tolist()
     low, high = min(targets), max(targets)
@@ -158,7 +158,7 @@ def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[i
 def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
     """Return the targets of each of `count` prompts, and the number of targets per prompt.
 
-    `targets` are ids for all prompts, or one list of ids for each prompt, all of the same length.
+    `targets` are ids for all prompts, or one list of ids for each prompt; all lists have the same length.
     """
     ids = _read_ids(targets, 2, "targets")
     if ids.ndim == 1:
@@ -222,7 +222,7 @@ def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
 
 
 def for_one(allowed: Any) -> Any:
-    """Convert `allowed` of a call for one prompt to the form for a batch of one prompt."""
+    """Convert the argument `allowed` of a call for one prompt to its form in a batch call with one prompt."""
     return allowed if allowed is None or isinstance(allowed, (int, np.integer)) else [allowed]
 
 

@@ -59,7 +59,7 @@ class PartialRows:
         """
         mode, adapter, timeout = arguments.read_options(options)
 
-        # Do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
+        # For speed, do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
         async def ask(queries: Queries) -> TopK:
             prompt, count = queries.encode(ids), arguments.check_k(k, queries.vocab_size)
             tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
@@ -139,7 +139,7 @@ class PartialRows:
     async def token_set(self, allowed: Any, *, timeout: float | None = None) -> TokenSet:
         """Store a token set in the pool, so that queries carry its name of 17 bytes instead of its members.
 
-        The pool keeps the set for a day. If the pool has evicted the set, a client with the `TokenSet` stores it
+        The pool keeps the set for a day. If the pool has evicted the set, a client with the `TokenSet` stores the set
         again; a client with only its name (`TokenSet.name.hex()`) gets `UnknownTokenSet`. `allowed` is as for `mass`.
         """
 

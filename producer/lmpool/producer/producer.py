@@ -143,7 +143,7 @@ class Producer(CopiedAsItself, PartialRows):
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             UnknownAdapter: the model has no adapter of that name.
         """
-        # The usual request takes this faster path without nested coroutines.
+        # Serve the usual request on a faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
         if is_usual and session is not None and not session.closed and self._traces is None:
@@ -227,7 +227,7 @@ class Producer(CopiedAsItself, PartialRows):
 
         Raises:
             SettingsError: `name` or `source` is malformed, or the model already has its max number of adapters.
-            AdapterRefused: the worker cannot load the adapter (no such folder, it does not fit the model, ...), or
+            AdapterRefused: the worker cannot load the adapter (a missing folder, a wrong shape, ...), or the worker
                 terminated while it loaded the adapter.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.

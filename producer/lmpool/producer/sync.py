@@ -198,7 +198,7 @@ class SyncProducer(CopiedAsItself):
                 return
             self._closed = True
         self._abandoned.detach()
-        # After a fork the background thread exists in the parent only; when the interpreter ends, it has stopped.
+        # The background thread exists only in the parent of a fork, and has stopped when the interpreter ends.
         if os.getpid() != self._process or sys.is_finalizing():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
@@ -238,7 +238,7 @@ class SyncProducer(CopiedAsItself):
         except CancelledError:
             raise ProducerClosed(_CLOSED) from None
         except BaseException:
-            future.cancel()  # After Ctrl-C during the wait, cancel the request too.
+            future.cancel()  # If Ctrl-C interrupts the wait, cancel the request too.
             raise
 
 

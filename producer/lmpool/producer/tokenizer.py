@@ -191,7 +191,7 @@ def import_package() -> Any:
 
 
 async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
-    """Return the tokenizer that the workers publish; None without it or without the package `tokenizers`."""
+    """Return the tokenizer that the workers publish; None if they publish none or `tokenizers` is not installed."""
     try:
         return await producer.tokenizer()
     except (UnknownTokenizer, SettingsError):
@@ -234,7 +234,7 @@ def load_tokenizer(
 
 
 def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str, **settings: Any) -> Tokenizer:
-    """Load the tokenizer of a hub name or folder, or of a GGUF file in this place; see `load_tokenizer`."""
+    """Load the tokenizer of a hub repository or folder, or of a GGUF file in either; see `load_tokenizer`."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:

@@ -41,7 +41,7 @@ class TrieOptions(TypedDict, total=False):
         nodes: ids of the nodes whose values are returned; values of other nodes are not sent.
         under: a prefix; the values of its children are returned, in the order of the children's bytes.
         timeout: seconds; by default the producer's timeout.
-        local: whether to compute in this process; by default as in the call of `Producer.trie`.
+        local: whether to compute in this process; the default is the argument `local` of `Producer.trie`.
     """
 
     adapter: str
@@ -87,7 +87,7 @@ class PooledTrie(CopiedAsItself):
     the order of the nodes. Results of batches have one more axis in front. All methods raise
 
         InvalidWeights: weights have the wrong length or dtype, or contain NaN.
-        UnknownNode: the trie has no such node or prefix.
+        UnknownNode: the trie has no node with a given id or prefix.
         SettingsError: both weights and prompt, or both `nodes` and `under`, are given; or neither weights nor prompt.
         UnknownVocabulary: the pool does not keep the vocabulary, although this client has just sent it.
         InvalidPrompt, UnknownModel, AmbiguousModel, UnknownAdapter: as `Producer.logprobs`, for a prompt.
@@ -276,7 +276,7 @@ class PooledTrie(CopiedAsItself):
     ) -> Values:
         """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
-        Row or weights may be missing or damaged `missing` times; the next call of `ask` stores row or weights again.
+        The row or weights may be missing or damaged `missing` times; each new call of `ask` stores them again.
         """
         is_registered = False
         while True:

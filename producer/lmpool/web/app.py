@@ -46,8 +46,8 @@ MAX_CONNECTIONS = 512
 """Max open connections, to limit memory and file descriptors. A page that watches the pool has two connections."""
 
 REQUEST_S = 20.0
-"""Max seconds from the opening of a connection, or from its last response, until a request is complete: enough for the
-largest request at 13 kB/s. A response that refuses a request must end in this time too."""
+"""Max seconds from a connection's start or last response until the next request is complete: enough for the largest
+request at 13 kB/s. A response that refuses a request must end in this time too."""
 
 RESPONSE_S = 300.0
 """Max seconds to send a response other than a stream: enough for the largest history at 12 kB/s."""
@@ -234,7 +234,7 @@ class Demand(NamedTuple):
         wanted: 1 if at least one worker is needed, else 0: prompts are queued, or clients with `when_absent="wait"`
             have polled for the model within the last minute.
         drain_seconds: seconds in which the workers would empty the queue if no prompt were added; `NEVER_S` if a worker
-            is wanted and none serves the model.
+            is wanted and no worker serves the model.
     """
 
     model: str
@@ -333,7 +333,7 @@ class _Connection(H11Protocol):
     read the responses could keep its connections.
     """
 
-    # Connections without a complete, allowed request, the oldest first; one dict, because a process has one server.
+    # Connections without a complete, allowed request, the oldest first; in one dict, because a process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
     # Half of the process's file descriptors remain for Redis and files. A negative number means no limit.
     _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -32,7 +32,7 @@ MAX_STREAMS = 256
 """Max pages that watch the pool concurrently, to limit memory and connections."""
 
 SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
-"""The values of a sample per model, in this order."""
+"""Names of the values that a sample has for each model, in the order of the values."""
 
 MAX_EVENTS = 50
 """Max worker events that a page shows; the oldest events are dropped."""

@@ -131,7 +131,7 @@ class SignIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sessions:
-    """The sessions of browsers, in memory: a restart of the service ends them.
+    """The sessions of browsers, which are in memory: a restart of the service ends all sessions.
 
     A session has two secrets, a cookie and a key, and each request needs both. Scripts cannot read the cookie
     (`HttpOnly`), but browsers send it to all ports of the host, where other programs may read it. The key is in the
@@ -153,7 +153,7 @@ class Sessions:
         self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
-        """Sign a browser in; return its cookie and its key.
+        """Sign a browser in; return the cookie and the key of the new session.
 
         An address may contain only the link token, which works once, because browsers keep addresses in their history.
 
@@ -221,10 +221,10 @@ class Guard:
 
     The files of the pages are public: these files contain no data, and a browser needs them to sign in.
 
-    A page of another site can make a browser send requests here with its cookie. So a request without the token must
-    name an allowed host; this stops DNS names of other sites that point to this address. A request that changes data or
-    uses the pool must come from a page of this service. Browsers never send a Bearer token on their own, so probes and
-    autoscalers may use any host name.
+    A page of another site can make a browser send requests here with the session's cookie. So a request without the
+    token must name an allowed host, which excludes other sites' DNS names that point to this address. A request that
+    changes data or uses the pool must come from a page of this service. Browsers never send a Bearer token on their
+    own, so probes and autoscalers may use any host name.
 
     Args:
         app: the application to protect.
@@ -298,7 +298,7 @@ def _sent_cookie(scope: Scope) -> str:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Return a cookie name for this service alone, because browsers send cookies to all ports of a host.
+    """Return a cookie name that only this service uses, because browsers send cookies to all ports of a host.
 
     The name contains two ports: services behind one proxy listen on different ports, and browsers reach services behind
     tunnels or in containers on different ports. A name made from the token would leave one cookie per start.

@@ -58,7 +58,7 @@ class Adapters:
             if not wire.is_qualified(wire.qualify(name, "0")):
                 raise await self._unknown(name, deadline)  # A malformed name has no registry entry.
             if (registered := await self._read([name], deadline)) is not None:
-                # Use the entry even if it grew too old while the event loop was busy, because another read is no better.
+                # Use the entry even if it expired while the event loop was busy: another read would expire too.
                 if (adapter := registered.adapters.get(name)) is None:
                     raise await self._unknown(name, deadline)
                 break

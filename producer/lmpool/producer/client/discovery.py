@@ -114,7 +114,7 @@ class Connections(Tasks):
         """
         while True:
             await asyncio.sleep(_SCAN_S)
-            # RuntimeError: no thread can start, because there are too many or because the main thread has ended.
+            # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
             with suppress(RuntimeError):
                 await self.scan_segments()
 
@@ -232,7 +232,7 @@ class Discovery:
             await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
     async def _unknown(self, name: str | None, text: str, advice: str) -> errors.UnknownModel:
-        """Return the error for a model that is not served; it says whether a worker is loading the model.
+        """Return the error for a model that is not served; the error says whether a worker is loading the model.
 
         A waiting client calls this method every second, so the cost must not grow with the number of loading workers.
         """

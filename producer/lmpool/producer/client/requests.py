@@ -37,11 +37,11 @@ ENDLESS_S = 9e8
 """Timeout in seconds that means "no deadline". It is finite, because infinity breaks the arithmetic of deadlines."""
 
 ALONE_S = 60.0
-"""Seconds that a request without a deadline waits while no worker or no server could serve it."""
+"""Seconds that a request without a deadline waits while the server or all workers are missing."""
 
 # Max requests to a worker to overwrite a damaged row, before the caller's request fails.
 _MAX_OVERWRITES = 2
-# Max requests of one client that the server holds at once, so that a huge batch does not fill the server.
+# Max requests of one client that the server holds at once, so that a huge batch does not fill the server's memory.
 _MAX_IN_FLIGHT = 8192
 # Max bytes of the token ids of the requests that the server holds for one client.
 _MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
@@ -216,7 +216,7 @@ class PendingRequest:
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite the damaged row.
         lost: number of times that the pool evicted the row before this process fetched the row.
-        origin: the `ProducerStats` attribute that counts the first waiter, or None while the row's source is unknown.
+        origin: the `ProducerStats` attribute for the request's first waiter; None while the row's source is unknown.
         is_private: whether no other client can make this request; its result leaves the cache once it has been read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
         weights: the weights of a trie job, or None once the server has the weights.

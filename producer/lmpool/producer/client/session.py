@@ -43,7 +43,7 @@ _WATCH_S = 1.0
 _MAX_RECHECKED = 2000
 # Max seconds for the commands that remove this client from the server when the session closes.
 _GOODBYE_S = 1.0
-# Max workers, chosen at random, for which the session checks every second whether they have left.
+# Max workers, chosen at random, that the session checks every second: have they left the pool?
 _MAX_WORKERS_CHECKED = 32
 # Max seconds between two tries to open a session while the server is unreachable or no worker serves the model.
 _MAX_RETRY_INTERVAL_S = 1.0
@@ -81,7 +81,7 @@ class Session(Requester):
                 info = await self._discovery.info(model)
             except errors.UnknownModel as error:
                 if not error.is_loading:
-                    # If the server refuses writes, no model info can be stored: report this instead of UnknownModel.
+                    # Workers cannot store model infos if the server refuses writes: report the refusal instead.
                     await self._connections.check_writes(model or "")
                 if model and self._settings.when_absent == "wait":
                     await self._discovery.want(model)

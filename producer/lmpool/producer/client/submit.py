@@ -1,4 +1,4 @@
-"""Look up cached rows; send other prompts as jobs, each to the stream of its home, a worker that computed a prefix."""
+"""Look up cached rows; send other prompts as jobs, each with its home: the worker that computed a prefix of it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lmpool.protocol.keys import GROUP
 from lmpool.rows.cache import Found
 
 _NO_ROW = np.empty(0, np.float32)
-# Send unsent requests at this number, even while rows are arriving.
+# Send requests without delay when this many requests are unsent, even while rows are arriving.
 _MAX_HELD_BACK = 64
 # Max requests whose submission costs about as much as looking up their rows in the cache.
 _FEW = 8
@@ -64,7 +64,7 @@ class Homes:
     """
 
     def __init__(self, *, has_choice: bool = False) -> None:
-        # Use OrderedDict: finding the first key of a dict slows down with every key that was removed before it.
+        # Use OrderedDict: in a dict, each removed key in front of the first key slows down finding the first key.
         self._homes: OrderedDict[int, bytes] = OrderedDict()
         self._lengths: set[int] = set()
         # Hashes of the first blocks of prompts with homes, to recognize most prompts without a home by one lookup.
@@ -145,7 +145,7 @@ class Submitter:
     Attributes:
         homes: the workers that computed earlier prompts.
         is_full: whether the queue was full at the last submission.
-        is_retrying: whether requests wait to be sent again.
+        is_retrying: whether a task is sending unsent and refused requests again.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ class Submitter:
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
         """Register this client for prompts, and queue a job for each prompt without a job.
 
-        If the requests were submitted before (`again`), `submit.lua` checks that their jobs still exist.
+        With `again`, the requests were submitted earlier, and `submit.lua` checks that their jobs still exist.
         """
         rows = self._connections.model.rows
         if whole := [request.prompt.digest for request in requests if request.whole and not again]:
@@ -256,7 +256,7 @@ class Submitter:
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
             if is_full and self._waits:
-                # The full queue would refuse these requests too, so do not send them now.
+                # Do not send the remaining requests now, because the full queue would refuse them.
                 for request in waited_for:
                     request.stage, request.is_refused = Stage.UNSENT, True
                 continue
@@ -312,7 +312,7 @@ class Submitter:
         return stored
 
     async def _call_script(self, requests: Sequence[PendingRequest], homes: Sequence[bytes], again: bool) -> bytes:
-        """Call `submit.lua`; returns its outcome, one character for each request."""
+        """Call `submit.lua`; returns the outcome, one character (Q, J, R or F) for each request."""
         connections, model = self._connections, self._connections.model
         is_unfit = True in [request.damaged or request.whole for request in requests]
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
