@@ -75,7 +75,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     Raises:
         SettingsError: an argument is unknown or malformed, or there is no tokenizer.
-        UnknownModel, AmbiguousModel, ServerError: as `Producer.open`.
+        UnknownModel, AmbiguousModel, ServerError: as for `Producer.open`.
     """
 
     def __init__(
@@ -272,7 +272,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             raise SettingsError(f"{min(unknown)}: a pool does not support it; there are {known}")
         if max_tokens >= self.max_length:
             raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
-        # As in `hf`, search two more tokens: the model may write a text with more tokens than the tokenizer.
+        # Search two more tokens, as lm-eval's `hf` does: a model may write a text in more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
         return max_tokens, until, windows, sampling
 

@@ -37,7 +37,7 @@ _MAX_CLIENTS = 50  # Max clients of each priority that `lmpool queue show` lists
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
 _MAX_CANDIDATES = 8  # Max matching ids that the error for an ambiguous dead letter lists.
-_MAX_BYTES = 256  # Max bytes shown of a job that cannot be decoded.
+_MAX_BYTES = 256  # Max bytes of a job that are shown if the job cannot be decoded.
 _MAX_DESCRIPTION = 200  # Max characters of the text that describes a query.
 _DROPPED_PER_CALL = 500  # Max dead letters that one XDEL deletes, so that other clients wait less than a millisecond.
 _KEPT_MS = 3_600_000  # Milliseconds until the key expires that marks a retried job as in flight: no client renews it.
@@ -47,8 +47,8 @@ class Cleared(NamedTuple):
     """The result of clearing a queue."""
 
     removed: int
-    held: int  # Prompts that workers hold and still compute.
-    queued: int  # Prompts that clients submitted during the call and that remain.
+    held: int  # Prompts that workers hold and will still compute.
+    queued: int  # Prompts that clients submitted during the clearing and that remain in the queue.
 
 
 async def count_queue(redis: Redis, discovery: Discovery, keys: ModelKeys, model: str) -> dict[str, Any]:

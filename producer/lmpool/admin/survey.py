@@ -20,11 +20,11 @@ Survey = list[dict[str, Any]]
 """One entry per model, as `lmpool status --json` prints it."""
 
 SILENT = "silent"  # State of a worker whose last two heartbeats are missing: it may have been killed.
-MAX_TEXT = 500  # Max characters shown of a text from the server; longer texts are cut.
+MAX_TEXT = 500  # Max characters of a text from the server that are shown; longer texts are cut.
 _SILENT_SHARE = 2 / 5  # A worker that sent no heartbeat for this share of a lease is silent: workers send five.
 # Heartbeat fields that describe the last interval; a silent worker has no current values.
 _INTERVAL_FIELDS = ("rows_per_s", "batch", "p50_s", "p99_s")
-_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")  # Fields whose values stay texts, even digits.
+_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")  # Fields that are not converted to numbers.
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
 
 

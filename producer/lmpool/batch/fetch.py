@@ -54,7 +54,7 @@ _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "co
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Part of a copy's cache key if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
-NOT_READABLE = "The input cannot be read"  # Advice at the end of an error.
+NOT_READABLE = "The input cannot be read"  # Advice at the end of an error about an input.
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -217,7 +217,7 @@ def state_of(status: os.stat_result) -> tuple[int, ...]:
 
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
-    """A local copy of a file of a store."""
+    """Return the path of a local copy of a file of a store."""
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:

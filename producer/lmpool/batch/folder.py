@@ -41,7 +41,7 @@ MANIFEST, ERRORS, SUBMISSION = "manifest.json", "errors.jsonl", "jobs.json"
 _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1  # Version of the manifest and of the layout of shards.
-TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error.
+TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error about a run.
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
 _MAX_WRITING_S = 86_400
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
@@ -90,7 +90,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The options that decide the bytes of the output."""
+    """The options of a run that decide the bytes of the output."""
 
     what: str
     start: int
@@ -99,9 +99,9 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct):
-    """The run of an output folder."""
+    """The content of manifest.json, which describes the run of an output folder."""
 
-    version: int  # Version of the layout.
+    version: int  # Version of the manifest and shards.
     lmpool: str  # The release of lmpool that began the run.
     input: Input
     model: Model
@@ -264,7 +264,7 @@ class Folder:
     def create(self, name: str) -> BufferedRandom:
         """Open a new temporary file for `place`, with a random name that no other process or call uses."""
         path = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
-        if path.parent != self.path:  # Create subfolders only: a removed output folder stays removed.
+        if path.parent != self.path:  # Create only subfolders, so that a removed output folder stays removed.
             path.parent.mkdir(exist_ok=True)
         return path.open("x+b")
 
@@ -300,7 +300,7 @@ class Folder:
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
                 self.remove(name)
-        self.remove(SUBMISSION)  # jobs.json belongs to an earlier run.
+        self.remove(SUBMISSION)  # Remove the job arguments of an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 
@@ -333,7 +333,7 @@ class Folder:
         def is_done(number: int) -> bool:
             return number in known and known[number].bytes == placed[number]
 
-        if not all(map(is_done, placed)):  # Notes are read only if the manifest lacks a shard.
+        if not all(map(is_done, placed)):  # Read notes only if the manifest lacks a shard.
             # Read notes after listing files: a shard's note is written before its file.
             names = self.listed(_NOTES) if only is None else [f"{only:05}.json"]
             for data in self.read_all(f"{_NOTES}/{name}" for name in names):

@@ -55,7 +55,7 @@ _FUNCTION = "answer_shard"
 _MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the time for which the server is busy.
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
-_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and max tries: together ten minutes.
+_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between two tries of a job, and max tries of a job: ten minutes for all tries.
 # Max seconds of a job, and seconds for which arq keeps a job's result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
 _MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server; each try writes a line to the log.
@@ -155,7 +155,7 @@ def job_name(folder: Folder, manifest: Manifest, shard: int) -> str:
 
 
 def _prefix(folder: Folder) -> str:
-    """The beginning of the names of all jobs of a folder."""
+    """Return the prefix with which the names of all jobs of a folder begin."""
     return f"{hashlib.blake2b(folder.location.encode(), digest_size=8).hexdigest()}-"
 
 
@@ -231,7 +231,7 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         at: hour and minute, "02:30", in the worker's time zone (`ARQ_TIMEZONE`, UTC by default).
-        source: the input.
+        source: path or URL of the input.
         output: the output folder; `{date}` in its name becomes the day, such as 2026-11-25.
         model, prefix: the model, and the prefix of the pool's keys.
     """
@@ -248,7 +248,7 @@ class _Schedule(msgspec.Struct):
 
 
 def read_schedule(path: Path) -> list[Nightly]:
-    """The entries of a TOML file, each a table `[[run]]`."""
+    """Read the schedule in a TOML file, in which each entry is a table `[[run]]`."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
     except (OSError, ValueError) as error:

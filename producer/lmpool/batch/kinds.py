@@ -33,12 +33,12 @@ class Kind:
     """A kind of request."""
 
     what: str  # The value of `--what`, with defaults filled in.
-    columns: Callable[[ModelInfo], dict[str, str]]  # Returns name -> type, shape and meaning; n: number of positions.
+    columns: Callable[[ModelInfo], dict[str, str]]  # Returns column -> type, shape and meaning of its values.
     request: Request
     # Returns how many numbers a result has per position, or raises an error if the model does not support the kind.
     width: Callable[[ModelInfo], int]
     is_wide: bool = False  # If results are too large for text, shards are safetensors and stream their first column.
-    span: Callable[[int, int], range] = positions_from  # Converts a text's length and a start to positions.
+    span: Callable[[int, int], range] = positions_from  # Returns positions, from a text's length and a start.
     has_continuations: bool = False  # Whether a line may have a continuation; then only its tokens get results.
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
@@ -157,7 +157,7 @@ def _generate(given: str) -> Kind:
     count = _count(limit, "generate", "of tokens at most, such as generate:64 or generate:64,temperature=0.7,seed=1")
     chosen: dict[str, Any] = {}
     readers: dict[str, Any] = {"temperature": float, "top_p": float, "seed": int}
-    readers["stop"] = lambda text: list(map(int, text.split()))  # Token ids, separated by spaces.
+    readers["stop"] = lambda text: list(map(int, text.split()))  # `stop` is a list of token ids, separated by spaces.
     for option in options.split(",") if options else ():
         name, _, value = option.partition("=")
         try:
@@ -171,7 +171,7 @@ def _generate(given: str) -> Kind:
         raise SettingsError(f"what: generate: {error}") from error
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # The seed that `batch_generate` would use.
+        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # The seed in a `batch_generate` of all lines.
         (found,) = await producer.generate(text.ids, count, seed=drawn, adapter=adapter, **chosen)
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 

@@ -66,7 +66,7 @@ class Chunk(NamedTuple):
 class Index(NamedTuple):
     """The format, size, digest and shards of an input, found by reading the whole input once."""
 
-    format: str  # "jsonl" or "parquet".
+    format: str  # Format of the input, "jsonl" or "parquet".
     size: int  # Bytes of the input.
     digest: str  # 128-bit BLAKE2b of the input, hexadecimal.
     lines: int

@@ -56,7 +56,7 @@ class Pool(msgspec.Struct, frozen=True):
 
     model: str | None = None
     prefix: str = "lmpool"
-    timeout: float = 3600.0  # Max seconds of a request.
+    timeout: float = 3600.0  # Max seconds of each request of the run.
 
     def producer(self, redis: str | None, when_absent: Literal["raise", "wait"]) -> Producer:
         """A producer that caches no results, in this process or the pool, and yields to prompts of other clients."""
@@ -69,7 +69,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
     """The settings of a run."""
 
     what: str  # Kind of request, such as "topk:32" (`lmpool.batch.kinds`).
-    start: int = 0  # First position of each text; a negative start counts from the end of the text.
+    start: int = 0  # First position of each text that gets a result; a negative start counts from the end.
     format: str | None = None  # Format of the shards; None for the default of the kind.
     shard_lines: int = 0  # Lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
     adapter: str = ""  # Name of the model's adapter; "" for none.
@@ -238,7 +238,7 @@ class Run:
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
             except BaseException:
-                with suppress(errors.BatchError):  # The disk may be full, which ended the run.
+                with suppress(errors.BatchError):  # A full disk may have ended the run.
                     await self._sum_up()
                 raise
             await self._sum_up()
@@ -349,7 +349,7 @@ class Run:
                 result = await self._kind.request(self.producer, text, item.part, self.settings.adapter)
             except (errors.InvalidPrompt, errors.WorkerError) as error:
                 result = Failed(text.line, text.custom_id, str(error))
-            except errors.RequestFailed as error:  # Add the line to the error, which ends the run.
+            except errors.RequestFailed as error:  # Name the line in the error that ends the run.
                 error.args = (f"line {text.line}: {error}",)
                 raise
             self._check_model()

@@ -333,7 +333,7 @@ class JsonlReader:
         for name, listed in values.items():
             if isinstance(listed, list):
                 values[name] = np.array(listed, np.int64 if name.endswith("ids") else np.float32)
-                if not name.endswith("ids"):  # numpy made NaN from null, which stands for -inf.
+                if not name.endswith("ids"):  # In JSON, null stands for -inf; numpy made it NaN.
                     values[name][np.isnan(values[name])] = -np.inf
         return values
 
@@ -441,7 +441,7 @@ class Batch(Sequence[Answer]):
         self._folder = open_folder(self._given)
         self.manifest: Manifest = self._folder.manifest()
         self.manifest.done = done = list(self._folder.done(self.manifest).values())
-        self._begins = np.cumsum([0, *(shard.texts for shard in done)])  # Each shard's first text; all texts' number.
+        self._begins = np.cumsum([0, *(shard.texts for shard in done)])  # Where each shard's texts begin and end.
         self.is_finished = self.manifest.finished and len(done) == self.manifest.shards
         self._open: dict[int, Reader] = {}
 

@@ -55,7 +55,7 @@ class ProducerStats:
         setattr(self, name, getattr(self, name) + count)
 
     def copy(self) -> ProducerStats:
-        """Return a snapshot."""
+        """Return a snapshot of the counts."""
         return replace(self)
 
 
@@ -186,7 +186,7 @@ class Traces:
         """Trace one call of the method `operation`; the jobs of its requests carry the context of the span."""
         attributes = {**self._attributes, "messaging.operation.name": operation}
         kind = self._api.SpanKind.CLIENT
-        # OpenTelemetry's SDK would record the text of an exception, which may quote the prompt.
+        # Do not let OpenTelemetry's SDK record the text of an exception, which may quote the prompt.
         quiet = {"record_exception": False, "set_status_on_exception": False}
         with self._tracer.start_as_current_span(f"lmpool.{operation}", None, kind, attributes, **quiet) as span:
             carrier: dict[str, str] = {}

@@ -367,7 +367,7 @@ class PartialRows:
         work = self._sessions.request(adapter, deadline, lambda session, name: ask(Queries(session, name, deadline)))
         if self._traces is None:
             return await work
-        # Example: from `PartialRows.batch_topk.<locals>.ask`, take the name `batch_topk`.
+        # For example, take the name `batch_topk` from `PartialRows.batch_topk.<locals>.ask`.
         operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
         with self._traces.span(operation):
             return await work

@@ -188,7 +188,7 @@ class Producer(CopiedAsItself, PartialRows):
             options: mode, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
 
         Raises:
-            As `logprobs`; the first failure ends the batch. The text of a prompt's failure begins with the prompt's
+            The exceptions of `logprobs`; the first failure ends the batch. A failure's text begins with the prompt's
             index, such as "prompts[3]: ".
         """
         listed, (mode, adapter, timeout) = list_prompts(prompts), read_options(options)

@@ -92,7 +92,7 @@ class SyncProducer(CopiedAsItself):
             `Producer`.
 
     Raises:
-        As `Producer` and `Producer.open`.
+        The exceptions of `Producer` and of `Producer.open`.
     """
 
     @partial(opened_by, Producer)
@@ -174,7 +174,7 @@ class SyncProducer(CopiedAsItself):
         """The model info; reading it connects if there is no connection yet.
 
         Raises:
-            As `Producer.open`.
+            The exceptions of `Producer.open`.
         """
         if self._asynchronous._sessions.session is None:
             self._wait_for(self._asynchronous.open())

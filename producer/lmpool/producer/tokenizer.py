@@ -120,13 +120,13 @@ class PublishedTokenizer:
             return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each id, decoded alone."""
+        """Return the text of each token id, which is decoded without its neighbours."""
         return [self.decode([token]) for token in token_ids]
 
 
 @contextmanager
 def _errors_of_package(text: str) -> Iterator[None]:
-    """Convert exceptions of the package `tokenizers` to UnknownTokenizer; their text begins with `text`."""
+    """Convert exceptions of the package `tokenizers` to UnknownTokenizer with a message that begins with `text`."""
     try:
         yield
     except BaseException as error:

@@ -61,8 +61,8 @@ _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg"
 _GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed; headers exclude other characters.
 _PIECE_BYTES = 64 * 1024  # Bytes per write of a response, so that large responses are not buffered for a slow client.
-_MAX_LETTERS = 50  # Max dead letters listed on a page.
-_MAX_IDS = 256  # Max token ids shown of one dead letter.
+_MAX_LETTERS = 50  # Max dead letters that a page lists.
+_MAX_IDS = 256  # Max token ids of one dead letter that a page shows.
 _MAX_READ = 16  # Max workers whose speed is read: the mean speed of 16 workers is good enough.
 _MAX_CHANGED = 500  # Max dead letters that one request retries or drops.
 
@@ -115,7 +115,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
     async def frames(request: Request) -> AsyncIterator[bytes]:
         async with aclosing(feed.frames()) as stream:
             async for frame in stream:
-                # Signing out ends the streams of a session.
+                # End the stream if the browser signed out or its session expired.
                 if not sessions.is_allowed(request.scope):
                     return
                 yield frame
@@ -270,7 +270,7 @@ def demand_route(server: Server, keys: Keys) -> Route:
         async with server.connected() as redis:
             return (await read_demand(redis, keys, request.path_params["model"]))._asdict()
 
-    # Model names may contain slashes.
+    # The type `path` allows slashes in model names.
     return Route("/api/demand/{model:path}", answers(demand))
 
 
@@ -335,7 +335,7 @@ class _Connection(H11Protocol):
 
     # Connections without a complete, allowed request, the oldest first; in one dict, because a process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
-    # Half of the process's file descriptors remain for Redis and files. A negative number means no limit.
+    # Leave half of the process's file descriptors for Redis and files. A negative number means no limit.
     _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     _limit = MAX_CONNECTIONS if _descriptors < 0 else min(MAX_CONNECTIONS, _descriptors // 2)
 
@@ -368,7 +368,7 @@ class _Connection(H11Protocol):
             self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request."""
+        """Start the timer that limits the time until the next request is complete."""
         self._await_request()
         super().on_response_complete()
 

@@ -38,7 +38,7 @@ MAX_EVENTS = 50
 """Max worker events that a page shows; the oldest events are dropped."""
 
 _MAX_MODELS = 64  # Max models in the graphs; more curves cannot be told apart.
-_MAX_TEXT = 120  # Max characters of a name or text on the page.
+_MAX_TEXT = 120  # Max characters of a name or text that the page shows.
 _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server before the page reports it as unreachable.
 _GZIP_LEVEL = 1  # The fastest level: on numbers, higher levels take 3 to 6 times as long and save 5 %.
 _WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; a survey of 1,000 workers takes 0.3 s.
@@ -52,9 +52,9 @@ _WORKER_FIELDS = (
 class Sample(NamedTuple):
     """One point in time of the graphs; memory and models are empty if the server was unreachable."""
 
-    at: float  # Seconds since 1970.
-    memory: int | None  # Bytes that the server uses.
-    models: Mapping[str, tuple[float | None, ...]]  # Name -> the values of `SERIES`.
+    at: float  # Time of the sample, in seconds since 1970.
+    memory: int | None  # Bytes of memory that the server uses, or None.
+    models: Mapping[str, tuple[float | None, ...]]  # Name of a model -> its values, in the order of `SERIES`.
 
 
 class Events:

@@ -31,10 +31,10 @@ MAX_BYTES = 256 * 1024
 """Max bytes of a request's body; texts for a page are much shorter."""
 
 HEALTH_PATHS = ("/healthz", "/readyz")
-"""Paths without access control, for health probes."""
+"""Paths for health probes, which need no token or session."""
 
 KEY_HEADER = "X-Lmpool-Key"
-"""Header for the key of a page's session."""
+"""HTTP header in which a page sends the key of its session."""
 
 MAX_SESSIONS = 1000
 """Max sessions, to limit memory. A new session beyond the limit ends the oldest session."""

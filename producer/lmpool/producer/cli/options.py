@@ -35,7 +35,7 @@ _MAX_PROMPT_BYTES = 1 << 26  # Max bytes of a prompt on standard input: 32 bytes
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Return served models whose names begin with `incomplete`, for shells; [] if the server does not reply in time."""
+    """Complete a model name for a shell: served models that begin with `incomplete`; [] without a reply in time."""
     keys = Keys(context.params.get("prefix") or "lmpool")
 
     async def names() -> list[bytes]:

@@ -53,7 +53,7 @@ _MIN_GAP_S = 2.0
 class AdoptedModel:
     """The model that a session uses; other weights have another fingerprint and need another `AdoptedModel`."""
 
-    info: ModelInfo  # The model info that was read last.
+    info: ModelInfo  # The info of the model that was read last.
     fingerprint: str
     keys: ModelKeys
     reply: bytes  # Key of this client's reply stream.
@@ -296,7 +296,7 @@ class Discovery:
         return [worker for worker in workers if worker.fields.get("state") == "loading"]
 
     async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
-        """Return the workers whose heartbeats have not expired and name a model."""
+        """Return the workers in `names` whose heartbeats have not expired and contain the name of a model."""
         workers = []
         for name in sorted(names):
             try:

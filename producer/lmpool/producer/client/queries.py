@@ -125,7 +125,7 @@ class Queries:
         return row if row is not None else await self.session.answer(prompt, self.deadline)
 
     async def fresh(self, prompt: Prompt) -> Row:
-        """Return a row that a worker computes now, without any cache."""
+        """Return a row that a worker computes now, without reading or writing a cache."""
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 

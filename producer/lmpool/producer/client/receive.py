@@ -389,7 +389,7 @@ class Receiver:
 
 
 class _EntryRead(NamedTuple):
-    """A call for the entries of a prompt's row at some token ids, until a loop time."""
+    """A call of `EntryReader.read`, which reads the entries of a prompt's row at some token ids until a loop time."""
 
     digest: bytes
     ids: Sequence[int]

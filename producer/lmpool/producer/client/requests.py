@@ -175,7 +175,7 @@ class RowLRU:
             self.size -= rows.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Drop all rows of the cache."""
         self._rows.clear()
         self._used_once.clear()
         self.size = 0
@@ -409,7 +409,7 @@ class SingleWaiter:
     Attributes:
         seconds: timeout, for the error text.
         request: the request whose row the waiter gets; `Requester.begin` sets this attribute.
-        bucket: number of the waiter's bucket in `DeadlineTimers`.
+        bucket: number of the 10 ms bucket in `DeadlineTimers` that contains the waiter.
     """
 
     __slots__ = ("bucket", "future", "request", "seconds")
@@ -430,7 +430,7 @@ class SingleWaiter:
 
 
 class DeadlineTimers:
-    """Timers for waiters, which fire up to 10 ms late.
+    """The timers of waiters' deadlines, which fire up to 10 ms late.
 
     One timer per waiter would cost more than the rest of a request, so all waiters of a 10 ms bucket share a timer.
     """

@@ -295,7 +295,7 @@ class Submitter:
                 request.origin = "computed"
                 if again and not request.damaged:
                     request.lost += 1  # The earlier job ended, and the cache lost its row.
-            elif code == "J" and request.origin != "computed":  # Joined a job.
+            elif code == "J" and request.origin != "computed":  # The request joined an earlier job.
                 request.origin = "joined"
             elif code == "R":  # The row is in the cache.
                 request.origin = request.origin or "cache_hits"
@@ -394,7 +394,7 @@ class Submitter:
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
         digests = set(self._cancelled)
-        with self._connections.noting():  # If the command fails, the registrations expire.
+        with self._connections.noting():  # If the command fails, this client's registrations for the prompts expire.
             await self._cancel([digest for digest in digests if self._requests.get(digest) is None])
             # Remove the digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
             self._cancelled -= digests
@@ -432,7 +432,7 @@ class Submitter:
     async def _drop_discarded(self) -> None:
         keys, self._disposable = self._disposable, []
         if keys:
-            with self._connections.noting():  # If the command fails, the keys expire.
+            with self._connections.noting():  # If the command fails, the keys expire later.
                 await self._connections.model.rows.drop(keys)
 
 

@@ -47,10 +47,10 @@ _LINES_SHOWN = 20  # Number of lines at the end of the worker's log that an erro
 _MAX_FOLDER_PATH = 60  # Max bytes of the temporary folder's path, else use /tmp: a socket's path has at most 107 bytes.
 
 MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
-"""Options of a language model with a private worker."""
+"""Names of the options of a language model that has a private worker."""
 
 POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
-"""Options of a language model that connects to a running pool."""
+"""Names of the options of a language model that connects to a running pool."""
 
 MIN_TIMEOUT_S = 1.0
 """Min seconds of a request's timeout. In genlm-backend, `timeout` is the time that a batch waits for more prompts."""

@@ -89,7 +89,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             AsyncTransformer.
 
     Raises:
-        ServerError, UnknownModel, AmbiguousModel, NoWorker: as `Producer.open`.
+        ServerError, UnknownModel, AmbiguousModel, NoWorker: as for `Producer.open`.
         SettingsError: a value is malformed, or the tokenizer cannot be loaded.
         InvalidVocabulary: the tokenizer's tokens cannot be read.
     """
@@ -146,7 +146,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             priority: "interactive", or "bulk" for requests that yield to interactive requests (see `Producer`).
 
         Raises:
-            As the class.
+            The exceptions of the class.
         """
         return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority), tokenizer=tokenizer)
 
@@ -299,7 +299,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             lora_name: name of the adapter.
 
         Raises:
-            As `Producer.add_adapter`.
+            The exceptions of `Producer.add_adapter`.
         """
         self._connection.sync.add_adapter(lora_name, lora_path)
 
@@ -307,7 +307,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """Remove an adapter from the model.
 
         Raises:
-            As `Producer.remove_adapter`.
+            The exceptions of `Producer.remove_adapter`.
         """
         with _errors_of_genlm():
             self._connection.sync.remove_adapter(lora_name)
@@ -375,7 +375,7 @@ def load_model_by_name(
     Raises:
         SettingsError: an unknown backend, or an option that is unknown or malformed (a ValueError).
         ModelError: the private worker does not serve; the message quotes the end of its log.
-        As `PooledLM`.
+        The exceptions of `PooledLM`.
     """
     given: dict[str, Any] = dict(check_kind("llm_opts", llm_opts or {}, Mapping, "a mapping of options to values"))
     if backend is None or backend == "pool":

@@ -30,7 +30,7 @@ N_BYTES = 256  # Number of different bytes.
 
 
 def _by_id(compare: Callable[[int, int], bool]) -> Any:
-    """A method that compares tokens by their ids."""
+    """Return a method that compares two tokens by their ids."""
 
     def method(self: Token, other: object) -> bool:
         return compare(self.token_id, other.token_id) if is_token(other) else NotImplemented
@@ -232,7 +232,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each node the total size of its siblings of lower rank."""
+    """Return for each node the total size of the siblings that have a lower rank than the node."""
     order = np.argsort(parent.astype(np.int64) * (int(rank.max()) + 1) + rank)
     before = np.cumsum(size[order]) - size[order]
     eldest = np.diff(parent[order], prepend=-1) != 0

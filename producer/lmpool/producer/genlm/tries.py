@@ -98,7 +98,7 @@ class TokenCharacterTrie:
         """Check one weight vector, and return it as an array of shape (V,).
 
         Raises:
-            InvalidWeights: as `weight_sum`.
+            InvalidWeights: as for `weight_sum`.
         """
         vector = _host(ws)
         if vector.ndim != 1:
@@ -271,7 +271,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         self._build(decode, self.device)
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
-        # Weights beyond the range of float32 become infinite, as in a tensor.
+        # Weights beyond the range of float32 become infinite, as they do in a torch tensor.
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(rows, np.float32)
         return self._kernels.values(op, rows)
