@@ -148,7 +148,7 @@ class SyncProducer(CopiedAsItself):
     decode = blocking(Producer.decode)
 
     def stream_positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Iterator[Positions]:
-        """Yield the parts of `Producer.stream_positions`."""
+        """As `Producer.stream_positions`, but return an iterator that waits for each part of the result."""
         parts = self._asynchronous.stream_positions(ids, start, **options)
 
         async def following() -> Positions | None:
@@ -158,11 +158,11 @@ class SyncProducer(CopiedAsItself):
             yield part
 
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
-        """Return a trie as `Producer.trie` does; the calls of the trie return values instead of awaitables."""
+        """As `Producer.trie`, but the calls of the trie return values instead of awaitables."""
         return SyncTrie(self._wait_for(self._asynchronous.trie(vocabulary, local=local)), self)
 
     def clear_cache(self) -> None:
-        """Drop the rows in this producer's own memory, as `Producer.clear_cache` does."""
+        """As `Producer.clear_cache`: drop the rows in this producer's own memory."""
 
         async def clear() -> None:  # This coroutine runs in the thread that uses the cache.
             self._asynchronous.clear_cache()
@@ -181,7 +181,7 @@ class SyncProducer(CopiedAsItself):
         return self._asynchronous.model
 
     def stats(self) -> ProducerStats:
-        """Return a snapshot of the request counters, as `Producer.stats` does."""
+        """As `Producer.stats`: return a snapshot of the counters of this producer's requests."""
         return self._asynchronous.stats()
 
     @property
