@@ -183,7 +183,7 @@ class AdapterCache:
         if entry is None or not (nonce or entry.revision == revision):
             raise AdapterChanged(f"the adapter {adapter!r} is not in service any more")
         place = await asyncio.to_thread(place_of, self.settings, entry.source)
-        # Download adapters with hub names here and not in the backend's thread, which computes rows. Backends that accept hub
+        # Download adapters with hub names here, because the backend's thread computes rows. Backends that accept hub
         # names have imported huggingface_hub.
         if "huggingface_hub" in sys.modules and is_on_hub(entry.source):
             folder = await asyncio.to_thread(adapter_folder, entry.source)

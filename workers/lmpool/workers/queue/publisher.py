@@ -256,7 +256,7 @@ class Publisher:
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Retry until the server answers. A repeated command is harmless: the row that was stored first stays."""
-        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Short pauses: heartbeats are retried here too.
+        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Short pauses: heartbeats are retried here.
         while True:
             try:
                 return await attempt()
