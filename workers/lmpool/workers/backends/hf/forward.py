@@ -146,7 +146,7 @@ class KVPool:
         size, width = len(lengths) * total, self.layout.width
         gathered, self._gathered = self._gathered, new_path()
         if size > len(self._scratch):
-            # Keep the memory between steps: page faults of new memory cost more than the copy. Double it at growth.
+            # Keep the memory between steps: page faults of new memory cost more than the copy. Double the size.
             more = max(size, min(2 * len(self._scratch), self.capacity))
             self._scratch, gathered = self._storage.new_empty(more, width), new_path()
         if len(lengths) == 1:

@@ -134,7 +134,7 @@ class SglangBackend(EngineBackend):
             from sglang.version import __version__ as version
 
             from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, read_facts
-        except (ImportError, OSError, RuntimeError) as error:  # A RuntimeError means that SGLang's kernels fit another machine.
+        except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = user_options(settings, known_options(), version)
         options = engine_options(settings, folder, device, adapters) | given

@@ -54,7 +54,7 @@ class VllmBackend(EngineBackend):
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
-        # Let sessions have at most half of the slots in the runner's batch, because a waiting session takes a slot too.
+        # Let sessions have at most half of the slots in vLLM's batch, because a waiting session takes a slot too.
         places = limits.max_num_active_seqs or limits.max_num_seqs
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
@@ -114,7 +114,7 @@ class VllmBackend(EngineBackend):
             arrival_time=time.time(),
             lora_request=self._engine.loras[job.adapter] if job.adapter else None,
             resumable=is_session,
-            **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Fields not used here.
+            **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Unused fields.
         )
         self._core.add_request(request)
         self._requests[name] = _Request(job, is_session, held)
@@ -165,9 +165,9 @@ class VllmBackend(EngineBackend):
         return Finished(blocks, failures | unsound, answers)
 
     def _keep(self, job: BackendJob, name: str) -> None:
-        """Keep a request open as a session for later prompts, if the engine holds the keys and values of all its tokens."""
+        """Keep a request open as a session, if the engine holds the keys and values of all tokens of its prompt."""
         held = self._scheduler.requests.get(name)
-        # Check the computed tokens: a session that was preempted before its result has no computed tokens, but waits too.
+        # Check the computed tokens: a session that was preempted before its result has none, although it waits too.
         is_whole = (
             held is not None
             and held.status is RequestStatus.WAITING_FOR_STREAMING_REQ

@@ -144,7 +144,7 @@ class Captured:
 
 
 class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[misc]  # vllm has no types here
-    """A logits processor of vLLM: passes logits to `captured`, which a subclass sets, because vLLM makes the instance."""
+    """Passes logits from vLLM to `captured`. A subclass sets `captured`, because vLLM itself makes the instance."""
 
     captured: Captured
 
@@ -154,7 +154,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
         self._digests: dict[int, bytes] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Return False although logits do not change: vLLM's runner V1 skips invariant processors for greedy requests."""
+        """Return False although logits do not change: runner V1 skips invariant processors for greedy requests."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
@@ -174,7 +174,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
                 digests[source] = other
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Return whether to capture a request's row; called by vLLM's runner V2 when the request gets the slot `req_idx`."""
+        """Return whether to capture a request's row; called by runner V2 when the request gets the slot `req_idx`."""
         digest = (sampling_params.extra_args or {}).get(KEY)
         if digest is None:
             self._digests.pop(req_idx, None)
@@ -248,7 +248,7 @@ class PositionCapture(PositionAnswers):
         return self._original(compute_logits, hidden, batch, *more)
 
     def _add_all(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
-        """Compute the logits of a step's wanted positions, one adapter after another, and add their values to the answers."""
+        """Compute the logits of a step's wanted positions, one adapter after another, and add values to the answers."""
         by_adapter: dict[str, list[Piece]] = {}
         for piece in wanted:
             by_adapter.setdefault(self._open[piece.request].job.adapter, []).append(piece)
@@ -313,7 +313,7 @@ def refusing(context: str) -> Iterator[None]:
         raise
     except _ERRORS as error:
         reason: BaseException = error
-        if isinstance(error, ValidationError):  # Take pydantic's first error, because the message of the exception begins with a count of errors.
+        if isinstance(error, ValidationError):  # Name the first error: pydantic's message begins with the count.
             found = error.errors()[0]
             reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"])]))
         raise SettingsError(f"{context}: {first_line(reason)}") from error
@@ -325,7 +325,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings, folder: Path) -> None:
         processors = _allowed_processors(settings.logits_processors)
         given = user_arguments(settings)
-        # vLLM creates the logits processor from a class, so each engine needs its own class, which holds its `Captured`.
+        # vLLM creates the logits processor from a class, so each engine needs its own class with its `Captured`.
         processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
         arguments = engine_arguments(settings, folder) | given | {"logits_processors": [processor]}
         with refusing(f"model: vLLM {vllm_version} cannot serve {settings.model}"):
@@ -368,7 +368,7 @@ class VllmEngine:
 
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:
-    """Descriptions of the installed logits processors, in load order. Refuses a processor that the user has not named."""
+    """Descriptions of the installed logits processors, in load order. Refuses those that the user has not named."""
     entries = list(entry_points(group=LOGITSPROCS_GROUP))
     for entry in entries:
         if entry.name not in named:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from zlib import crc32
 
 _ID_BYTES = 4  # Bytes of a token id.
-_RECENT = 100_000  # Max recent prompts that are remembered, to recognise prompts that grow; 100,000 prompts take about 10 MB.
+_RECENT = 100_000  # Max recent prompts remembered (about 10 MB), to recognise prompts that grow.
 _MAX_NEW = 64  # Max new tokens of a prompt that extends a session, for any block size: each new token costs a look-up.
 
 
@@ -30,7 +30,7 @@ class KvSession(NamedTuple):
 
 
 class KvSessions:
-    """The sessions of an engine, and checksums of recent prompts. A waiting session is a session that no prompt uses now.
+    """The sessions of an engine, and checksums of recent prompts. A session waits while no prompt uses it.
 
     Args:
         most: max number of waiting sessions.
@@ -44,8 +44,8 @@ class KvSessions:
         self._block = block
         # Checksum of a prompt -> waiting session. A new session replaces a session with the same checksum.
         self._idle: OrderedDict[int, KvSession] = OrderedDict()
-        self._held: dict[str, int] = {}  # Request of each session, waiting or in use -> number of tokens that the session holds.
-        # Checksums of recent prompts. Two prompts with the same checksum at worst open a session that no prompt extends.
+        self._held: dict[str, int] = {}  # Request of each session, waiting or in use -> tokens in the session.
+        # Checksums of recent prompts. At worst, two prompts with one checksum open a session that no prompt extends.
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class KvSessions:
         self.forget(request)
         tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
-            return [*closed, request]  # Close this too large session at once: the loop below would first close all other sessions.
+            return [*closed, request]  # Close this large session now: the loop below would close all others.
         self._idle[checksum] = KvSession(adapter, ids, request)
         self._held[request] = tokens
         while self._idle and (len(self._idle) > self._most or sum(self._held.values()) > self._most_tokens):
@@ -117,7 +117,7 @@ class KvSessions:
             return
         checksum = _checksum(adapter, ids[: shortest * _ID_BYTES])
         checksums = [checksum]
-        # Compute each checksum from the previous checksum, so that all cost little more than the checksum of the prompt.
+        # Compute each checksum from the previous checksum, so that all together cost little more than a single one.
         for end in range((shortest + 1) * _ID_BYTES, len(ids), _ID_BYTES):
             checksum = ((checksum >> 32) + _ID_BYTES) << 32 | crc32(ids[end - _ID_BYTES : end], checksum & 0xFFFFFFFF)
             checksums.append(checksum)
