@@ -178,7 +178,7 @@ class Front:
 
     def retry_soon(self) -> None:
         """Run the blocking commands again, because a key has changed."""
-        # Run them in the next tick: the command that changes the key has not ended, and fakeredis holds its lock.
+        # Run these commands in the next tick: the command that changes the key has not ended, and holds a lock.
         if self.waiting and not self._is_retrying:
             self._is_retrying = True
             self._loop.call_soon(self._retry_all)

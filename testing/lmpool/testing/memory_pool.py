@@ -125,7 +125,7 @@ class MemoryWorker:
     """A worker that runs in the pool's thread. Each method blocks until it is done, so call it from another thread.
 
     Attributes:
-        info: the info of its model.
+        info: the info of the model that the worker serves.
     """
 
     info: ModelInfo

@@ -307,7 +307,7 @@ class Dispatcher:
         return self.in_flight.get(prompt.digest) is prompt
 
     def _held_entries(self, prompts: Iterable[InFlightPrompt]) -> dict[InFlightPrompt, list[StreamEntry]]:
-        """The prompts that the worker still holds, each with its present entries; more entries may join later."""
+        """The prompts that the worker still holds, each with its present entries; more entries may be added later."""
         return {prompt: list(prompt.entries.values()) for prompt in prompts if self._holds(prompt)}
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:

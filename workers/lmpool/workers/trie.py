@@ -211,7 +211,7 @@ class TrieInputs:
         return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in failed.items()}
 
     async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Found]:
-        """Rows of a model from the cache: digest of the prompt -> row, or the reason why it has none.
+        """Rows of a model from the cache: digest of the prompt -> row, or the reason why there is no row.
 
         Raises `ServerError` when the server cannot be used.
         """
@@ -299,7 +299,7 @@ def answer(jobs: Jobs) -> tuple[VectorBlock | None, dict[bytes, str]]:
 
 
 def _sweep(trie: Trie, kernels: Kernels, batch: Jobs, failures: dict[bytes, str]) -> dict[bytes, Values]:
-    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the M inner values."""
+    """The values of jobs of one vocabulary and operation: M values of inner nodes, followed by V weights or nothing."""
     # Compute all jobs about one row in one sweep over the trie.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
     for digest, job in batch.items():

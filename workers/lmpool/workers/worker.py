@@ -261,7 +261,7 @@ class Worker:
             every(STALE_S, dispatcher.drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
-        # Watch all tasks during the drain: if a task failed unnoticed, the drain could wait forever for its work.
+        # Watch all tasks during the drain: if a task failed unnoticed, the drain could wait forever for that task.
         await await_beside(self._drain(serving, fetching), tasks)
         if self._lifecycle.broken is not None:
             prefix = "" if serving.engine_thread.is_hung else "the backend broke: "

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Texts(NamedTuple):
-    """The vocabulary and the tokenizer of a checkpoint; None for one that is missing or that clients cannot use."""
+    """The vocabulary and the tokenizer of a checkpoint; each is None if it is missing or clients cannot use it."""
 
     vocabulary: Vocabulary | None
     tokenizer: PackedTokenizer | None

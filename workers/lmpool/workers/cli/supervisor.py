@@ -269,7 +269,7 @@ class Supervisor:
         keys, worker_id, moved = everything.model(self.user.model), worker.worker_id, 1
         try:
             async with Server(self.server.url).client() as redis:
-                # The worker may hold jobs of its own lane, of the shared stream, and of other lanes (claimed jobs).
+                # The worker may hold jobs of its lane (stream), of the shared stream, and claimed jobs of other lanes.
                 lanes = [worker_id.encode(), *cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))]
                 count = await scripts.release_jobs(redis, keys, worker_id, lanes, self.max_deliveries, reason)
                 await redis.delete(everything.worker(worker_id))
@@ -359,7 +359,7 @@ def start_detached(arguments: list[str], model: str) -> None:
                 process.terminate()
                 process.wait()
             except KeyboardInterrupt:
-                process.kill()  # The workers and the server end with it.
+                process.kill()  # The workers and the server end with this process.
             raise
         finally:
             print_more()

@@ -139,7 +139,7 @@ class Backend(Protocol):
 
     @property
     def batch(self) -> int:
-        """Number of prompts in a full step, and max prompts that a worker takes at once, unless steps are very short."""
+        """Number of prompts in a full step. A worker takes at most one full step at once, unless steps are short."""
         ...
 
     @property

@@ -234,7 +234,7 @@ class EngineThread:
             self._loads.discard(loaded)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Drop an adapter. Prompts that name it become stale, now or when they are submitted."""
+        """Drop an adapter. Prompts that name the adapter are returned as `stale`, now or after their submission."""
         self._calls.put(Call(f"drop of the adapter {adapter!r}", lambda engine: engine.drop_adapter(adapter)))
 
     def write_to(self, new_rows: NewRows) -> None:
@@ -287,7 +287,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _run(self) -> None:
-        # Report every failure to the event loop: it waits for `_ready` and for `_closed`.
+        # Report every failure to the event loop, because the event loop waits for `_ready` and `_closed`.
         try:
             if not self._ready.set_running_or_notify_cancel():
                 return  # The caller of `start` was cancelled.

@@ -26,10 +26,10 @@ QUIET_S = 60.0
 MAX_BULK_TOKENS = 2048
 """Max tokens of bulk prompts that the backend holds next to interactive clients; a single prompt may have more.
 
-Engines compute prompts in order of submission, so an interactive prompt waits for these tokens: one step of a GPU.
+Engines compute prompts in order of submission, so an interactive prompt waits until these tokens are computed.
 """
 
-# Bulk prompts that have waited long enough get one part in `_LATE_SHARE` of a step, and at least one prompt.
+# Divisor: bulk prompts that have waited for `PATIENCE_STEPS` get this part of a step, and at least one prompt.
 _LATE_SHARE = 8
 # Max parts into which a block of rows is split without a copy: each part is published separately.
 _MAX_PARTS = 4
@@ -48,7 +48,7 @@ class YieldingPrompts:
 
     Rows for interactive clients never wait here. Continuations of interactive clients are next: each step gets the
     oldest continuations, in the slots that rows leave free and in at least half of the batch. So the backend
-    holds at most one batch of continuations, and a row waits for one of their steps. Bulk prompts are last. While no
+    holds at most one batch of continuations, and a row waits for one such step. Bulk prompts are last. While no
     interactive client is active, the backend gets as many bulk prompts as it accepts, to pack its steps better.
 
     Args:

@@ -30,7 +30,7 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _MB = 1_000_000  # Bytes of a megabyte, the unit of --adapter-mb.
-_QUARANTINE_MS = 600_000  # Ms without a new try after an adapter load killed a worker: an operator reads its log.
+_QUARANTINE_MS = 600_000  # Ms for which no worker retries an adapter load that killed a worker: time to read the log.
 _REFUSED_S = 5.0  # Seconds until a worker tries again to load an adapter that it could not load.
 _RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.
 _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adapter to be evicted have finished.

@@ -67,7 +67,7 @@ class WorkerCounters:
     # Id of an entry in flight that was in the backlog -> when it was queued, in ms since 1970.
     queued_ms: dict[bytes, bytes] = field(default_factory=dict)
     queue: QueueState | None = None  # The model's queue at the last heartbeat; None before the first.
-    serving: int = 1  # Live workers of the model at the last sweep, this one included.
+    serving: int = 1  # Live workers of the model at the last sweep, this worker included.
     speed: float = 0.0  # Results per second of computing, in the last heartbeat interval with steps.
     memory: ServerMemory | None = None  # The server's memory at the last heartbeat; None if it was not read.
     clock_ahead_s: float = 0.0  # Server clock minus local clock, in seconds.
@@ -87,7 +87,7 @@ class WorkerCounters:
 
     @property
     def drain_s(self) -> float | None:
-        """Seconds to drain the queue, if all live workers are as fast as this one; None before the first heartbeat.
+        """Seconds to drain the queue, if all live workers are as fast as this worker; None before the first heartbeat.
 
         Before the worker's first result, return the age of the oldest job.
         """
@@ -109,7 +109,7 @@ class WorkerCounters:
         begun = [entry_id.partition(b"-")[0] for entry_id in entry_ids]
         if since := self.queued_ms:
             begun = [since.pop(entry_id, b"") or ms for entry_id, ms in zip(entry_ids, begun, strict=True)]
-        # Jobs of one step were mostly queued together, so they have few different times.
+        # Jobs of one step were mostly queued together, so they have few different queueing times.
         for queued_ms, count in Counter(begun).items():
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 

@@ -99,7 +99,7 @@ class JobReader:
         entry.is_dead = True
         try:
             query = queries.unpack_query(job.query) if job.query else None
-            entry.is_dead = False  # From here on, a refused job is no dead letter: it was decoded.
+            entry.is_dead = False  # Only a job that cannot be decoded becomes a dead letter.
             _check_job(job, query, self.info)
         except _REFUSALS as error:
             entry.failure = _failure(error)
@@ -145,7 +145,7 @@ class JobReader:
             for entry in part:
                 # Cut off the digest, which follows the lifetime in entries that may return to the backlog.
                 lifetime_ms = _milliseconds(entry.fields.get(key_names.LIFETIME_FIELD, b"").partition(b" ")[0])
-                args += (entry.id, _since_ms(entry) + lifetime_ms)  # Id, and the time until which its client waits.
+                args += (entry.id, _since_ms(entry) + lifetime_ms)  # Entry's id; time until which its client waits.
             try:
                 numbers = await scripts.DROP_UNWANTED(self.redis, keys, args)
             except (RedisError, OSError):

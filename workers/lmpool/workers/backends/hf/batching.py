@@ -26,7 +26,7 @@ _SHORTER_FACTOR = 4
 _STEPS_TO_GROW = 32
 
 MAX_BULK_STEP_S = 1.0
-"""Max seconds of a bulk step while no interactive prompts arrive; the next interactive prompt may wait for its end."""
+"""Max seconds of a bulk step while no interactive prompts arrive: a new interactive prompt may wait this long."""
 
 MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
 """Min limit on the tokens of a bulk step, on a CPU and on other devices: fewer tokens hardly take less time."""
@@ -81,7 +81,7 @@ class BatchRules(NamedTuple):
     pads: bool  # Whether prompts of different lengths may run together.
     horizon: int  # Max tokens of a prompt that runs with others.
     chunk: int  # Max tokens of one prompt in a step, if the KV pool can keep them for the next step.
-    shares: bool  # If prompts share an uncached prefix, one runs first and the others reuse it.
+    shares: bool  # Whether one of the prompts that share an uncached prefix runs first, for the others to reuse it.
 
 
 Chunks: TypeAlias = Mapping[bytes, PromptChunk]  # Digest of each prompt -> its next chunk.

@@ -333,7 +333,7 @@ def _logits_alone(forward: Forward, prompts: list[list[int]]) -> Tensor:
 
 
 def _reuses(forward: Forward, prompts: list[list[int]], alone: Tensor, layout: KVLayout, pads: bool) -> bool:
-    """Whether prompts have the same rows if they reuse the keys and values of shorter prompts as if they run alone."""
+    """Whether prompts have the same rows alone and when they reuse the keys and values of shorter prompts."""
     everything = range(len(prompts))
     # Run three batches with one pool. In the second, some cached tokens are recomputed; in the third, all are cached.
     for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):

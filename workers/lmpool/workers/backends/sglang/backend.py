@@ -283,7 +283,7 @@ def user_options(settings: SglangSettings, known: Mapping[str, bool], version: s
 
 
 def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
+    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
@@ -315,7 +315,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         reserved = [*later, *adapters]
         options |= {
             "enable_lora": True,
-            "max_loras_per_batch": slots + 1,  # Prompts without an adapter take one slot more.
+            "max_loras_per_batch": slots + 1,  # Prompts without an adapter need a slot too.
             "lora_strict_loading": True,
             "max_lora_rank": max(config["r"] for config in reserved),
             "lora_target_modules": sorted({module for config in reserved for module in config["target_modules"]}),

@@ -196,7 +196,7 @@ class SglangEngine:
             self._results.put(EngineBatch())
             self.scheduler.run_event_loop()
             self._results.put(WorkerError("SGLang's event loop has ended"))
-        except BaseException as error:  # noqa: BLE001  # The thread that reads results raises it.
+        except BaseException as error:  # noqa: BLE001  # The thread that reads the results raises the error.
             self._results.put(error)
         finally:
             scheduler, self.scheduler = self.scheduler, None

@@ -406,7 +406,7 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
+    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
@@ -438,7 +438,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
             ranks |= lora.ranks_of(lora.read_adapter_config(lora.check_adapter(source, folder)))
         if (rank := max(ranks)) > _LORA_RANKS[-1]:
             raise SettingsError(f"adapters: one has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
-        # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter got an adapter's rows.
+        # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter get an adapter's rows.
         rank = next(each for each in _LORA_RANKS if each >= rank)
         arguments |= {"enable_lora": True, "max_loras": slots + 1, "max_cpu_loras": slots + 1, "max_lora_rank": rank}
     return arguments

@@ -5,7 +5,7 @@ stays open after its row was computed. No other request can use a session's memo
 prompt that has begun to grow, the number of sessions is limited, and the oldest session is closed first.
 
 A prompt may extend a session by at most one block of tokens, because prefix caching finds nearly all tokens of a longer
-prompt. It may also add at most the session's own length, because unrelated prompts may share their first few tokens.
+prompt. An extension is at most as long as the session, because many unrelated prompts share their first few tokens.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class KvSessions:
             return
         checksum = _checksum(adapter, ids[: shortest * _ID_BYTES])
         checksums = [checksum]
-        # Compute each checksum from the previous checksum, so that all together cost little more than a single one.
+        # Compute each checksum from the previous checksum, so that all cost little more than a single checksum.
         for end in range((shortest + 1) * _ID_BYTES, len(ids), _ID_BYTES):
             checksum = ((checksum >> 32) + _ID_BYTES) << 32 | crc32(ids[end - _ID_BYTES : end], checksum & 0xFFFFFFFF)
             checksums.append(checksum)
