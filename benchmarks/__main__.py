@@ -91,7 +91,7 @@ _REPEATS, _QUICK_REPEATS = 5, 2  # Number of samples of each side, in a full run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the measures; return 0 if all ran, even below their goals, 1 if one failed, 130 on Ctrl-C."""
+    """Run measures; return 0 if all measures ran, even below their goals, 1 if a measure failed, 130 on Ctrl-C."""
     given = _parse(arguments)
     signal.signal(signal.SIGTERM, _exit)
     try:

@@ -4,7 +4,7 @@
 #
 #   environment.sh EXTRAS [TORCH [INDEX]]
 #
-# EXTRAS as in `lmpool[EXTRAS]`. TORCH is a version with its build, such as 2.13.0+cpu; INDEX is a package index with it.
+# EXTRAS are the extras of lmpool. TORCH is a version of torch with its build, such as 2.13.0+cpu. INDEX is its package index.
 set -eu
 extras=$1 torch=${2:-} index=${3:-}
 constraints=/src/docker/requirements.txt
@@ -19,7 +19,7 @@ install() {
 }
 
 python3 -m venv --without-pip /opt/lmpool
-# Install the exact build of torch first, so that no other package installs another one. A GPU build takes its requirements
+# Install the exact build of torch first, so that no package installs another build. A GPU build takes its requirements
 # from the same index, without hashes. The requirements of the CPU build are installed below, with hashes.
 case $torch in
     '') ;;
@@ -47,5 +47,5 @@ find "$packages" -type d -name tests -prune -exec rm -rf {} +
 # Remove headers and static libraries: the images have no compiler.
 rm -rf "$packages/torch/include" "$packages/torch/share"
 find "$packages" -name '*.a' -delete
-# Compile once, because containers cannot write here. Ignore errors: some files are for other versions of Python.
+# Compile the packages now, because containers cannot write here. Ignore errors: some files are for other versions of Python.
 /opt/lmpool/bin/python -m compileall -q --invalidation-mode unchecked-hash "$packages" >/dev/null || true

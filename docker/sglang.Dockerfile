@@ -3,7 +3,7 @@
 #   docker build -f docker/Dockerfile --target wheel -t lmpool-wheel:0.1.0 .
 #   docker build -f docker/sglang.Dockerfile -t lmpool-sglang:0.1.0 docker
 #
-# For your own package index: `--secret id=pip_conf,src=pip.conf`. No layer contains the secret.
+# To use your own package index, add `--secret id=pip_conf,src=pip.conf`. No layer contains the secret.
 ARG WHEEL=lmpool-wheel:0.1.0
 ARG BASE=docker.io/lmsysorg/sglang:v0.5.23
 

@@ -5,7 +5,7 @@
 Each step draws a token from the model's row and keeps it if the expression allows it, so only a few tokens of the
 vocabulary are checked. The weights estimate how often the model alone would write a matching text.
 
-Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
+Needs `pip install genlm-control 'lmpool[genlm]'` and a pool: `lmpool up .cache/models/smollm2-float32 --name smollm2`
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ async def sample(given: argparse.Namespace) -> Any:
     with PooledLM.from_name(given.model, redis=given.redis) as model:
         language = PromptedLLM(model, prompt_ids=model.tokenizer.encode(given.prompt))
         form = BoolFSA.from_regex(given.pattern).coerce(language, f=b"".join)
-        # With a threshold of 0 there is no resampling: the samples are independent, none is dropped or copied.
+        # With a threshold of 0 there is no resampling: the samples are independent; no sample is dropped or copied.
         return await AWRS(language, form, seed=given.seed).smc(
             given.samples, ess_threshold=0.0, max_tokens=given.tokens
         )

@@ -5,7 +5,7 @@
 A text may end in the middle of a word, because bytes have no token boundaries. The beam keeps several ways to cut the
 text into tokens, and requests the rows of all these ways at once.
 
-Needs pip install genlm-bytes 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
+Needs `pip install genlm-bytes 'lmpool[genlm]'` and a pool: `lmpool up .cache/models/smollm2-float32 --name smollm2`
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
 
     from lmpool.producer.genlm import PooledLM
 
-    warnings.filterwarnings("ignore", "Sparse", UserWarning)  # torch warns about genlm-bytes' matrices.
+    warnings.filterwarnings("ignore", "Sparse", UserWarning)  # Hide torch's warnings about sparse matrices.
     with PooledLM.from_name(given.model, redis=given.redis) as model:
         end = model.byte_vocab[model.tokenizer.eos_token_id]
         params = BeamParams(K=given.beam, prune_threshold=0.01, eos_byte_strings=[bytes(end)])
@@ -42,7 +42,7 @@ async def search(given: argparse.Namespace) -> tuple[bytes, Table]:
         beam = await beam.prefill(text)
         table = Table("text so far", "beam", "likeliest next bytes")
         for _ in range(given.bytes):
-            logprobs = (await beam.logp_next()).ps  # Entries: 256 bytes, the end of a token, the end of the text.
+            logprobs = (await beam.logp_next()).ps  # Entries for 256 bytes, the end of a token, the end of the text.
             best = np.argsort(logprobs)[::-1][:3]
             shown = "  ".join(f"{name_of(int(byte))} {np.exp(logprobs[byte]):.0%}" for byte in best)
             table.add_row(Text("…" + repr(text[-24:])[2:-1]), str(len(beam)), Text(shown))

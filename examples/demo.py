@@ -57,7 +57,7 @@ SENTENCES = [
 
 
 def prompts_of(tokenizer: PublishedTokenizer) -> list[list[int]]:
-    """48 prompts: each sentence without its last two words, without its last word, and whole."""
+    """48 prompts: each sentence without its last two words, without its last word, and as a whole."""
     texts = [" ".join(sentence.split()[: len(sentence.split()) - cut]) for sentence in SENTENCES for cut in (2, 1, 0)]
     return [tokenizer.encode(text) for text in texts]
 
@@ -85,7 +85,7 @@ async def client() -> None:
 
 @contextmanager
 def pool(given: argparse.Namespace, runtime: Path) -> Iterator[None]:
-    """Run `lmpool up` with the model, in a new folder, so that it leaves your own pool alone."""
+    """Run `lmpool up` with the model, in a new folder, so that your own pool is not affected."""
     command = _up(given)
     log = runtime / "up.log"
     with log.open("wb") as out:

@@ -57,7 +57,7 @@ class Student:
         loss = divergence(logits, torch.from_numpy(np.stack([best.values for best in taught])),
                           torch.from_numpy(np.stack([best.ids for best in taught])))  # fmt: skip
         self._optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]  # torch is partly untyped too
+        loss.backward()  # type: ignore[no-untyped-call]  # torch is partly untyped
         self._optimizer.step()
         return float(loss.detach())
 
@@ -76,7 +76,7 @@ def divergence(logits: Tensor, values: Tensor, ids: Tensor) -> Tensor:
 
 
 def _with_rest(values: Tensor) -> Tensor:
-    """Log-probabilities of some tokens, and then of all other tokens together."""
+    """Append to log-probabilities of some tokens the log-probability of all other tokens together."""
     rest = torch.log1p(-values.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([values, rest], dim=-1)
 

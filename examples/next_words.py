@@ -31,7 +31,7 @@ async def next_words(given: argparse.Namespace) -> Table:
     async with Producer(given.model, redis=given.redis) as producer:
         tokenizer = await producer.tokenizer()
         prompts = [tokenizer.encode(text) for text in given.texts]
-        logprobs, tokens = await producer.batch_topk(prompts, given.top)  # float32 and int64, both (n, k)
+        logprobs, tokens = await producer.batch_topk(prompts, given.top)  # Two arrays (n, k): float32 and int64.
     table = Table("text", "next word", "probability")
     for text, chances, ids in zip(given.texts, np.exp(logprobs), tokens.tolist(), strict=True):
         table.add_section()

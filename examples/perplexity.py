@@ -26,7 +26,7 @@ from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
 
 AT_ONCE = 8
-"""Windows in one batch of requests: enough to keep workers busy."""
+"""Number of windows in one batch of requests, enough to keep workers busy."""
 
 
 async def nats_of(given: argparse.Namespace, text: str) -> tuple[int, float]:

@@ -3,9 +3,9 @@
     python examples/smc_json.py --particles 16
 
 Each process runs SMC with genlm-control, under a regular expression that describes the JSON. Both processes start from
-the same prompt and often write the same prefixes; each gets rows that the other has requested.
+the same prompt and often write the same prefixes; each process gets rows that the other has requested.
 
-Needs pip install genlm-control 'lmpool[genlm]', and a pool: lmpool up .cache/models/smollm2-float32 --name smollm2
+Needs `pip install genlm-control 'lmpool[genlm]'` and a pool: `lmpool up .cache/models/smollm2-float32 --name smollm2`
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Inference(NamedTuple):
     """The result of one process.
 
     Attributes:
-        particles: each text with its share of the weight.
+        particles: each text with its share of the total weight.
         asked: number of requested rows.
         prompts: the prompts of these rows; particles with the same text so far have the same prompt.
     """
@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
-    SyncProducer(given.model, redis=given.redis).close()  # A wrong model name fails here, not in both processes.
-    # Only this process handles Ctrl-C; it ends the other processes.
+    SyncProducer(given.model, redis=given.redis).close()  # Connect first, so that a wrong model name fails only once.
+    # Only the parent process handles Ctrl-C; it ends the other processes.
     with get_context("spawn").Pool(2, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as processes:
         show(processes.starmap(infer, [(given, given.seed), (given, given.seed + 1)]))
 

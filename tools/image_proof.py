@@ -25,7 +25,7 @@ from lmpool.embedded import server_binary
 if TYPE_CHECKING:
     from tools.images import Buildah
 
-# Max seconds until a container is healthy, and until a command in it ends. On a busy machine a worker took over 180 s.
+# Max seconds until a container is healthy, or a command in it ends: a worker on a busy machine needed over 180 s.
 DEADLINE_S = 900.0
 _USERS = Path(__file__).resolve().parents[1] / "docker" / "redis" / "users.acl"
 _UID = "10001"  # The user of the images.
@@ -52,7 +52,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
 
         client = start("client", "producer")
         print(client.run("--version").strip(), flush=True)
-        # The containers share the network of this machine, so each needs another port.
+        # The containers share the network of this machine, so each container needs a different port.
         worker, trie, web = start("worker", "worker"), start("trie", "trie-worker"), start("web", "web")
         worker.start("/models/proof", "--name", "proof", mounts={"/models/proof": _readable(model, stack)})
         trie.start("--metrics-port", "9101", ports=("9100", "9101"))
@@ -71,7 +71,7 @@ def prove(buildah: Buildah, name_of: Callable[[str], str], model: Path) -> None:
         _check(demand["workers"] == 1, "the web service sees one worker")
         for container in (worker, trie):
             container.stop()
-        # After its last response the signal ends the web service's process, so buildah returns 1.
+        # The signal ends the web service's process after the last response, so buildah returns 1.
         web.stop(code=1)
     print(f"all images work: {time.monotonic() - began:.0f} s", flush=True)
 
@@ -197,7 +197,7 @@ def _inside(pid: int) -> list[int]:
         try:
             _, _, rest = stat.read_text().rpartition(")")
         except OSError:
-            continue  # The process has ended.
+            continue  # Skip a process that has ended.
         children.setdefault(int(rest.split()[1]), []).append(int(stat.parent.name))
     below, found = [pid], []
     while below:

@@ -3,8 +3,8 @@
     python -m tools.images FOLDER [--model FOLDER_OF_A_MODEL] [TARGET ...]
 
 The command needs neither a Docker daemon nor access to an image registry. `mmdebstrap` builds the base image from
-Debian's packages; the program stores it in FOLDER under the name in FROM, so the Dockerfile needs no change. Run it as
-root, after `apt-get install buildah mmdebstrap`.
+Debian's packages; the program stores it in FOLDER under the name in FROM, so the Dockerfile needs no change. Run the
+command as root, after `apt-get install buildah mmdebstrap`.
 
 pip in the build uses the settings of `pip config list` on this machine. The build receives them as a secret, which no
 layer contains, and mounts the files that they name.

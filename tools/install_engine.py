@@ -64,12 +64,12 @@ def _install_vllm(python: Path, newest: bool) -> None:
 def _install_sglang(python: Path, newest: bool) -> None:
     stated = {_name(line): line for line in _install_alone(python, _SGLANG, newest)}
     needed = [stated.get(_name(need), _name(need)) for need in _SGLANG_NEEDS] if newest else _SGLANG_NEEDS
-    # SGLang's own pin of torch is for CUDA.
+    # Install the CPU build of torch, because SGLang pins a build for CUDA.
     _pip(python, _TORCH, *needed)
 
 
 def _install_alone(python: Path, pinned: str, newest: bool) -> list[str]:
-    """Install an engine without its requirements, and return the requirements without extras."""
+    """Install an engine without its requirements, and return its requirements, except those of extras."""
     name = pinned.partition("==")[0]
     _pip(python, "--no-deps", *(["--upgrade", name] if newest else [pinned]))
     code = f"import importlib.metadata as m, json; print(json.dumps([m.version({name!r}), m.requires({name!r})]))"

@@ -46,7 +46,7 @@ def main() -> None:
     """Run the command line."""
     text = REQUIREMENTS.read_text("utf-8")
     found: dict[str, list[str]] = {}
-    # pip resolves one version per package, so resolve the versions for `bulk` separately.
+    # pip resolves one version per package, so resolve the versions for the extra `bulk` separately.
     for mark in (None, "# bulk: "):
         chosen = [pin for pin in _PIN.finditer(text) if pin["mark"] == mark and pin["name"] not in WITHOUT]
         pins = {pin["name"]: f"{pin['name']}=={pin['version']}" for pin in chosen}

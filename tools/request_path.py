@@ -12,7 +12,7 @@ to its return.
 - A type carries a prompt if it is a class of the package, an instance appears among the locals of these frames (or in
   an attribute of such an object), and one of its attributes holds the prompt's ids, its digest, or an object that holds
   either. The digest is found as a bytes value of at least 16 bytes next to the ids that belongs to no other prompt.
-  Objects that several prompts use, and objects that hold the prompt only inside a list or dict, do not carry it.
+  Objects of several prompts, and objects that hold the prompt only inside a list or dict, do not carry the prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ WORKER = "lmpool.workers.worker"
 _PRODUCER = "lmpool.producer"
 _MODEL = "structure"  # The name of the served model.
 _WARM_UPS = 5  # Number of requests before recording starts: the first requests open connections and load scripts.
-_REQUESTS = 100  # Number of recorded requests: a periodic task may run during each of only 20 slow requests.
+_REQUESTS = 100  # Number of recorded requests: with only 20, a periodic task might run during each request.
 _PROMPT_TOKENS = 12  # Tokens per prompt.
 _MIN_DIGEST_BYTES = 16  # Shorter byte strings next to the ids are not digests.
 

@@ -1,6 +1,6 @@
 """Build the documentation site: `make docs`.
 
-The pages are the files of `docs/` and the files in `PAGES`. The program rewrites their links for the site. A worker
+The pages are the files of `docs/` and the files in `PAGES`. The program adapts the pages' links to the site. A worker
 with a real model serves the tutorials. The build fails on a warning, a page that the navigation lacks, a public name
 that the reference lacks, and a resource that a browser would fetch from another host.
 """
@@ -44,7 +44,7 @@ GENERATED: dict[str, Callable[[], str]] = {
 }
 """Comment in a page -> the text that replaces it."""
 START_LIMIT_S = 900.0
-"""Seconds in which the worker must serve: a busy machine needed more than 120. If the worker ends, the build fails."""
+"""Max seconds until the worker serves the model: a busy machine needed more than 120 s."""
 
 POLL_S = 5.0
 """Seconds between two checks that the worker still runs while it loads the model."""
@@ -211,7 +211,7 @@ def build(source: Path, site: Path, *options: str) -> int:
     shutil.rmtree(site, ignore_errors=True)
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", *options, str(source), str(site)]
     with tempfile.TemporaryDirectory(prefix="lmpool-site-") as folder:
-        # Notebooks do not use the user's IPython settings, find `lmpool` in PATH, and hide warnings of libraries.
+        # Make notebooks ignore the user's IPython settings, find `lmpool` in PATH, and hide warnings of libraries.
         settings = Path(folder, "profile_default")
         settings.mkdir()
         (settings / "ipython_kernel_config.py").write_text("get_config().IPKernelApp.log_level = 'ERROR'\n")

@@ -6,7 +6,7 @@
     python -m tools.structure --constants                numeric constants without a comment
 
 `tests/project/limits.toml` limits these measures. Imports are read from the syntax trees, imports inside functions
-included. `tools/request_path.py` says how the files of a request are found.
+included. `tools/request_path.py` explains how the files of a request are found.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 
 def modules(root: Path) -> dict[str, Path]:
-    """Return the modules of the package by their full names; a package is named by its `__init__.py`."""
+    """Return the modules of the package by their full names; an `__init__.py` has the name of its folder."""
     paths = {}
     for part in PARTS:
         for path in sorted((root / part).rglob("*.py")):
@@ -258,7 +258,7 @@ def _reached(graph: Graph, name: str) -> set[str]:
 
 
 def longest_chain(graph: Graph, prefix: str, start: str | None = None) -> list[str]:
-    """Return the longest chain of modules below `prefix` in which each imports the next.
+    """Return the longest chain of modules below `prefix` in which each module imports the next.
 
     Modules in a cycle count as one link. The chain begins with `start`, or with any module if `start` is None.
     """

@@ -29,7 +29,7 @@ Ids = list[int]
 
 
 class Bursts:
-    """Handlers that return timings of an open producer."""
+    """Handlers of the benchmark's requests, which return timings of an open producer."""
 
     def __init__(self, producer: Producer) -> None:
         self._producer = producer

@@ -10,7 +10,7 @@ import uvloop
 
 from benchmarks.harness.line_protocol import serve
 
-_READY_S = 60.0  # Seconds in which `lmpool web` must become ready.
+_READY_S = 60.0  # Max seconds until `lmpool web` is ready.
 _POLL_S = 0.05  # Seconds between two checks whether `lmpool web` is ready.
 _LINE_BYTES = 2**24  # Max bytes of a line of the event stream; each frame is one line.
 

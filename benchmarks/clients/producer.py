@@ -14,13 +14,13 @@ from benchmarks.harness.line_protocol import Handler
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
 
-_LOCK_STEP_TEXTS = 32  # Number of texts whose prefixes are requested together.
+_LOCK_STEP_TEXTS = 32  # Number of texts whose prefixes of one length are requested together.
 _LATE_S = 10.0  # Seconds for which `steady_load` waits for the last rows.
-_IN_FLIGHT_S = 0.5  # Seconds to wait until a worker computes a submitted prompt.
+_IN_FLIGHT_S = 0.5  # Seconds after which a worker surely computes a submitted prompt.
 
 
 class Client(Bursts):
-    """Handlers that use parts of the API that older commits do not have."""
+    """Handlers that use parts of the `Producer` API that older commits do not have."""
 
     def handlers(self) -> list[Handler]:
         """The methods that requests may call, by name."""
@@ -127,7 +127,7 @@ class Client(Bursts):
         return {"seconds": time.perf_counter() - start, "probe": probe(rows[-1])}
 
     async def with_short_prompts(self, prompt: Ids, short_tokens: int) -> dict[str, Any]:
-        """Seconds for a long prompt, and for short prompts that are requested one after the other at the same time."""
+        """Seconds for a long prompt, and for short prompts that are requested one by one during the long prompt."""
         long = asyncio.create_task(self.together([prompt]))
         await asyncio.sleep(_IN_FLIGHT_S)
         latencies = []

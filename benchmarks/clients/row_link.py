@@ -34,7 +34,7 @@ class RowLinkUser:
         self._rows = RowCache(Server(url), Keys(), info, SegmentReader())
         self._segment = SegmentWriter(info, "row-link", None)
         logits = np.random.default_rng(0).standard_normal((_BLOCK, vocab_size), dtype=np.float32)
-        # Use log-probabilities: the reader rejects rows that do not sum to one.
+        # Use log-probabilities: readers reject rows that cannot be log-probabilities.
         self._numbers = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         self._got = 0
 

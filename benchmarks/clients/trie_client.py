@@ -23,7 +23,7 @@ Ids = list[int]
 
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
 _PREFIXES = 2048  # Number of prefixes that are requested: the prefixes with the most children.
-_TOLERANCE = 1e-4  # Max relative difference between the pool's and local values.
+_TOLERANCE = 1e-4  # Max relative difference between the pool's values and local values.
 
 
 class TrieClient:
@@ -54,7 +54,7 @@ class TrieClient:
         await _stream((partial(self._producer.logprobs, ids) for ids in drawn), 64)
         prefixes = self._prefixes()
         shuffled = [self._random.permutation(_PREFIXES).tolist() for _ in range(prompts)]
-        # Request each pair once: the cache keeps a result for a minute.
+        # Request each pair of prompt and prefix once: the cache keeps a result for a minute.
         orders = list(zip(drawn[:prompts], shuffled, strict=True))
         self._pairs = ((ids, prefixes[order[turn]]) for turn in range(_PREFIXES) for ids, order in orders)
         self._lone = ((ids, prefixes[turn]) for turn in range(_PREFIXES) for ids in drawn[prompts:])
@@ -75,8 +75,8 @@ class TrieClient:
         before = self._producer.stats().computed
         seconds = await _stream(calls, concurrency)
         computed = self._producer.stats().computed - before
-        # A full server evicts random samples, sometimes one of these rows. A worker that serves tries of its model
-        # counts results of tries as computed too.
+        # Tolerate a few computed rows: a full server evicts random samples of its keys. A worker that serves tries of
+        # its model also counts results of tries as computed rows.
         if computed > requests / 100 and not self._producer.model.answers_tries:
             raise RuntimeError(f"the workers computed {computed} of {requests} rows; the cache should have held them")
         return seconds

@@ -1,8 +1,8 @@
 """`make bench-compare BASE=<commit>`: check that the pool is not slower than at an earlier commit.
 
-Each of the two pools has its own environment, server, workers and client process. The pools run in turns; the other is
-idle. Both clients run the same program, and both servers the same binary. All packages except lmpool have the same
-version in both environments.
+Each of the two pools has its own environment, server, workers and client process. The pools run in turns; a waiting
+pool is idle. Both clients run the same program, and both servers run the same binary. All packages except lmpool have
+the same version in both environments.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from benchmarks.harness.testbed import MEMORY_BYTES, Testbed, open_testbed
 from lmpool.errors import LMPoolError
 
 _TOLERANCE = 0.02  # A ratio of rates down to 0.98 counts as not worse.
-_ROUNDS = 5  # Each round starts new processes.
-_MIN_PAIRS = 6  # With fewer pairs, all ratios lie on one side of the true median in more than 1 of 20 runs.
+_ROUNDS = 5  # Number of rounds; each round starts new processes.
+_MIN_PAIRS = 6  # With fewer pairs, all ratios lie on one side of the true median in over 5 % of the runs.
 _QUICK_PAIRS = 2  # Pairs per measure in a quick run.
-_QUICK_MEMORY_BYTES = 256 * 2**20  # The server's limit in a quick run.
+_QUICK_MEMORY_BYTES = 256 * 2**20  # The server's memory limit in a quick run.
 
 Pair = tuple[Burst, Burst]
-"""A burst of the new pool and one of the base pool."""
+"""A burst of the new pool, and a burst of the base pool."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare two pools and print ratios; return 1 if a measure is worse, 2 if one failed, 130 on Ctrl-C, else 0."""
+    """Compare two pools and print ratios; return 1 if a measure is worse, 2 if a measure failed, 130 on Ctrl-C."""
     given = _parse(arguments)
     try:
         return _run(given)
@@ -74,7 +74,7 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _take(measure: Measure, pairs: int, sides: Sequence[tuple[Testbed, Environment]]) -> list[list[Pair]]:
-    """Take pairs of bursts in rounds. Each round starts new processes, because two processes differ in speed."""
+    """Take pairs of bursts in rounds. Each round starts new processes, as two processes differ in speed."""
     for testbed, _ in sides:
         testbed.refill()
     rounds = []

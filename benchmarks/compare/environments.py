@@ -33,7 +33,7 @@ class Environment:
 
         Args:
             commit: any name that git accepts; "" for the working tree with its changes.
-            extra: the extra of the package that the workers need.
+            extra: the extra of lmpool that the workers need.
 
         Raises:
             BenchmarkError: the commit does not exist, or the installation failed.
@@ -73,7 +73,7 @@ def resolve(commit: str) -> str:
     try:
         return _git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}").strip()
     except BenchmarkError as error:
-        # Use this text if git prints no message, as for a commit that does not exist.
+        # Suggest a reason if git prints none, for example for a commit that does not exist.
         why = str(error).partition("failed:\n")[2] or "`git log` lists the commits; a shallow clone has few"
         raise BenchmarkError(f"{REPOSITORY} has no commit {commit!r}: {why}") from None
 
@@ -92,7 +92,7 @@ def _check_out(commit: str, source: Path) -> None:
 
 
 def _installed(source: Path, folder: Path, extra: str) -> str:
-    """Install `source` into an environment with the package versions of this one; return its interpreter."""
+    """Install `source` into a new environment, with the package versions of the current one; return its interpreter."""
     pins = _pins()
     stamp, wanted = folder / _STAMP, json.dumps([pins, (source / "pyproject.toml").read_text(), sys.version])
     python = str(folder / "bin" / "python")
@@ -110,7 +110,7 @@ def _installed(source: Path, folder: Path, extra: str) -> str:
 
 
 def _pins() -> list[str]:
-    """The packages of this environment as constraints, without local version labels."""
+    """The packages of this environment as constraints for pip, without local version labels such as +cpu."""
     versions = {re.sub(r"[-_.]+", "-", package.name).lower(): package.version for package in distributions()}
     return sorted(f"{name}=={version.partition('+')[0]}" for name, version in versions.items() if name != "lmpool")
 

@@ -1,4 +1,4 @@
-"""The measures of `compare`, and a pool that runs them."""
+"""The measures of `make bench-compare`, and the pool that runs a measure."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from benchmarks.harness.testbed import Testbed, wait_until
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, FULL_V, TINY_V
 
-_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
+_READY_S = 180.0  # Max seconds until started workers are ready: some workers load models.
 # A worker counts as idle below this share of a core, measured over this many seconds.
 _IDLE_SHARE, _IDLE_S = 0.04, 0.5
 _MAX_IDLE_S = 30.0  # Max seconds to wait for idle workers: in some commits, workers are never idle.
 _MODEL = "compared"
-_QUICK = 16  # A quick burst has this fraction of the rows.
-_FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
+_QUICK = 16  # A burst of a quick run has one sixteenth of the rows.
+_FIRST_ORDINARY_ID = 3  # Lowest ordinary token id of SmolLM2; smaller ids are special tokens.
 
 Arguments = dict[str, Any]
 
@@ -41,7 +41,7 @@ class Measure:
         workers: number of workers.
         cache_bytes: the producer's `cache_bytes`; None for the default.
         cached_rows: number of rows computed before the bursts, which fetch these rows from the cache.
-        extra: the extra of the package that the workers need.
+        extra: the extra of the package lmpool that the workers need, such as "hf".
         pairs: default number of pairs of bursts.
     """
 
@@ -119,7 +119,7 @@ DEFAULT_MEASURES = ("tiny", "new-f32", "new-bf16", "cached", "alone-tiny", "alon
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """The figures of one burst.
+    """The figures of one burst, a short series of requests.
 
     Attributes:
         rate: rows or requests per second.
@@ -131,7 +131,7 @@ class Burst:
 
 
 class Pool:
-    """Workers and a client of one side while a measure runs; idle between bursts."""
+    """Workers and a client of one side while a measure runs; all of them are idle between bursts."""
 
     def __init__(self, testbed: Testbed, environment: Environment, measure: Measure) -> None:
         self._testbed = testbed

@@ -42,12 +42,12 @@ _MODEL = _KEYS.model(_INFO.name)
 _WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Numbers of workers, in full and in quick runs.
 _BATCH = 32  # Prompts per step of a worker.
 _READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.
-_READERS = 50  # Reads that block at once: a single read would measure the server's timer of 10 ticks per second.
+_READERS = 50  # Reads that block at once: with one read, the server's timer (10 ticks/s) would dominate the time.
 _COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in range(18)}
 
 
 def main() -> int:
-    """Measure both tables, print them, and write the page."""
+    """Measure both tables (workers and clients, single scripts), print them, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page to FILE")
     parser.add_argument("--quick", action="store_true", help="only small fleets, to check that everything runs")
@@ -154,7 +154,7 @@ class _Fleet:
             await consumer.keep_queue()
 
     async def _claims(self) -> None:
-        """Run what workers do three times per lease: renew entries, claim expired entries, remove expired workers."""
+        """Do the work of a third of a lease: renew entries, claim expired entries, remove expired workers."""
         for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
             _, _, further = await leases.claim(_BATCH, held)
@@ -185,7 +185,7 @@ class _Fleet:
         return float(stats.get("cmdstat_evalsha", {"usec": 0})["usec"])
 
     async def _server_s(self, work: Callable[[], Awaitable[object]], times: int) -> float:
-        """The server's processor time in seconds for one call."""
+        """The server's processor time in seconds for one call of `work`."""
         await work()
         samples = []
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Single calls of scripts with much stored data: the time for which each call blocks the server."""
+"""Measures for how long single calls of the Lua scripts block a server that stores much data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEYS = Keys()
 _MODEL = _KEYS.model("m")
 _BATCH = 32  # Prompts that a worker may hold.
 _LEASE_MS = 15_000  # The default lease of a worker, in ms.
-_LONG_MS = 10_000_000  # A lifetime that does not end during the benchmark.
+_LONG_MS = 10_000_000  # A lifetime in ms that does not end during the benchmark.
 REPEATS = 7  # Min number of calls of each kind that are measured.
 
 
@@ -26,7 +26,7 @@ class _Queue:
 
     def __init__(self, client: redis.Redis) -> None:
         self.client = client
-        self.lanes: dict[bytes, bytes] = {}  # Worker -> its lane.
+        self.lanes: dict[bytes, bytes] = {}  # Worker -> key of its lane, the job stream of this worker.
 
     def empty(self, workers: int = 1) -> None:
         self.client.flushall()
@@ -173,7 +173,7 @@ def _finish_behind_backlog(queue: _Queue) -> list[float]:
 def _finish_many_clients(queue: _Queue) -> list[float]:
     queue.empty()
     (digest,) = digests = _digests(1)
-    # Submit from two clients, so that the waiting key is a hash.
+    # Submit each prompt from two clients, so that its `waiting:` key is a hash.
     queue.submit("a", digests, 540)
     queue.submit("b", digests, 540)
     queue.client.hset(_MODEL.waiting + digest, mapping={_MODEL.reply(f"{i:016x}"): b"" for i in range(9_998)})

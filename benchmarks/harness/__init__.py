@@ -1,1 +1,1 @@
-"""Code that all benchmarks share: processes and their protocol, pairs, reports. Imports no other folder here."""
+"""Code that all benchmarks share (child processes, pairs of samples, reports); imports no other benchmark folder."""

@@ -1,6 +1,6 @@
 """Replace this process by another program that ends with its parent: `python end_with_parent.py PARENT COMMAND…`.
 
-The benchmark starts all its processes through this program, so that none survives a SIGKILL of the benchmark.
+The benchmark starts all its processes through this program, so that no process survives a SIGKILL of the benchmark.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The child's side of the line protocol: one JSON request per line on stdin, one JSON response per line on stdout.
 
-Imports only the standard library: the peers' processes use it in an environment without lmpool.
+The module imports only the standard library, because programs without lmpool use it too (`benchmarks/peers`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 
 Handler = Callable[..., Awaitable[Any]]
 
-_MAX_LINE_BYTES = 64 * 2**20  # Max bytes of a request; a request has at most some thousand prompts.
+_MAX_LINE_BYTES = 64 * 2**20  # Max bytes of a request line, enough for some thousand prompts.
 
 
 async def serve(handlers: dict[str, Handler]) -> None:
     """Respond to requests until stdin ends.
 
     A request is `{"do": name, ...}`: the name of a handler and its keyword arguments. The response is the handler's
-    result. The first line of stdout, null, reports that this process is ready. An exception ends the process, and its
+    result. The first line of stdout (null) reports that this process is ready. An exception ends the process, and its
     traceback is written to stderr, which is the log.
     """
     # Redirect stdout to stderr: output of a library must not mix with the responses.

@@ -1,4 +1,4 @@
-"""Ratios of A to B: both sides are sampled in turns in one run, and compared pair by pair."""
+"""Ratios of a side A to a side B: both sides are sampled in turns in one run, and compared pair by pair."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 Take = Callable[[], float]
-"""Takes one sample of one side, such as its rows per second."""
+"""A function that takes one sample of one side, such as the rows per second of a pool."""
 
 _RESAMPLES = 2000  # Bootstrap samples: enough for two digits of a 95 % interval.
 
@@ -54,7 +54,7 @@ class Result:
         meaning: one sentence that defines A and B.
         goal: the bound for the ratio; None when the ratio is for orientation only.
         a: samples of the numerator.
-        b: samples of the denominator, the same number.
+        b: samples of the denominator, in pairs with the samples of `a`.
     """
 
     name: str

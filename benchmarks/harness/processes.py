@@ -18,10 +18,10 @@ from typing import Any, Self
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-_FINISH_S = 2.0  # Seconds in which a child must end after the end of its input.
-_STOP_S = 10.0  # Seconds between SIGTERM and SIGKILL, in which a worker drains.
-_START_S = 180.0  # Seconds in which a child must be ready; some children load models.
-_LOG_LINES = 15  # Number of last lines of the log in an error message.
+_FINISH_S = 2.0  # Max seconds until a child ends after its standard input has ended.
+_STOP_S = 10.0  # Seconds from SIGTERM to SIGKILL: a worker drains in this time.
+_START_S = 180.0  # Max seconds until a started child is ready: some children load models.
+_LOG_LINES = 15  # Number of lines that an error message quotes from the end of the log.
 
 
 class BenchmarkError(Exception):
@@ -50,7 +50,7 @@ def run(*command: str) -> str:
 
 def processor_seconds(pid: int) -> float:
     """Processor time of a process and all its threads so far; NaN on systems other than Linux."""
-    # Compute the id of the clock as clock_getcpuclockid(3) does: Python does not wrap that function.
+    # Compute the id of the process's clock like clock_getcpuclockid(3), which Python does not wrap.
     return time.clock_gettime(~pid << 3 | 2) if sys.platform == "linux" else math.nan
 
 
@@ -76,7 +76,7 @@ class Process:
                 stderr=output,
                 cwd=REPOSITORY,
                 env={**os.environ, **environment},
-                # Keep Ctrl-C from the child: the benchmark ends its processes in order.
+                # Hide Ctrl-C from the child: the benchmark itself ends its children, in order.
                 start_new_session=True,
             )
 
@@ -99,7 +99,7 @@ class Process:
             self._process.terminate()
 
     def stop(self) -> None:
-        """Close the standard input, which ends a `Child`; then send SIGTERM, and after 10 s SIGKILL."""
+        """Close the process's standard input, which ends a `Child`; then send SIGTERM, and after 10 s SIGKILL."""
         process = self._process
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

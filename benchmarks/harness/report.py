@@ -1,4 +1,4 @@
-"""The report of a group of measures. A run of the benchmark rewrites the page and keeps the page's notes."""
+"""Writes the results of a group of measures as a Markdown page; a new run rewrites the page but keeps its notes."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ below 0.98. The default base is the fastest commit so far, `{best}`. COMPARE pas
 
 @dataclass(frozen=True, slots=True)
 class Failures:
-    """The measures that have no result: name -> reason."""
+    """Measures that have no result, each with the reason: name -> reason."""
 
     failed: dict[str, str]
     skipped: dict[str, str]
 
 
 def describe_run(url: str, peers: Mapping[str, str]) -> dict[str, str]:
-    """Date, commit, machine and versions of a run; `peers` maps packages of the peers' environment to versions."""
+    """Date, commit, machine and versions of a run; `peers` maps packages of the compared projects to versions."""
     with redis.Redis.from_url(url) as client:
         info = client.info("server")
     server = f"{info.get('server_name', 'redis')} {info.get('valkey_version', info['redis_version'])}"

@@ -1,6 +1,6 @@
-"""Inputs for both sides of the trie measures: a real vocabulary, and weights over it.
+"""Inputs for both sides of the trie measures: a real vocabulary, and weights of its tokens.
 
-Imports only the standard library and numpy: the peers' processes use it in an environment without lmpool.
+The module imports only numpy and the standard library, because programs without lmpool use it too (`benchmarks/peers`).
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ _SPREAD = 3.0  # Standard deviation of the logits, similar to the logits of a la
 
 
 class Inputs(NamedTuple):
-    """A vocabulary and weights.
+    """A vocabulary, and rows of token weights.
 
     Attributes:
         tokens: V byte strings by token id.
-        weights: float32 (N_ROWS, V), each row a distribution: softmax of 3 * normal.
+        weights: float32 (N_ROWS, V); each row is a distribution, the softmax of normal numbers times 3.
     """
 
     tokens: list[bytes]
     weights: NDArray[np.float32]
 
     def batches(self, size: int) -> list[NDArray[np.float32]]:
-        """The weights in batches of `size` rows; if there are fewer rows, rows repeat."""
+        """Return the weights in batches of `size` rows; rows repeat if `size` exceeds N_ROWS."""
         rows = len(self.weights)
         wanted = np.arange(max(size, rows - rows % size)).reshape(-1, size) % rows
         return [self.weights[batch] for batch in wanted]
 
 
 def write_inputs(folder: Path) -> Path:
-    """Write the first 131,072 entries of Mistral's tekken vocabulary, and weights, for both sides.
+    """Write the first 131,072 entries of Mistral's tekken vocabulary and random weights to a file for both sides.
 
     Raises:
-        OSError: the package mistral-common is not installed, or lacks the file.
+        OSError: the package mistral-common is not installed, or lacks the file of the vocabulary.
     """
     spec = find_spec("mistral_common")
     if spec is None or spec.origin is None:

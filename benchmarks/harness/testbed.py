@@ -1,4 +1,4 @@
-"""The testbed of the measures: one server for A and B, a folder of logs, and the processes of both sides."""
+"""The testbed of the measures: a Redis server for both sides, a folder of logs, and the processes of both sides."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from lmpool.protocol.model_info import TRIE_SERVICE
 # The server's memory limit, enough for the rows of several seconds. With less memory, the server would evict unread
 # rows, because its LRU clock ticks only once a second.
 MEMORY_BYTES = 4 * 2**30
-_FILLER_BYTES = 196_608  # Size of a filler value: a float32 row of 49,152 entries.
+_FILLER_BYTES = 196_608  # Bytes of a filler value, the size of a float32 row of 49,152 entries.
 _FILLER_TTL_S = 3600  # Lifetime of filler values in seconds: longer than a measure takes.
-_WORKERS_READY_S = 180.0  # Seconds in which workers must become ready; they load models.
+_WORKERS_READY_S = 180.0  # Max seconds until started workers are ready: some workers load models.
 _POLL_S = 0.05  # Seconds between two checks of a condition.
-_WAVE = 8  # Max processes that start concurrently: if dozens start at once, each takes a minute.
-_HEARTBEATS_S = 60.0  # Seconds in which every worker must send a heartbeat.
-_IDLE_S = 180.0  # Seconds for workers to become idle. Every 30 s a worker checks its held prompts for clients.
+_WAVE = 8  # Max processes that start concurrently: if dozens start at once, each start takes a minute.
+_HEARTBEATS_S = 60.0  # Max seconds to wait for a heartbeat of every worker.
+_IDLE_S = 180.0  # Max seconds until workers are idle: a worker drops cancelled prompts only at its next check.
 _SCANNED = 10_000  # COUNT of the SCAN command: large, so that a scan of a full server takes few round trips.
 
-# Spinning OpenMP threads would take the cores from the other processes.
+# Let OpenMP threads sleep while they wait: spinning threads would take cores from other processes.
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
 
 
@@ -44,9 +44,9 @@ class Testbed:
         url: address of the server that both sides use.
         folder: folder for logs, deleted after the run.
         repeats: number of samples of each side.
-        quick: take smaller samples.
+        quick: whether samples are smaller, for a short run that checks the measures.
         server: process id of the server.
-        memory_bytes: the server's limit.
+        memory_bytes: the server's memory limit.
     """
 
     url: str
@@ -196,7 +196,7 @@ def open_testbed(repeats: int, quick: bool, memory_bytes: int = MEMORY_BYTES) ->
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, description: str) -> None:
-    """Poll until the condition holds; BenchmarkError after `seconds`."""
+    """Poll until the condition holds; raise BenchmarkError after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -209,7 +209,7 @@ def _own_command() -> str:
 
 
 def _heartbeats(server: redis.Redis, model: str) -> dict[str, tuple[dict[str, str], float]]:
-    """Worker id -> fields of its heartbeat and seconds until it expires, for the workers that serve a model."""
+    """Worker id -> fields of the heartbeat, and its remaining lifetime in seconds, for the workers of a model."""
     found = {}
     beginning = Keys().worker("").decode()
     for key in server.scan_iter(f"{beginning}*", count=_SCANNED):

@@ -1,4 +1,4 @@
-"""Measures runs over files: their speed against a producer with the same requests, and their peak memory."""
+"""Measures bulk runs over files: their speed next to a producer with the same requests, and their peak memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.real_model import smollm2_folder
 
 _V, _FIRST_ORDINARY_ID = 512, 3  # Vocabulary size; token ids below 3 are special in SmolLM2.
-_SHORT_TOKENS, _STEP_MS = 12, 5  # Tokens per short text; milliseconds per synthetic step.
+_SHORT_TOKENS, _STEP_MS = 12, 5  # Tokens per short text; milliseconds per step of the synthetic worker.
 _TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Texts for the real model; tokens per text; top-k tokens per position.
 _MAX_MB, _LINES = 300, 1_000_000  # Max megabytes of memory of a run; number of texts in this run.
 
@@ -49,7 +49,7 @@ def bulk_run(testbed: Testbed) -> list[Result]:
 
 
 def bulk_memory(testbed: Testbed) -> list[Result]:
-    """Peak memory of a run over very many texts, as the kernel reports it at exit."""
+    """Measure the peak memory of a run over a million texts, as the kernel reports the memory at exit."""
     count = testbed.scaled(_LINES, 20_000)
     with testbed.workers("bulk", "synthetic", "--backend", "synthetic", "--vocab-size", str(_V)):
         source = write_texts(testbed.folder / "many.jsonl", count, 8, _V)
@@ -85,7 +85,7 @@ class _Pair:
         return self._count / seconds
 
     def stream(self) -> float:
-        """Texts per second of a producer."""
+        """Texts per second of a producer that requests the same results."""
         seconds: float = self._client.request("stream", source=str(self._source()), top=self._top)
         return self._count / seconds
 

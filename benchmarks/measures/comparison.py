@@ -1,4 +1,4 @@
-"""Send the same prompts to two sides, in turns."""
+"""Sends the same prompts to two sides in turns, and compares their rates and values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.measures.transport import FULL_V
 Ids = list[int]
 
 PROMPT_TOKENS = 32  # Tokens per random prompt.
-_FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
+_FIRST_ORDINARY_ID = 3  # Lowest ordinary token id of SmolLM2; smaller ids are special tokens.
 _TOLERANCE = 1e-2  # Max difference between the two sides' float32 log-probabilities of a token.
 _NARROW_TOLERANCE = 0.25  # Max difference of a token's log-probability between two sides that compute in 16 bits.
 
@@ -35,7 +35,7 @@ class PromptSource:
 def compare(
     testbed: Testbed, ours: Child, peer: Child, number: int, *, narrow: bool = False, repeats: int | None = None
 ) -> dict[str, list[float]]:
-    """Send the same distinct prompts to both sides, all at once; `narrow` when both compute in 16 bits."""
+    """Measure two sides with the same distinct prompts, sent at once; `narrow` if both sides compute in 16 bits."""
     source = PromptSource()
     takes = {
         "pool": lambda: rate(ours, source.draw(number, PROMPT_TOKENS)),

@@ -1,4 +1,4 @@
-"""Compares the pool with vLLM and SGLang, the same engines called directly, and vLLM's own server."""
+"""Compares vLLM and SGLang behind the pool with the same engines called directly, and with vLLM's own server."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _PROMPT_TOKENS = 32  # Tokens per random prompt.
 # Prompts per sample of each measure.
 _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
 _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
-_LONG_TOKENS = 256  # Tokens per context: more than a step recomputes for all contexts with old sessions.
+_LONG_TOKENS = 256  # Initial tokens per context, so many that a recomputed context stands out in the count of tokens.
 _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
-_SERVER_READY_S = 180.0  # Seconds in which vLLM's own server must become ready.
+_SERVER_READY_S = 180.0  # Max seconds until vLLM's own server is ready.
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
-# On a CPU SGLang's attention is many small operations; threads cost more than they save.
+# Use one thread: SGLang's attention on a CPU consists of small operations, which threads slow down.
 _SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 _SGLANG = ("--backend", "sglang", "--kv-cache-bytes", str(1 << 30))
 
 
 def vllm_random(testbed: Testbed) -> list[Result]:
-    """vLLM behind the pool against vLLM called directly."""
+    """Compare vLLM behind the pool with vLLM called directly."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
         ours = _pool(stack, testbed, "vllm", model, *_VLLM)
@@ -51,7 +51,7 @@ def vllm_random(testbed: Testbed) -> list[Result]:
 
 
 def vllm_grow(testbed: Testbed) -> list[Result]:
-    """Contexts that grow by one token per step: sessions against prefix caching alone."""
+    """Compare sessions (resumable requests) with prefix caching alone, for contexts that grow by a token per step."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
         options = (*_VLLM, "--dtype", "bfloat16")
@@ -127,7 +127,7 @@ def _computed_tokens(port: int) -> int:
 
 
 def vllm_http(testbed: Testbed) -> list[Result]:
-    """vLLM behind the pool against vLLM behind its own OpenAI server."""
+    """Compare vLLM behind the pool with vLLM behind its own OpenAI server."""
     with ExitStack() as stack:
         ours = _pool(stack, testbed, "vllm", str(smollm2_folder()), *_VLLM)
         peer = _server(stack, testbed)
@@ -142,7 +142,7 @@ def vllm_http(testbed: Testbed) -> list[Result]:
 
 
 def vllm_positions(testbed: Testbed) -> list[Result]:
-    """Top-k tokens at every position of texts: vLLM behind the pool against vLLM behind its own OpenAI server."""
+    """Compare vLLM behind the pool with vLLM's own OpenAI server, for top-k tokens at every position of texts."""
     with ExitStack() as stack:
         ours = _pool(stack, testbed, "vllm", str(smollm2_folder()), *_VLLM)
         peer, top_tokens = _server(stack, testbed), TopTokens(testbed)
@@ -155,7 +155,7 @@ def vllm_positions(testbed: Testbed) -> list[Result]:
 
 
 def vllm_overhead(testbed: Testbed) -> list[Result]:
-    """The overhead of the pool when the model costs almost nothing."""
+    """Measure the overhead of the pool with a model that takes almost no time."""
     with ExitStack() as stack:
         model = str(_dummy_model(testbed.folder))
         options = (*_VLLM, "--dtype", "bfloat16", "--engine-args", "load_format=dummy")
@@ -172,7 +172,7 @@ def vllm_overhead(testbed: Testbed) -> list[Result]:
 
 
 def sglang_random(testbed: Testbed) -> list[Result]:
-    """SGLang behind the pool against its scheduler called directly."""
+    """Compare SGLang behind the pool with SGLang's scheduler called directly."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
         ours = _pool(stack, testbed, "sglang", model, *_SGLANG)
@@ -188,7 +188,7 @@ def sglang_random(testbed: Testbed) -> list[Result]:
 
 
 def sglang_grow(testbed: Testbed) -> list[Result]:
-    """Prompts that grow by one token against new prompts of the same length, both through the pool."""
+    """Compare prompts that grow by one token with new prompts of the same length, both through the pool."""
     with ExitStack() as stack:
         ours = _pool(stack, testbed, "sglang", str(smollm2_folder()), *_SGLANG)
         source = PromptSource()
@@ -238,7 +238,7 @@ def _server(stack: ExitStack, testbed: Testbed) -> Child:
 
 
 def _command(engine: str) -> tuple[list[str], dict[str, str]]:
-    """The command in place of `lmpool` that starts an engine's worker, and the worker's environment."""
+    """The command in place of `lmpool` that starts an engine's worker, and the worker's environment variables."""
     python = engine_python(engine)
     if engine == "sglang":  # On a CPU SGLang needs stubs of missing packages, which the tests provide.
         return [python, "-m", "tests.engines.sglang_cpu"], _SGLANG_ENVIRONMENT

@@ -20,13 +20,13 @@ _WORKERS, _STEP_MS, _BATCH = 2, 50, 32  # Number of workers; milliseconds per st
 # Requests in flight of the measured client, of the bulk client, and of a client that is alone on the pool.
 _MEASURED_CONCURRENCY, _BULK_CONCURRENCY, _ALONE_CONCURRENCY = 4, 2000, 1024
 _LOADS = {"half": 32, "busy": 96, "overloaded": 400}
-"""Requests in flight of the other interactive clients. The two workers compute 64 prompts per step."""
+"""Requests in flight of all interactive clients that are not measured; the two workers compute 64 prompts per step."""
 # A bulk run with 256 texts of 500 tokens in flight, next to interactive prompts of 5 tokens at intervals of 0.1 s.
 _TEXTS_CONCURRENCY, _TEXT_TOKENS, _QUESTION_TOKENS, _PAUSE_S = 256, 500, 5, 0.1
-_WARM_S = 2.0  # Seconds of load before the clock starts.
-_PAGES = 100  # Open pages of `lmpool web`.
-_PAIRS_A_REPEAT = 4  # Pairs per repeat: many, because single samples differ by 2 %, as much as the goal allows.
-_MIN_FRAMES = 0.5  # Min frames per second and page: on busy cores, a poll of the pool may time out.
+_WARM_S = 2.0  # Seconds under load before the measurement starts.
+_PAGES = 100  # Number of open pages of `lmpool web`.
+_PAIRS_A_REPEAT = 4  # Pairs of samples per repeat: many, because samples differ by 2 %, as much as the goal allows.
+_MIN_FRAMES = 0.5  # Min frames per second of a page: polls of the pool may time out on busy cores.
 
 
 def with_bulk_run(testbed: Testbed) -> list[Result]:
@@ -131,7 +131,7 @@ def bulk_alone(testbed: Testbed) -> list[Result]:
 
 
 def web_pages(testbed: Testbed) -> list[Result]:
-    """Throughput while pool pages are open: of workers that wait in each step, as for a GPU, and of busy ones."""
+    """Throughput while web pages are open, of workers that sleep in each step (as if on a GPU) and of busy workers."""
     results = []
     for name, step, options in (
         ("web-pages", "steps of 20 ms", ("--step-ms", "20")),

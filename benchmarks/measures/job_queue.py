@@ -1,4 +1,4 @@
-"""The pool against the job queue arq, whose jobs return the same rows as the pool."""
+"""Compares the pool with the job queue arq, whose jobs return the same rows as the pool."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.transport import FULL_V, rate
 from benchmarks.peers.environment import peers_python
 
-_DEFAULT_MAX_JOBS = 10  # arq's default of concurrent jobs per worker.
+_DEFAULT_MAX_JOBS = 10  # arq's default number of concurrent jobs per worker.
 _RAISED_MAX_JOBS = 1000  # Concurrent jobs per worker in the tuned configuration.
-_TRIED_CONCURRENCY = (30, 100, 300, 1000)  # Numbers of concurrently awaited results; the fastest number is measured.
-_WAVES = 2  # Number of jobs of a trial, per concurrently awaited result.
+_TRIED_CONCURRENCY = (30, 100, 300, 1000)  # Tried numbers of concurrently awaited results; the fastest is used.
+_WAVES = 2  # Jobs of a trial, as a multiple of the concurrently awaited results.
 
 
 def arq(testbed: Testbed) -> list[Result]:
-    """Rows per second through the pool and through arq, with its defaults and with more concurrent jobs."""
+    """Rows per second through the pool and through arq, with arq's defaults and with more concurrent jobs."""
     python = peers_python()
     with ExitStack() as stack:
         stack.enter_context(testbed.workers("rows", "rows", "--backend", "synthetic", "--seed", "7"))

@@ -8,11 +8,11 @@ from benchmarks.harness.pairs import Goal, Result, Side, alternate
 from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.transport import FULL_V, TINY_V
 
-_JOB_BYTES = 100  # Bytes of a job in the bare queue, about the size of a short prompt.
+_JOB_BYTES = 100  # Bytes of a job in the plain Redis queue of the comparison, about the size of a short prompt.
 
 
 def alone(testbed: Testbed) -> list[Result]:
-    """Measure single requests without other requests: full-size rows, tiny rows, and a cached full-size row."""
+    """Measure single requests, with no other request in flight: full-size rows, tiny rows, a cached full-size row."""
     return [
         *_alone(testbed, "alone-f32", FULL_V, Goal(7, at_most=True)),
         *_alone(testbed, "alone-tiny", TINY_V, Goal(6.5, at_most=True)),

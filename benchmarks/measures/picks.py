@@ -14,12 +14,12 @@ from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import FULL_V
 
 _TARGETS = 4  # Number of entries that are requested of each row.
-_CONCURRENCY = 256  # Requests in flight.
+_CONCURRENCY = 256  # Number of requests in flight.
 _PROMPT, _CONTINUATION = 32, 64  # Tokens of a prompt, and of the continuation that is scored.
 _CONTINUATIONS, _GENERATED = 16, 32  # Number of concurrent continuations; tokens per continuation.
-_SMALL_V, _STEP_MS = 8192, 2  # Vocabulary and milliseconds per step of the fast synthetic model.
+_SMALL_V, _STEP_MS = 8192, 2  # Vocabulary size, and milliseconds per step, of the fast synthetic model.
 _TEXTS, _TEXT_TOKENS, _TOP = 64, 128, 32  # Number of texts; tokens per text; top-k tokens per position.
-_PREFIX_REPEATS = 2  # Number of samples with one request per position: such a sample takes half a minute.
+_PREFIX_REPEATS = 2  # Number of samples that send a request per position: each sample takes half a minute.
 
 
 def targets(testbed: Testbed) -> list[Result]:
@@ -53,7 +53,7 @@ def targets(testbed: Testbed) -> list[Result]:
 
 
 def score(testbed: Testbed) -> list[Result]:
-    """Compare the score of a continuation with the row of the same prompt."""
+    """Compare the time to score a continuation with the time to compute the row of the same prompt."""
     source = PromptSource()
     with ExitStack() as stack:
         stack.enter_context(testbed.workers("smollm2", str(smollm2_folder()), "--backend", "hf", "--device", "cpu"))
@@ -111,7 +111,7 @@ def generate(testbed: Testbed) -> list[Result]:
 
 
 def positions(testbed: Testbed) -> list[Result]:
-    """Top-k tokens at every position of texts: one request per text, one per position, and without the pool."""
+    """Compare ways to get the top-k tokens at every position: a request per text, a request per position, no pool."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
         stack.enter_context(testbed.workers("smollm2", model, "--backend", "hf", "--device", "cpu"))
@@ -121,7 +121,7 @@ def positions(testbed: Testbed) -> list[Result]:
         direct = alternated(
             {"positions": top_tokens.new(client), "transformers": top_tokens.same(peer)}, testbed.repeats
         )
-        # Draw new texts for each side: a side could use keys and values that the other side cached.
+        # Draw new texts for each side: otherwise a side could use keys and values that the other side cached.
         takes = {"positions": top_tokens.new(client), "prefixes": top_tokens.new(client, "top_tokens_by_prefix")}
         prefixes = alternate(takes, min(testbed.repeats, _PREFIX_REPEATS))
     by_prefix = f"one request per text ÷ one prompt per position, 32 texts in lock step; {_PREFIX_REPEATS} samples"
@@ -142,7 +142,7 @@ class TopTokens:
 
     @property
     def meaning(self) -> str:
-        """The first words of a measure's meaning."""
+        """The beginning of the sentence that defines a measure."""
         return f"positions/s with top-{_TOP} of {_TEXTS} texts of {_TEXT_TOKENS} tokens, SmolLM2-135M f32"
 
     def new(self, side: Child, do: str = "top_tokens") -> Take:

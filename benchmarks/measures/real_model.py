@@ -22,14 +22,14 @@ from benchmarks.peers.environment import peers_python
 Ids = list[int]
 
 _PROMPTS, _PROMPT_TOKENS = 64, 32  # Number of random prompts per sample; tokens per prompt.
-_CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16  # 16 contexts share 64 tokens and grow by 16 tokens.
+_CONTEXTS, _SHARED_TOKENS, _STEPS = 16, 64, 16  # 16 contexts share 64 tokens, and each grows by 16 tokens.
 _LONG_TOKENS, _QUICK_LONG_TOKENS = 8192, 2048  # Tokens of the long prompt, in a full run and in a quick run.
-_SHORT_TOKENS, _LONG_REPEATS = 3, 2  # Tokens of a short prompt; number of samples, each of which takes 90 s.
-_FIRST_ORDINARY_ID = 3  # Token ids below are special tokens of SmolLM2.
+_SHORT_TOKENS, _LONG_REPEATS = 3, 2  # Tokens of a short prompt; samples with a long prompt, which take 90 s each.
+_FIRST_ORDINARY_ID = 3  # Lowest ordinary token id of SmolLM2; smaller ids are special tokens.
 
 
 def hf_random(testbed: Testbed) -> list[Result]:
-    """Random prompts that share no prefix."""
+    """Measure rows of random prompts that share no prefix."""
     with ExitStack() as stack:
         contest = _Contest(stack, testbed)
         sides: dict[str, Take] = {"pool": contest.pool_random, "peer": contest.peer_random}
@@ -44,10 +44,10 @@ def hf_random(testbed: Testbed) -> list[Result]:
 
 
 def hf_shared(testbed: Testbed) -> list[Result]:
-    """Contexts that share a prompt and grow token by token."""
+    """Measure rows of contexts that share a prompt and grow token by token."""
     with ExitStack() as stack:
         contest = _Contest(stack, testbed)
-        # Warm up with two steps only: with its defaults, the peer takes half a minute for all steps.
+        # Warm up with two steps only: with its defaults, genlm-backend takes half a minute for all steps.
         contest.pool_shared(2), contest.peer_shared(2, cache_kv=False), contest.peer_shared(2, cache_kv=True)
         samples = alternate(
             {
@@ -70,7 +70,7 @@ def hf_shared(testbed: Testbed) -> list[Result]:
 
 
 def hf_direct(testbed: Testbed) -> list[Result]:
-    """The overhead of the pool over a transformers model called directly."""
+    """Measure the overhead of the pool over a transformers model that is called directly."""
     device = os.environ.get("LMPOOL_DEVICE", "cpu")
     dtype = "float32" if device == "cpu" else "bfloat16"
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def hf_direct(testbed: Testbed) -> list[Result]:
 
 
 def hf_long(testbed: Testbed) -> list[Result]:
-    """Latency of short prompts next to a long prompt, which the worker computes in chunks or in one step."""
+    """Measure latencies of short prompts next to a long prompt, which the worker computes in chunks or in one step."""
     length = testbed.scaled(_LONG_TOKENS, _QUICK_LONG_TOKENS)
     with ExitStack() as stack:
         sides = {}
@@ -103,7 +103,7 @@ def hf_long(testbed: Testbed) -> list[Result]:
         taken: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
         for _ in range(min(testbed.repeats, _LONG_REPEATS)):
             for name, side in sides.items():
-                # Draw a prompt per side: both serve the same model, and their rows share one cache.
+                # Draw a new prompt for each side: both sides serve the same model, so they share cached rows.
                 (prompt,) = source.draw(1, length)
                 taken[name].append(
                     side.request("with_short_prompts", within=900, prompt=prompt, short_tokens=_SHORT_TOKENS)
@@ -123,7 +123,7 @@ def hf_long(testbed: Testbed) -> list[Result]:
 
 
 def hf_waiting(bed: Testbed) -> list[Result]:
-    """The time of a step of the hf backend outside of its forward, with many waiting prompts."""
+    """Measure the time of a step of the hf backend outside of its forward, while many prompts wait."""
     steps = str(bed.scaled(20, 3))
     taken = []
     for _ in range(bed.repeats):
@@ -138,7 +138,7 @@ def hf_waiting(bed: Testbed) -> list[Result]:
 
 
 class _Contest:
-    """Two sides that have loaded the model. The sides run in turns; in a round both receive the same prompts."""
+    """The pool and genlm-backend with one model, in turns; both receive the same prompts in a round."""
 
     def __init__(self, stack: ExitStack, testbed: Testbed) -> None:
         model = str(smollm2_folder())

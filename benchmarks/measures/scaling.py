@@ -1,4 +1,4 @@
-"""How throughput grows with the number of workers, for new prompts and for prompts that extend earlier ones.
+"""How throughput grows with the number of workers, for new prompts and for prompts that extend earlier prompts.
 
 A step of a synthetic worker takes 2 ms, and 1 ms more for each token that its simulated prefix cache does not hold.
 Four workers are four times as fast only if each prompt goes to the worker that computed its prefix.
@@ -21,26 +21,26 @@ from benchmarks.measures.comparison import Ids, alternated
 from benchmarks.measures.transport import TINY_V, rate
 
 _WORKERS = 4  # Number of workers that are compared with one worker.
-_WITHIN_S = 900.0  # Seconds in which a client must respond; the longest request takes minutes.
+_WITHIN_S = 900.0  # Max seconds until a client process responds; the longest request takes minutes.
 
 # Prompts that share no prefix: milliseconds per step, and requests in flight.
 _STEP_MS, _CONCURRENCY = 20, 1024
 
 # The next constants are for growing contexts, where new tokens take most of the time of a step.
 _V = 256  # Vocabulary size: small, so that rows cost almost nothing.
-_PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step, and per new token.
+_PREFIX_STEP_MS, _TOKEN_MS = 2, 1  # Milliseconds per step; additional milliseconds per new token.
 _PREFIX_OPTIONS = ("--step-ms", str(_PREFIX_STEP_MS), "--token-ms", str(_TOKEN_MS))
 _CONTEXT_TOKENS, _STEPS = 128, 24  # Initial tokens of a context, and tokens by which the context grows.
-_CONTEXTS = (16, 128)  # Numbers of contexts measured.
+_CONTEXTS = (16, 128)  # Numbers of contexts that are measured.
 _PROMPT_TOKENS = 64  # Tokens of a prompt that contexts share.
 # The smaller particle filter: number of particles and steps.
 _PARTICLES, _PARTICLE_STEPS = 128, 64
-_MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger filter: particles, steps, workers.
+_MANY_PARTICLES, _MANY_STEPS, _MANY_WORKERS = 1000, 32, 8  # The larger particle filter: particles, steps, workers.
 # 10 trees have 8 contexts each; the hot tree has 10 times as many contexts; each context grows by 64 tokens.
 _TREES, _IN_A_TREE, _TIMES_AS_HOT, _TREE_STEPS = 10, 8, 10, 64
 
-_FLEET, _FLEET_CLIENTS = 64, 32  # Workers and clients of the measure `fleet`: many more than cores.
-_FLEET_STEP_MS, _FLEET_BATCH = 500, 16  # Milliseconds and prompts per step: long, so that cores stay idle.
+_FLEET, _FLEET_CLIENTS = 64, 32  # Workers and clients of the measure `fleet`: many more than the machine has cores.
+_FLEET_STEP_MS, _FLEET_BATCH = 500, 16  # Milliseconds and prompts per step: the steps are long, so that cores are idle.
 _FLEET_CONCURRENCY, _FLEET_WARM_S = 128, 4.0  # Requests in flight per client; seconds before the clock starts.
 
 # A short lease: workers send a heartbeat, which has their counters, every fifth of a lease.
@@ -67,7 +67,7 @@ def distinct(testbed: Testbed) -> list[Result]:
 
 
 def tokens(testbed: Testbed) -> list[Result]:
-    """Tokens that a real backend computes for growing contexts."""
+    """Count the tokens that a real backend computes for growing contexts."""
     results = []
     with ExitStack() as stack:
         model = str(_write_llama(testbed.folder / "tiny-llama"))
@@ -117,7 +117,7 @@ def lock_step(testbed: Testbed) -> list[Result]:
 
 
 def particles(testbed: Testbed) -> list[Result]:
-    """A particle filter that resamples its contexts every second step."""
+    """Measure a particle filter that resamples its contexts every second step."""
     results = []
     for number, workers, steps, goal in (
         (_PARTICLES, _WORKERS, testbed.scaled(_PARTICLE_STEPS, 8), Goal(2)),
@@ -142,7 +142,7 @@ def particles(testbed: Testbed) -> list[Result]:
 
 
 def hot_tree(testbed: Testbed) -> list[Result]:
-    """Contexts in trees of common prefixes, where one tree has many more contexts than each other tree."""
+    """Measure contexts in trees of common prefixes; one tree has many more contexts than each other tree."""
     steps = testbed.scaled(_TREE_STEPS, _TREE_STEPS // 4)
     shares = [_IN_A_TREE * (_TIMES_AS_HOT if tree == 0 else 1) for tree in range(_TREES)]
     busiest, mean = [], []
@@ -195,7 +195,7 @@ def fleet(testbed: Testbed) -> list[Result]:
 def _synthetic(
     stack: ExitStack, testbed: Testbed, numbers: Mapping[str, int], vocab_size: int, *options: str
 ) -> dict[str, Child]:
-    """One producer per model. Each model has `workers` synthetic workers, and rows unlike those of other models."""
+    """Start a producer and `workers` synthetic workers per model; the rows of the models differ."""
     sides = {}
     for seed, (name, number) in enumerate(numbers.items()):
         more = ("--backend", "synthetic", "--vocab-size", str(vocab_size), "--seed", str(seed), *options)

@@ -14,12 +14,12 @@ from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.peers.environment import peers_python
 
 _PARTICLES, _STEPS = 16, 32  # Particles per run, and tokens per particle.
-_WITHIN_S = 600.0  # Seconds in which a run must end.
+_WITHIN_S = 600.0  # Max seconds of a run.
 _TOPICS = ["river", "winter", "garden", "letter", "market", "harbour", "window", "journey", "evening", "forest"]
 
 
 def smc(testbed: Testbed) -> list[Result]:
-    """Compare a process on the pool with a process on genlm-backend, and two concurrent processes with one."""
+    """Compare a process on the pool with a process on genlm-backend, and two concurrent processes with one process."""
     steps = testbed.scaled(_STEPS, 6)
     with ExitStack() as stack:
         model = str(smollm2_folder())
@@ -58,7 +58,7 @@ class _Contest:
     """Runs both sides with the same prompts and seeds, in turns.
 
     Attributes:
-        shares: share of texts that both sides generated, for each round.
+        shares: share of texts that are equal on both sides, for each round.
     """
 
     def __init__(self, steps: int) -> None:
@@ -69,7 +69,7 @@ class _Contest:
         self.shares: list[float] = []
 
     def seconds(self, sides: list[Child], *, fresh: bool) -> float:
-        """Seconds until all sides end; `fresh` draws new prompts, else the sides receive the last prompts."""
+        """Seconds until all processes of `sides` end; `fresh` draws new prompts, else the last prompts are reused."""
         if fresh:
             self._requests = [self._draw() for _ in sides]
         for side, request in zip(sides, self._requests, strict=True):

@@ -1,4 +1,4 @@
-"""Compares the throughput of the pool with the ceiling that Redis and redis-py can reach."""
+"""Compares the throughput of the pool with the throughput that Redis and redis-py reach without a pool."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def row_link(testbed: Testbed) -> list[Result]:
 
 
 def rate(producer: Child, rows: int, concurrency: int = CONCURRENCY) -> Take:
-    """Rows per second of a client process with the handler `new`."""
+    """Rows per second of a producer process, whose handler `new` requests new rows."""
 
     def take() -> float:
         seconds: float = producer.request("new", rows=rows, concurrency=concurrency)
@@ -110,7 +110,7 @@ def rate(producer: Child, rows: int, concurrency: int = CONCURRENCY) -> Take:
 
 
 class Ceiling:
-    """The ceiling of Redis and redis-py: one process SETs values of `row_bytes` while another MGETs the same number."""
+    """The rate of plain redis-py: one process SETs values of `row_bytes` while another MGETs equally many values."""
 
     def __init__(self, stack: ExitStack, testbed: Testbed, row_bytes: int) -> None:
         self._setter, self._getter = (
@@ -119,8 +119,8 @@ class Ceiling:
         self._row_bytes = row_bytes
 
     def take(self, rows: int) -> float:
-        """Rows per second until both processes end."""
-        # The server may have evicted the earlier rows while the other side ran.
+        """Rows per second until both processes have moved all rows."""
+        # Store the rows again: the server may have evicted the earlier rows while the other side ran.
         self._setter.request("put", rows=_PRIMED_ROWS, row_bytes=self._row_bytes)
         return rows / _both(self._setter, self._getter, rows=rows, row_bytes=self._row_bytes)
 

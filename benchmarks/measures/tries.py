@@ -1,4 +1,4 @@
-"""Compares lmpool's tries with genlm-backend's tries, and trie workers with the ceiling of Redis and redis-py."""
+"""Compares lmpool's tries with genlm-backend's tries, and the rate of trie workers with the rate of plain redis-py."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.comparison import alternated
 from benchmarks.peers.environment import peers_python
 
-_BATCH, _DEVICE_BATCH = 32, 256  # Rows of weights per call, on the CPU and on a device.
+_BATCH, _DEVICE_BATCH = 32, 256  # Rows of weights per call, on the CPU and on another torch device.
 _GOALS = {"sum": 12.0, "max": 8.0}
-_WITHIN_S = 600.0  # Seconds in which a peer must respond: genlm-backend is slow on a busy machine.
+_WITHIN_S = 600.0  # Max seconds until a process responds: genlm-backend is slow on a busy machine.
 _TOLERANCE = 1e-4  # Max relative difference between the values of the two sides.
-_PROBES = 200  # Number of nodes whose values are compared.
+_PROBES = 200  # Number of nodes whose values are compared between the two sides.
 _TASK = f"batches of {_BATCH}, tekken's first {N_TOKENS:,} tokens, values of all nodes as a numpy array"
 
 _HEADER_BYTES = 16  # Bytes of the header that the pool adds to the numbers of a stored value.
-_PROMPTS, _LONE_PROMPTS = 64, 1024  # Number of prompts with many requested prefixes; number of prompts in rotation.
+_PROMPTS, _LONE_PROMPTS = 64, 1024  # Prompts with many requests each; prompts that are requested in rotation.
 _CONCURRENCY = N_ROWS  # Requests in flight for the values of all nodes: one per row of weights.
 _SMALL_CONCURRENCY = 512  # Requests in flight when each request is for the values of few nodes.
 
 
 def kernels(testbed: Testbed) -> list[Result]:
-    """Sums and maxima of the weights below all nodes, with one process per side."""
+    """Measure sums and maxima of the weights below all nodes, with one process per side."""
     peers = {"seq": "sequential", "par": "parallel"}
     with ExitStack() as stack:
         inputs = str(_inputs(testbed))
@@ -166,7 +166,7 @@ def worker(testbed: Testbed) -> list[Result]:
 
 
 def reference(testbed: Testbed) -> list[Result]:
-    """Compare requests for few nodes of prompts with cached rows, and requests that send weights for all nodes."""
+    """Compare requests for few nodes, about cached rows, with requests that send weights and receive all nodes."""
     few, many = testbed.scaled(1024, 256), testbed.scaled(16_384, 2048)
     with ExitStack() as stack:
         client = _client(stack, testbed, "tries")
@@ -216,7 +216,7 @@ def _peer(stack: ExitStack, testbed: Testbed, *arguments: str) -> Child:
 
 
 def _client(stack: ExitStack, testbed: Testbed, name: str, *options: str) -> Child:
-    """Start a client, a model with the trie's vocabulary, and a trie worker unless the model's worker serves tries."""
+    """Start a client, a worker with the trie's vocabulary, and a trie worker unless the first worker serves tries."""
     model = ("--backend", "synthetic", "--vocab-size", str(N_TOKENS), *options)
     stack.enter_context(testbed.workers(name, name, *model))
     if "--with-trie" not in options:
@@ -243,7 +243,7 @@ def _ceiling(ends: Sequence[Child], requests: int, there: int, back: int) -> Tak
     sizes = {"there": 4 * there + _HEADER_BYTES, "back": 4 * back + _HEADER_BYTES}
 
     def take() -> float:
-        # The server may have evicted the earlier values while the pool ran.
+        # Store the values again: the server may have evicted the earlier values while the pool ran.
         ends[0].request("prime", **sizes)
         start = time.perf_counter()
         for end, do in zip(ends, ("client", "worker"), strict=True):

@@ -1,4 +1,4 @@
-"""arq, used as in its documentation: a worker's settings, and a process that enqueues jobs and awaits their results.
+"""A worker and a client of the job queue arq, written like the examples in arq's documentation.
 
 The program runs in the environment of the compared projects (peers), so it does not import lmpool:
 
@@ -24,7 +24,7 @@ from benchmarks.harness.line_protocol import serve
 
 _REDIS = RedisSettings(unix_socket_path=os.environ["BENCH_ARQ_SOCKET"])
 _QUEUE = os.environ["BENCH_ARQ_QUEUE"]
-_VOCAB_SIZE = 49_152  # Number of entries of a row, as in the pool.
+_VOCAB_SIZE = 49_152  # Number of entries of a row, as in the pool's rows.
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
 _BASE = np.tile(np.random.default_rng(0).standard_normal(_VOCAB_SIZE, dtype=np.float32), 2)
 
@@ -45,7 +45,7 @@ class WorkerSettings:
 
 
 class Client:
-    """Handlers that return timings."""
+    """Handlers of the benchmark's requests, which return timings."""
 
     def __init__(self, redis: ArqRedis) -> None:
         self._redis = redis

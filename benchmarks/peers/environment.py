@@ -24,7 +24,7 @@ _STAMP = "lmpool-requirements.json"
 
 
 def peers_python() -> str:
-    """The interpreter that LMPOOL_BENCH_PEERS names, or that of `.cache/peers-venv`, which is built if missing."""
+    """The interpreter that LMPOOL_BENCH_PEERS names, else that of `.cache/peers-venv`, which is built if missing."""
     if named := os.environ.get(VARIABLE):
         python = Path(named) / "bin" / "python"
         if not python.exists():

@@ -24,7 +24,7 @@ _TIMEOUT_S = 0.005  # Seconds for which AsyncTransformer collects prompts.
 
 
 class Peer:
-    """Handlers that return timings and start with empty caches."""
+    """Handlers of the benchmark's requests, which return timings and start with empty caches."""
 
     def __init__(self, model: str) -> None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -39,7 +39,7 @@ class Peer:
         return {"seconds": time.perf_counter() - start, "probe": _probe(rows[-1])}
 
     async def extend(self, shared: Ids, tokens: list[Ids], cache_kv: bool) -> dict[str, Any]:
-        """Like `Bursts.extend` of the pool's client; `cache_kv` caches the shared prompt before the clock starts."""
+        """Like `Bursts.extend` in `compare_client.py`; `cache_kv` caches the shared prompt before the clock starts."""
         self._lm.clear_cache()
         if cache_kv:
             self._lm.cache_kv(shared)

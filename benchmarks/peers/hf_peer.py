@@ -19,7 +19,7 @@ _TEXTS = 16  # Texts per forward: the logits of 16 texts of 128 tokens take 400 
 
 
 class Peer:
-    """Handlers that return timings."""
+    """Handlers of the benchmark's requests, which return timings."""
 
     def __init__(self, model: str, device: str, dtype: str) -> None:
         loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype))

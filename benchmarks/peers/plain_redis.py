@@ -1,4 +1,4 @@
-"""A process that moves values with plain redis-py, the ceiling for the pool's transport.
+"""A process that moves values with plain redis-py, to which the benchmark compares the pool's transport.
 
 `python -m benchmarks.peers.plain_redis URL` uses redis-py's asyncio client with hiredis on uvloop, with default
 settings. This program does not import lmpool.
@@ -27,13 +27,13 @@ _JOBS, _ANSWERS, _GROUP = "plain:jobs", "plain:answers", "workers"
 
 
 class PlainRedis:
-    """Handlers that store values in Redis or fetch them; some return how long this took."""
+    """Handlers that store values in Redis or fetch them; some return the seconds that this took."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
 
     async def put(self, rows: int, row_bytes: int) -> None:
-        """SET values in pipelines, each converted from an array, under rotating keys."""
+        """SET values in pipelines, under rotating keys; each value is converted from an array."""
         row = np.random.default_rng(0).integers(0, 256, row_bytes, np.uint8)
         for start in range(0, rows, _PIPELINE):
             pipe = self._redis.pipeline(transaction=False)
@@ -56,7 +56,7 @@ class PlainRedis:
             missing += len(values) - len(arrays)
             if any(array.nbytes != row_bytes for array in arrays):
                 raise RuntimeError(f"a value does not have {row_bytes} bytes")
-        # A full server evicts random samples, sometimes one of these values.
+        # Tolerate a few missing values: a full server evicts random samples of its keys.
         if missing > rows / 100:
             raise RuntimeError(f"{missing} of {rows} values were missing")
 
@@ -81,7 +81,7 @@ class PlainRedis:
         return statistics.median(taken)
 
     async def take_jobs(self, row_bytes: int) -> None:
-        """Run the worker of a bare queue: read jobs, create values in a thread, store and send them. Never ends."""
+        """Run the worker of a plain queue forever: read jobs, create values in a thread, store and send the values."""
         loop = asyncio.get_running_loop()
         to_make: queue.SimpleQueue[asyncio.Future[bytes]] = queue.SimpleQueue()
 
@@ -122,7 +122,7 @@ class PlainRedis:
 
 
 def _entries(reply: Any) -> list[tuple[Any, dict[bytes, bytes]]]:
-    """The entries of the one stream in a reply, in RESP2 or RESP3."""
+    """The entries of the only stream in a reply; replies of RESP2 and RESP3 have different formats."""
     if not reply:
         return []
     entries = next(iter(reply.values()))[0] if isinstance(reply, dict) else reply[0][1]

@@ -1,7 +1,7 @@
 """A process that calls SGLang's scheduler directly: `python -m benchmarks.peers.sglang_peer MODEL`.
 
 This is the minimal program for rows in one process: no queue, no cache, no checks. The program replaces the scheduler's
-receiver and processing of results. It runs in SGLang's environment on a CPU, and imports only stubs of the tests.
+receiver and processing of results. It runs in SGLang's environment on a CPU, and imports only stubs of lmpool's tests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Receiver:
 
 
 class Peer:
-    """Handlers that return timings."""
+    """Handlers of the benchmark's requests, which return timings."""
 
     def __init__(self, model: str) -> None:
         self._submitted: queue.SimpleQueue[tuple[Any, Future[torch.Tensor]]] = queue.SimpleQueue()
@@ -104,7 +104,7 @@ class Peer:
         scheduler.run_event_loop()
 
     def end(self) -> None:
-        """Delete SGLang's snapshot from shared memory, and exit although its threads still run."""
+        """Delete SGLang's snapshot from shared memory, and exit although SGLang's threads still run."""
         Path(self._scheduler.load_snapshot_writer.path).unlink(missing_ok=True)
         os._exit(0)
 

@@ -21,7 +21,7 @@ from benchmarks.harness.tekken import Inputs, read_inputs
 
 
 class Peer:
-    """Handlers that return timings; `kind` is "sequential" or "parallel", and only the latter uses `device`."""
+    """Handlers that return timings; `kind` is "sequential" or "parallel", and only a parallel trie uses `device`."""
 
     def __init__(self, inputs: Inputs, kind: str, device: str) -> None:
         self._inputs = inputs

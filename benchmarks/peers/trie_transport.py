@@ -14,13 +14,13 @@ from redis.asyncio import Redis
 
 from benchmarks.harness.line_protocol import serve
 
-_PIPELINE_BYTES = 4 * 2**20  # Bytes per pipeline; this size was the fastest.
+_PIPELINE_BYTES = 4 * 2**20  # Bytes per pipeline; pipelines of this size were the fastest.
 _KEYS = 64  # Distinct keys, which are overwritten in rotation.
 _TTL_S = 600  # Lifetime of values in seconds: longer than a measure takes.
 
 
 class TrieTransport:
-    """One of the two processes of the ceiling: each process fetches the values that the other process stores."""
+    """One of two processes that measure plain redis-py: each fetches the values that the other stores."""
 
     def __init__(self, redis: Redis) -> None:
         self._redis = redis
@@ -31,11 +31,11 @@ class TrieTransport:
         await self._put("back", _KEYS, back)
 
     async def client(self, requests: int, there: int, back: int) -> None:
-        """The client's end: SET values of `there` bytes, and GET the same number of values of `back` bytes."""
+        """Act as the client: SET values of `there` bytes, and GET the same number of values of `back` bytes."""
         await asyncio.gather(self._put("there", requests, there), self._get("back", requests, back))
 
     async def worker(self, requests: int, there: int, back: int) -> None:
-        """The worker's end: GET values of `there` bytes, and SET the same number of values of `back` bytes."""
+        """Act as the worker: GET values of `there` bytes, and SET the same number of values of `back` bytes."""
         await asyncio.gather(self._get("there", requests, there), self._put("back", requests, back))
 
     async def _put(self, name: str, number: int, size: int) -> None:
@@ -57,7 +57,7 @@ class TrieTransport:
             missing += len(values) - len(arrays)
             if any(array.nbytes != size for array in arrays):
                 raise RuntimeError(f"a value does not have {size} bytes")
-        # A full server evicts random samples, sometimes one of these values.
+        # Tolerate a few missing values: a full server evicts random samples of its keys.
         if missing > max(1, number / 100):
             raise RuntimeError(f"{missing} of {number} values were missing")
 

@@ -23,7 +23,7 @@ _CONCURRENCY = 16  # Requests in flight.
 
 
 class Peer:
-    """Handlers that return timings."""
+    """Handlers of the benchmark's requests, which return timings."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, vocab_size: int) -> None:
         self._session = session

@@ -28,7 +28,7 @@ from benchmarks.harness.line_protocol import serve
 Ids = list[int]
 
 _ROWS: dict[str, tuple[torch.Tensor, int]] = {}
-"""Request -> the block that holds its row, and the index of the row."""
+"""Request id -> the block that holds the row of the request, and the index of the row in the block."""
 
 
 class Capture(LogitsProcessor):  # type: ignore[misc]  # the type checker runs without vllm
@@ -60,7 +60,7 @@ class Capture(LogitsProcessor):  # type: ignore[misc]  # the type checker runs w
 
 
 class Peer:
-    """Handlers that return timings; `load_format` is "auto" or "dummy"."""
+    """Handlers of the benchmark's requests, which return timings; `load_format` is "auto" or "dummy"."""
 
     def __init__(self, model: str, dtype: str, load_format: str = "auto") -> None:
         self._core = LLM(

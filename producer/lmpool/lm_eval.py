@@ -1,4 +1,4 @@
-"""lm-evaluation-harness on a pool: the model `lmpool`; `python -m lmpool.lm_eval` runs lm-eval's command with it.
+"""Run lm-evaluation-harness (lm-eval) on a pool: its model `lmpool`, and its command as `python -m lmpool.lm_eval`.
 
 Texts are tokenized and cut as in lm-eval's own model `hf`, so that both models return the same numbers.
 """
@@ -34,16 +34,16 @@ except ImportError as error:
     raise ImportError(f"lmpool.lm_eval needs lm-eval>=0.4.10: pip install 'lmpool[lm-eval]' ({error})") from error
 
 _Pair = tuple[Any, list[int], list[int]]
-"""lm-eval's key of a request (or None), the context's token ids, and the continuation's; at least one id each."""
+"""lm-eval's key of a request (or None), the token ids of the context and of the continuation, at least one id each."""
 
 _Generation = tuple[int, list[str], list[tuple[str, int]], dict[str, float]]
-"""Max tokens, texts that end a continuation, each text with the number of last tokens to search, and sampling."""
+"""Max tokens, texts that end a continuation, the same texts with the number of last tokens to search, and sampling."""
 
 _log = logging.getLogger("lm_eval.models.lmpool")  # A child of lm-eval's logger, which lm-eval configures.
 
 _CONCURRENCY = 64  # Default number of concurrent requests: enough to fill the batch of a worker.
-_PIECE = 32  # Tokens per request of a continuation. After each request, its text is checked for stop texts.
-_MAX_OPTIONS = 16  # Max continuations of one context that one thread requests: usual questions have fewer.
+_PIECE = 32  # Tokens per request of a continuation. After each request, the new text is checked for stop texts.
+_MAX_OPTIONS = 16  # Max continuations of one context that one thread requests; most questions have fewer.
 # A token with a higher log-probability is the most likely token: the value is ln 1/2, rounded up.
 _CERTAINLY_FIRST = -0.69
 _DEFAULT_DEVICE = "cuda:0"  # The device that lm-eval's command passes by default.
@@ -75,7 +75,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
     Raises:
         SettingsError: an argument is unknown or malformed, or there is no tokenizer.
-        UnknownModel, AmbiguousModel, ServerError: as `Producer.open`.
+        UnknownModel, AmbiguousModel, ServerError: as for `Producer.open`.
     """
 
     def __init__(
@@ -169,13 +169,13 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         return list(self.tokenizer.encode(text, **({} if added is None else {"add_special_tokens": added})))
 
     def _map(self, kind: str, request: Callable[[Any], Any], items: Sequence[Any], disable_tqdm: bool) -> Iterator[Any]:
-        """The results of concurrent requests, in order. The first failure ends all requests."""
+        """Yield the results of concurrent requests, in order. The first failure ends all requests."""
         with ThreadPoolExecutor(self._concurrency, "lmpool-lm-eval") as threads:
             results = threads.map(request, items)
             try:
                 yield from tqdm(results, total=len(items), disable=disable_tqdm, desc=f"Running {kind} requests")
             except KeyboardInterrupt:
-                self._producer.close()  # Otherwise the program would wait for the requests in flight.
+                self._producer.close()  # Without this, the program would wait for the requests in flight.
                 raise
 
     def _loglikelihood_tokens(
@@ -235,7 +235,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         for pair in pairs:
             logprobs, continuation = self._logprobs(pair), pair[2]
             is_greedy = bool(logprobs.min() > _CERTAINLY_FIRST)
-            # Most other continuations already differ from the most likely tokens in their first token.
+            # Compare first tokens before requesting more: most less likely continuations differ in the first token.
             if not is_greedy and first() == continuation[:1]:
                 rest = continuation[1:]
                 is_greedy = not rest or self._most_likely(context + continuation[:-1], len(context)) == rest
@@ -247,7 +247,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         _, context, continuation = pair
         if len(context) + len(continuation) <= self._info.max_prompt_tokens:
             return self._producer.score(context, continuation, adapter=self._adapter)
-        # The pair is one token too long for a prompt: read the last token from the row of the tokens before it.
+        # The pair is one token too long for a prompt, so read the last log-probability from a row.
         ids, last = context + continuation[:-1], continuation[-1:]
         entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter)
         assert isinstance(entry, np.ndarray)
@@ -272,12 +272,12 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             raise SettingsError(f"{min(unknown)}: a pool does not support it; there are {known}")
         if max_tokens >= self.max_length:
             raise SettingsError(f"max_gen_toks: {max_tokens} must be less than max_length, {self.max_length} tokens")
-        # As in `hf`, search two more tokens: the model may write a text with more tokens than the tokenizer.
+        # Search two more tokens, as lm-eval's `hf` does: a model may write a text in more tokens than the tokenizer.
         windows = [(text, len(self._encode(text, False)) + 2) for text in until if text]
         return max_tokens, until, windows, sampling
 
     def _generate(self, number: int, context: str, wanted: _Generation) -> str:
-        """A continuation, requested in pieces."""
+        """Return a continuation, requested in pieces of `_PIECE` tokens."""
         max_tokens, until, windows, sampling = wanted
         has_bos = utils.has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self._encode(context, False if has_bos else None)[max_tokens - self.max_length :]
@@ -288,7 +288,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
         made: list[int] = []
         end = None
         while end is None and len(made) < max_tokens:
-            # Draw as one request for all tokens would. Without sampling, equal seeds let requests share results.
+            # Draw the tokens that one request for all tokens would draw. With temperature 0, equal seeds share results.
             seed = (self._seed + (number << 32) + len(made)) & MAX_SEED if sampling["temperature"] else 0
             begin, size = len(made), min(_PIECE, max_tokens - len(made))
             options: dict[str, Any] = {**sampling, "seed": seed, "stop": stop, "adapter": self._adapter}
@@ -304,7 +304,7 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
 
 
 def main() -> None:
-    """Run lm-eval's command. An error of the pool prints one line, and the exit code is 2."""
+    """Run lm-eval's command. After an error of the pool, print the error in one line and exit with code 2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

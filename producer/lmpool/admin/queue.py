@@ -1,4 +1,4 @@
-"""The queue of a model and its dead letters, the jobs that workers gave up: count, clear, list, retry and drop.
+"""Count and clear a model's queue; list, retry and drop its dead letters, the jobs that workers gave up.
 
 Any program with access to the queue may have written a job, so this code validates every field.
 """
@@ -29,26 +29,26 @@ from lmpool.protocol.keys import BULK, BULK_TIME, CONTINUED, CONTINUED_TIME, Mod
 from lmpool.protocol.model_info import ModelInfo
 
 _LATER = b"later"
-_PAGE = 8  # Stream entries per read: a job may have 16 MB.
-_SCAN_COUNT = 1000  # Digests of the backlog per ZSCAN.
-_CLEARED_PER_CALL = 50  # Prompts per script call: removing a prompt takes several times as long as adding a prompt.
+_PAGE = 8  # Stream entries per read: few, because one entry may hold a job of 16 MB.
+_SCAN_COUNT = 1000  # Number of backlog digests that each ZSCAN call requests.
+_CLEARED_PER_CALL = 50  # Max prompts that one script call removes: removing a prompt takes much longer than adding it.
 _MAX_ROUNDS = 3  # Max passes over the queue, so that clearing ends even if clients keep submitting.
-_MAX_CLIENTS = 50  # Max clients listed per priority.
+_MAX_CLIENTS = 50  # Max clients of each priority that `lmpool queue show` lists.
 _FAILURE_FIELD = b"e"
 _ID = re.compile(r"[0-9]{1,20}-[0-9]{1,20}")
-_MAX_CANDIDATES = 8  # Max ids in the error for an ambiguous name.
-_MAX_BYTES = 256  # Max bytes shown of a job that cannot be decoded.
-_MAX_DESCRIPTION = 200  # Max characters that describe a query.
-_DROPPED_PER_CALL = 500  # Max dead letters per XDEL, so that other clients wait less than a millisecond.
-_KEPT_MS = 3_600_000  # Milliseconds until the waiting key of a retried job expires: no client waits for the job.
+_MAX_CANDIDATES = 8  # Max matching ids that the error for an ambiguous dead letter lists.
+_MAX_BYTES = 256  # Max bytes of a job that are shown if the job cannot be decoded.
+_MAX_DESCRIPTION = 200  # Max characters of the text that describes a query.
+_DROPPED_PER_CALL = 500  # Max dead letters that one XDEL deletes, so that other clients wait less than a millisecond.
+_KEPT_MS = 3_600_000  # Milliseconds until the key expires that marks a retried job as in flight: no client renews it.
 
 
 class Cleared(NamedTuple):
     """The result of clearing a queue."""
 
     removed: int
-    held: int  # Prompts that workers hold; they will be computed.
-    queued: int  # Prompts that clients submitted during the call and that remain.
+    held: int  # Prompts that workers hold and will still compute.
+    queued: int  # Prompts that clients submitted during the clearing and that remain in the queue.
 
 
 async def count_queue(redis: Redis, discovery: Discovery, keys: ModelKeys, model: str) -> dict[str, Any]:
@@ -105,7 +105,7 @@ async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: flo
 
 
 async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
-    """Return (entry id, digest) of each prompt: the id is b"later" in the backlog; an invalid job's digest is b"".
+    """Return (entry id, digest) of each prompt; a backlog prompt has the id b"later", an invalid job the digest b"".
 
     The backlog is read first: a prompt that moves from the backlog to a stream during the call is found in the stream.
     """
@@ -120,7 +120,7 @@ async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, byte
 
 
 async def _streams(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, bytes]]:
-    """Return the streams of a queue, lanes first, each with the suffix that follows its entry ids."""
+    """Return a queue's streams and the suffixes of their entry ids: first the lanes, each one worker's own stream."""
     lanes: Any = await redis.zrange(keys.lanes, 0, scripts.MAX_WORKERS, desc=True)
     return [*((keys.lane(worker), b" " + worker) for worker in lanes if worker), (keys.jobs, b"")]
 
@@ -130,7 +130,7 @@ async def _held(redis: Redis, stream: bytes) -> int:
         groups: Iterable[Any] = await redis.xinfo_groups(stream)
     except RedisError as error:
         if "no such key" in str(error):
-            return 0  # No worker has served the model yet.
+            return 0  # The stream does not exist until a worker serves the model.
         raise
     return sum(int(group["pending"]) for group in groups if group["name"] == key_names.GROUP.encode())
 
@@ -138,7 +138,7 @@ async def _held(redis: Redis, stream: bytes) -> int:
 async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """Return how far each client of the backlog is behind: its last start time minus the current virtual time.
 
-    Continuations count as the tokens that they may generate; an interactive client has the entry "ID:tokens" for them.
+    A continuation counts as its max number of tokens. An interactive client's continuations have the entry "ID:tokens".
     """
     behind: dict[str, int] = {}
     # Each priority has its own virtual time and its own range of start times (docs/design/queue.md).
@@ -155,13 +155,13 @@ async def _clients(redis: Redis, keys: ModelKeys) -> dict[str, int]:
 
 
 class DeadLetter(NamedTuple):
-    """One job that was given up."""
+    """One job that workers gave up."""
 
-    entry: str  # Its id in the stream, "MS-N": MS is the time when it was given up, in milliseconds since 1970.
-    data: bytes  # The job as it was queued.
+    entry: str  # Id of the stream entry, "MS-N": MS is the time when workers gave the job up, in ms since 1970.
+    data: bytes  # The encoded job, as a client queued it.
     failure: jobs.Failure
-    job: jobs.Job | None = None  # The decoded `data`; None if it cannot be decoded.
-    query: queries.Query | None = None  # None if the job requests a row.
+    job: jobs.Job | None = None  # The decoded `data`; None if `data` cannot be decoded.
+    query: queries.Query | None = None  # The job's query; None if the job requests a row.
     digest: bytes = b""  # The digest that the job's clients waited for; b"" if the job cannot be decoded.
     fault: str = ""  # Why no worker can compute the job; "" if the job can be retried.
 
@@ -268,7 +268,7 @@ class DeadLetters:
             adapters: qualified names of the registered adapters; see `served_adapters`.
 
         Returns:
-            False if the same prompt is already in flight.
+            True if the job was queued; False if another job of the same prompt is already in flight.
 
         Raises:
             LMPoolError: no worker can compute the job, or the queue is full; the dead letter stays.
@@ -291,7 +291,7 @@ class DeadLetters:
 
 
 def _refusal(letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> str:
-    """Return why a job cannot be queued again; "" if it can."""
+    """Return why a job cannot be queued again; "" if the job can be queued."""
     if letter.fault or letter.job is None:
         return f"the job cannot be decoded, so no worker can compute it: {letter.fault}"
     job = letter.job
@@ -315,7 +315,7 @@ def summary(letter: DeadLetter) -> dict[str, Any]:
     job = letter.job
     try:
         given_up = datetime.fromtimestamp(letter.given_up, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):  # The program that adds an entry may choose its id.
+    except (ValueError, OverflowError, OSError):  # Any program that adds an entry may choose its id.
         given_up = "at an impossible time"
     return {
         "id": letter.entry,
@@ -340,7 +340,7 @@ def contents(letter: DeadLetter, max_ids: int | None) -> dict[str, Any]:
 
 
 def _describe(query: queries.Query) -> str:
-    """The kind of a query and its options; of options in bytes, only the names."""
+    """The kind of a query and its options; an option whose value is bytes appears by name only."""
     kind = type(query).__name__.removesuffix("Query").lower()
     given = ((name, value) for name, value in msgspec.structs.asdict(query).items() if value not in (b"", ""))
     options = (name if isinstance(value, bytes) else f"{name}={value}" for name, value in given)

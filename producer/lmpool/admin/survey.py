@@ -20,11 +20,11 @@ Survey = list[dict[str, Any]]
 """One entry per model, as `lmpool status --json` prints it."""
 
 SILENT = "silent"  # State of a worker whose last two heartbeats are missing: it may have been killed.
-MAX_TEXT = 500  # Max characters shown of a text from the server; longer texts are cut.
-_SILENT_SHARE = 2 / 5  # Share of a lease after which a worker without heartbeats is silent: workers send five a lease.
+MAX_TEXT = 500  # Max characters of a text from the server that are shown; longer texts are cut.
+_SILENT_SHARE = 2 / 5  # A worker that sent no heartbeat for this share of a lease is silent: workers send five.
 # Heartbeat fields that describe the last interval; a silent worker has no current values.
 _INTERVAL_FIELDS = ("rows_per_s", "batch", "p50_s", "p99_s")
-_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")  # These stay texts even if they look like numbers.
+_TEXT_FIELDS = ("model", "backend", "fingerprint", "state")  # Fields that are not converted to numbers.
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
 
 
@@ -61,7 +61,7 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
         workers = [worker for worker in serving if worker.fields.get("model") == name]
         silences, lanes = await discovery.silences(workers), await read_lanes(redis, keys.model(name))
         shown = [_worker(worker, silences.get(worker.worker_id), lanes.get(worker.worker_id)) for worker in workers]
-        # Rates and latencies of all workers in their last heartbeat intervals.
+        # Add up the latency counts and the rates of all workers in their last heartbeat intervals.
         counts, rate = [0] * (len(SECONDS) + 1), 0.0
         for worker, fields in zip(workers, shown, strict=True):
             if fields["state"] != SILENT:

@@ -1,4 +1,4 @@
-"""`lmpool batch`: results for every line of a file, now or by jobs of arq; and `lmpool perplexity` of a text file."""
+"""The commands `lmpool batch`, which computes results for every line of a file, and `lmpool perplexity`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Wai
 from lmpool.producer.tokenizer import find_tokenizer
 
 SOME_FAILED = 3
-"""Exit code when some lines have no result. The code is 2 for errors or if no line has any, 4 for refused folders."""
+"""Exit code when some lines have no result; it is 2 after an error or without any result, 4 for a refused folder."""
 
 _EXIT_CODES = (
     "Exit codes: 0 when every line has a result; 3 when some have none (OUT/errors.jsonl says why); 4 when OUT belongs "
@@ -64,7 +64,7 @@ class _RequestOptions:
 
     @asynccontextmanager
     async def producer(self) -> AsyncIterator[Producer]:
-        """A producer that is not open yet; raises as `check_served`."""
+        """Yield a producer that is not open yet; raises the errors of `check_served`."""
         producer = self.pool.producer(self.redis, options.when_absent(self.waits))
         try:
             await options.check_served(self.model, self.redis, self.prefix, self.waits)
@@ -75,7 +75,7 @@ class _RequestOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _RunOptions(_RequestOptions):
-    """The options of a run."""
+    """The options of a command that runs a batch or submits jobs."""
 
     what: Annotated[str, typer.Option(help=f"The request for every text: {KINDS_HELP}.")]
     start: Annotated[int, typer.Option(help="First position of each text; -1 is the last position, and so on.")] = 0
@@ -89,7 +89,7 @@ class _RunOptions(_RequestOptions):
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands."""
+    """Add the commands of `lmpool batch` and the command `lmpool perplexity`."""
     app.add_typer(batch_app)
     app.command()(perplexity)
 

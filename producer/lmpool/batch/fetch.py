@@ -42,7 +42,7 @@ INPUTS = STORES | {"https"}  # URL schemes from which a job may read its input. 
 
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
-# Names that `temporary_folder` and `_cached` give. Only files and folders with these names are removed.
+# Names that `temporary_folder` and `_cached` choose. The cache removes only files and folders with these names.
 _STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
@@ -52,9 +52,9 @@ _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
 # errno values of a full disk, a full quota and a file that is too large.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Part of the key of a copy if its source has no version fields, so that only this process uses the copy.
+# Part of a copy's cache key if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
-NOT_READABLE = "The input cannot be read"  # Advice at the end of an error.
+NOT_READABLE = "The input cannot be read"  # Advice at the end of an error about an input.
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -70,12 +70,12 @@ def absolute(location: str) -> str:
 
 
 def named(text: str) -> str:
-    """Return a text for messages: without the users, passwords, queries and fragments of URLs in it."""
+    """Return a text for messages, without the users, passwords, queries and fragments of the URLs in the text."""
     return _QUERY.sub(r"\1", _USER.sub("://", text))
 
 
 def check_url(url: str, schemes: Set[str]) -> None:
-    """Refuse URLs with other schemes, and chained URLs: some file systems of fsspec run code that a URL contains."""
+    """Refuse a chained URL, or a scheme not in `schemes`: some file systems of fsspec run code that a URL contains."""
     if "::" in url:
         raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
     scheme = url.partition("://")[0]
@@ -100,42 +100,42 @@ def file_system(url: str) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        system, path = url_to_fs(url)  # fsspec returns the same file system for the same settings.
+        system, path = url_to_fs(url)  # fsspec may return a file system object that it has cached.
     except (ImportError, ValueError) as error:
         reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
         raise SettingsError(f"{named(url)}: {reason}") from error
-    system.invalidate_cache()  # Other processes may have changed the files.
+    system.invalidate_cache()  # Discard cached listings: other processes may have changed the files.
     return system, str(path).rstrip("/")
 
 
 @contextmanager
 def explained(location: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Raise errors of this machine's files (OSError), or by default any error of a store's package, as BatchError."""
+    """Convert exceptions of the type `kind` to BatchError: OSError for local files, any exception for a store."""
     try:
         yield
     except LMPoolError:
         raise
     except kind as error:
-        # Only the text of a store's error names the host or the file.
+        # For a local file, the short text of the OSError is enough; only the full text of a store's error has details.
         reason = getattr(error, "strerror", None) if kind is OSError else None
         text = reason or " ".join(str(error).split()) or type(error).__name__
         remedy = "Free some space. " if getattr(error, "errno", None) in _FULL else ""
         raised = BatchError(f"{named(location)}: {named(text)}. {remedy}{advice}")
-        # A file of this machine was removed: another try lists the files again. A store may answer later.
+        # Retry after a missing local file, because the retry lists the files again; retry other errors of a store.
         is_missing = isinstance(error, FileNotFoundError)
         raised.may_pass = is_missing if kind is OSError else not (is_missing or isinstance(error, PermissionError))
         raise raised from error
 
 
 def cache_folder() -> Path:
-    """The folder of the cache, which is created if it does not exist. No other user may write to it."""
+    """Return the folder of the cache, and create a missing folder. No other user may write to the folder."""
     given = os.environ.get(CACHE_VARIABLE)
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     # Use a subfolder, because the user's folder may contain other files.
     folder = Path(given) / "lmpool-batch" if given else user / "lmpool" / "batch"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # In a folder that other users may write to, another user may have made a file with the name of a copy.
+        # Refuse a folder that other users may write to: another user could store false data under a copy's name.
         secure(folder, frozenset(), CACHE_VARIABLE)
     except (OSError, ServerError) as error:
         raise SettingsError(f"the cache of inputs: {error}") from error
@@ -143,7 +143,7 @@ def cache_folder() -> Path:
 
 
 def temporary_folder(owner: object) -> Path:
-    """A folder in the cache that is removed when its owner is garbage-collected."""
+    """A folder in the cache that is removed when the object `owner` is garbage-collected."""
     folder = cache_folder()
     _remove_unused(folder)
     made = tempfile.mkdtemp(prefix="staging-", dir=folder)
@@ -152,7 +152,7 @@ def temporary_folder(owner: object) -> Path:
 
 
 def pyarrow(use: str) -> Any:
-    """The package pyarrow with its module `parquet`. If it is missing, SettingsError begins with the text `use`."""
+    """Import pyarrow with its module `parquet`. The SettingsError for a missing pyarrow begins with the text `use`."""
     try:
         import pyarrow.parquet
     except ImportError as error:
@@ -169,7 +169,7 @@ _COMPRESSED: dict[bytes, Callable[[Path], Any]] = {
 }
 
 
-# First bytes of zip, 7z, lz4 and UTF-16 (with either byte order), none of which is read.
+# First bytes of files that cannot be read: zip, 7z, lz4 and UTF-16 (in either byte order).
 _UNREADABLE = (b"PK\x03\x04", b"7z\xbc\xaf", b"\x04\x22M\x18", b"\xff\xfe", b"\xfe\xff")
 
 
@@ -203,7 +203,7 @@ def plain_file(location: str) -> Path:
                 shutil.copyfileobj(packed, file)
         except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
             if isinstance(error, OSError) and error.errno is not None:
-                raise  # The disk failed; the data may be valid.
+                raise  # The disk failed, so the packed data may be valid.
             raise BatchError(f"{path} cannot be unpacked: {error}") from error
         if state_of(path.stat()) != state:
             raise BatchError(f"{path} changed while it was unpacked. Run the command again")
@@ -212,12 +212,12 @@ def plain_file(location: str) -> Path:
 
 
 def state_of(status: os.stat_result) -> tuple[int, ...]:
-    """Numbers that change when another file replaces a file, or a program writes to it."""
+    """Numbers that change when another file replaces a file, or when a program writes to the file."""
     return status.st_size, status.st_mtime_ns, status.st_ino, status.st_dev
 
 
 def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
-    """A local copy of a file of a store."""
+    """Return the path of a local copy of a file of a store."""
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:
@@ -240,7 +240,7 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
     folder = cache_folder()
     path = folder / f"{hashlib.blake2b(key.encode(), digest_size=8).hexdigest()}-{name[-80:]}"
     with suppress(FileNotFoundError):
-        # Record the use, but keep the time of writing: runs that read the copy compare this time (`lines.Source`).
+        # Set the copy's time of use, but keep its time of writing: runs that read the copy compare the latter.
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)

@@ -9,9 +9,9 @@ jobs.json            the arguments of `lmpool batch submit`, empty after `cancel
 lock                 flock: exclusive for a run, shared for workers of jobs; none behind a URL
 *.tmp                files that a process writes, or that a killed process left
 
-A shard is done if its note names the run of the manifest and the size of its file. Its errors and its note are written
-before the shard is renamed or uploaded. So a process can be killed at any time: a shard without its note, or with
-another size than its note says, is computed again.
+A shard is done if its note names the run of the manifest and the size of the shard's file. A shard's errors and note
+are written before the shard is renamed or uploaded. So a process can be killed at any time: a shard without a note, or
+with another size than its note says, is computed again.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MANIFEST, ERRORS, SUBMISSION = "manifest.json", "errors.jsonl", "jobs.json"
 _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1  # Version of the manifest and of the layout of shards.
-TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error.
+TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error about a run.
 # Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
 _MAX_WRITING_S = 86_400
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
@@ -90,7 +90,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Options(msgspec.Struct, frozen=True):
-    """The options that decide the bytes of the output."""
+    """The options of a run that decide the bytes of the output."""
 
     what: str
     start: int
@@ -99,9 +99,9 @@ class Options(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct):
-    """The run of an output folder."""
+    """The content of manifest.json, which describes the run of an output folder."""
 
-    version: int  # Version of the layout.
+    version: int  # Version of the manifest and shards.
     lmpool: str  # The release of lmpool that began the run.
     input: Input
     model: Model
@@ -140,7 +140,7 @@ class Folder:
     """An output folder of this machine.
 
     Attributes:
-        path: path of the folder; for a `Bucket`, of a temporary folder for files before their upload.
+        path: path of the folder; for a `Bucket`, path of a temporary folder for files before their upload.
         url: path or URL of the folder.
         location: the path or URL without secrets, for messages.
     """
@@ -151,7 +151,7 @@ class Folder:
         self.path = path
         self.location = self.url = str(path)
 
-    # Files: `Bucket` overrides the methods from here to the locks.
+    # Methods for files; `Bucket` overrides most of these methods.
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -164,7 +164,7 @@ class Folder:
         sizes = dict[str, int]()
         with self.explained(), suppress(FileNotFoundError), os.scandir(self.path / folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # Another process has just renamed a temporary file.
+                with suppress(FileNotFoundError):  # A temporary file disappears when another process renames it.
                     sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
         return sizes
 
@@ -210,7 +210,7 @@ class Folder:
             lock.write(str(os.getpid()))
             lock.flush()
             try:
-                self._remove_temporary(0)  # No other process writes now.
+                self._remove_temporary(0)  # This run holds the only lock, so no process writes these files.
                 yield
             finally:
                 if made and list(self.listed()) == [_LOCK]:
@@ -229,7 +229,7 @@ class Folder:
     @contextmanager
     def _lock(self, how: int) -> Iterator[TextIO]:
         with self.explained():
-            # Another user could make this user overwrite other files through links in a folder.
+            # Refuse links and folders of other users: a link could make this run overwrite any file of this user.
             for path in (self.path, *(self.path / name for name in (_ERRORS_OF_SHARDS, _NOTES, _LOCK))):
                 if path != self.path and path.is_symlink():
                     raise BatchRefused(f"{path} is a symbolic link that no run makes. Remove it, or use another folder")
@@ -262,9 +262,9 @@ class Folder:
         return next(iter(self.read_all([name])), None)
 
     def create(self, name: str) -> BufferedRandom:
-        """Open a new temporary file for `place`. Its random name is used by no other process or call."""
+        """Open a new temporary file for `place`, with a random name that no other process or call uses."""
         path = self.path / f"{name}.{secrets.token_hex(8)}.tmp"
-        if path.parent != self.path:  # Create subfolders only: a removed output folder stays removed.
+        if path.parent != self.path:  # Create only subfolders, so that a removed output folder stays removed.
             path.parent.mkdir(exist_ok=True)
         return path.open("x+b")
 
@@ -282,7 +282,7 @@ class Folder:
         """Begin the wanted run, or continue the run of the folder's manifest if both are the same."""
         there = self.read_manifest()
         if there is not None and not (differing := there.differences(wanted)):
-            # Remove changed shards, to compute them again. Of a bucket, only sizes are compared: no file is fetched.
+            # Remove changed shards, to compute them again. Of a bucket's shards, compare only sizes: fetch no file.
             placed = {} if isinstance(self, Bucket) else self.placed(there)
             done = self.done(there)  # Read notes after files: a shard's note is written before its file.
             for number in placed:
@@ -300,7 +300,7 @@ class Folder:
             others = [f"{folder}/{name}" for folder in (_NOTES, _ERRORS_OF_SHARDS) for name in self.listed(folder)]
             for name in (*filter(_SHARD.fullmatch, self.listed()), *others):
                 self.remove(name)
-        self.remove(SUBMISSION)  # The file belongs to an earlier run.
+        self.remove(SUBMISSION)  # Remove the job arguments of an earlier run.
         self.write(MANIFEST, [wanted.encoded()])
         return wanted
 
@@ -315,13 +315,13 @@ class Folder:
             raise BatchRefused(f"{self.location}/{MANIFEST} is not a manifest of this release: {error}") from error
 
     def manifest(self) -> Manifest:
-        """The manifest, as `read_manifest` returns it; BatchError if the folder has none."""
+        """The manifest of the folder; raises BatchError if the folder has no manifest."""
         if (manifest := self.read_manifest()) is None:
             raise BatchError(f"{self.location} is not an output folder of `lmpool batch`: it has no {MANIFEST}")
         return manifest
 
     def placed(self, manifest: Manifest) -> dict[int, int]:
-        """The files of shards, also of shards that are not done: number of the shard -> size in bytes."""
+        """The size in bytes of each shard's file, by the shard's number; also of shards that are not done."""
         found = ((_SHARD.fullmatch(name), size) for name, size in self.listed().items())
         return {int(match[1]): size for match, size in found if match and match[2] == manifest.options.format}
 
@@ -333,11 +333,11 @@ class Folder:
         def is_done(number: int) -> bool:
             return number in known and known[number].bytes == placed[number]
 
-        if not all(map(is_done, placed)):  # Notes are read only if the manifest lacks a shard.
+        if not all(map(is_done, placed)):  # Read notes only if the manifest lacks a shard.
             # Read notes after listing files: a shard's note is written before its file.
             names = self.listed(_NOTES) if only is None else [f"{only:05}.json"]
             for data in self.read_all(f"{_NOTES}/{name}" for name in names):
-                with suppress(msgspec.DecodeError):  # A process was killed while it wrote the note.
+                with suppress(msgspec.DecodeError):  # A killed process left an incomplete note.
                     note = msgspec.json.decode(data, type=_Note)
                     if note.run == manifest.run:
                         known[note.shard.number] = note.shard
@@ -348,13 +348,13 @@ class Folder:
         name = f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl"
         if errors:
             self.write(name, errors)
-        else:  # An earlier run may have written errors of this shard.
+        else:  # Remove the errors that an earlier run may have written for this shard.
             self.remove(name)
         self.write(f"{_NOTES}/{shard.number:05}.json", [msgspec.json.encode(_Note(manifest.run, shard))])
         self.place(path, manifest.shard_name(shard.number))
 
     def sum_up(self, manifest: Manifest, *, is_over: bool = False) -> None:
-        """If the run is over or all shards are done, write errors.jsonl; if all are done, also the final manifest."""
+        """Write errors.jsonl if the run is over or all shards are done; write the final manifest if all are done."""
         if not is_over and len(self.placed(manifest)) < manifest.shards:
             return
         manifest.done = list(self.done(manifest).values())
@@ -370,11 +370,11 @@ class Folder:
 class Bucket(Folder):
     """An output folder behind a URL of fsspec. Shards are written in a temporary folder and uploaded.
 
-    A store has no lock that several machines see. Several runs of the same command may write concurrently: of each
-    shard, the first complete file is kept.
+    A store has no lock that several machines see. Several runs of the same command may write concurrently; the folder
+    keeps the first complete file of each shard.
     """
 
-    _errors = Exception  # The package of each store has its own.
+    _errors = Exception  # Each store's package raises exceptions of its own types.
 
     def __init__(self, url: str) -> None:
         super().__init__(temporary_folder(self))
@@ -423,7 +423,7 @@ class Bucket(Folder):
             return fetch(system, f"{path}/{name}", f"{self.url}/{name}", system.info(f"{path}/{name}"))
 
     def _remove_temporary(self, min_age_s: float) -> None:
-        """Do nothing: temporary files are in the temporary folder, as is the lock. A store has no locks."""
+        """Do nothing: a bucket's temporary files are in a temporary folder of this machine, not in the store."""
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
         """See `Folder.place_shard`; BatchRefused if another run replaced the manifest."""

@@ -1,12 +1,12 @@
-"""Shards as jobs of arq: durable, scheduled and retried, for any number of workers that see the same files.
+"""Compute shards as jobs of arq, which are durable, scheduled and retried, on workers that see the same files.
 
 A job is one shard, seconds to minutes of work; its prompts go through the pool's queue. When a worker is killed, arq
 runs its jobs again: a shard may be computed twice, with the same result. Jobs and results are MessagePack: pickle, the
 default of arq, would run code that a client wrote to the server. A client that may write jobs chooses their input and
 output, so workers check both (`check_locations`).
 
-A waiting job has no lifetime, so a server with the policy volatile-lru does not evict it. If a server still loses jobs,
-`find_jobs` makes them again from the arguments of `submit`, which are stored in the output folder (`Submission`).
+A waiting job has no TTL, so a server with the policy volatile-lru does not evict it. If a server still loses jobs,
+`find_jobs` queues these jobs again with the arguments of `submit`, which the output folder stores (`Submission`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ try:
 except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
-QUEUE = "arq:lmpool:batch"  # The queue of arq for these jobs.
+QUEUE = "arq:lmpool:batch"  # Redis key of arq's queue for jobs of `lmpool batch`.
 # Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`.
 SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
 
@@ -55,10 +55,10 @@ _FUNCTION = "answer_shard"
 _MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the time for which the server is busy.
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
-_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between tries of a job, and max tries: together ten minutes.
-# Max seconds of a job, and seconds for which arq keeps its result for `status`: a day, more than any shard takes.
+_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between two tries of a job, and max tries of a job: ten minutes for all tries.
+# Max seconds of a job, and seconds for which arq keeps a job's result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
-_MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server, each with a line in the log.
+_MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server; each try writes a line to the log.
 
 
 # The encoding of jobs and results: an exception is encoded as its text.
@@ -75,7 +75,7 @@ class Submission(msgspec.Struct, frozen=True):
 
 
 class ShardJob(Submission, frozen=True):
-    """The arguments of a job: `output` is a URL or an absolute path; `index` has the parts that this shard needs."""
+    """The arguments of a job: `output` is a URL or an absolute path; `index` has only the entries of this shard."""
 
     output: str
     index: dict[str, Any]
@@ -92,7 +92,7 @@ def connect(server: Server, client: Any = None) -> ArqRedis:
 
 @asynccontextmanager
 async def connected(redis: str | None) -> AsyncIterator[ArqRedis]:
-    """The client of arq for a command; it is closed after the block, and its errors become exceptions of lmpool."""
+    """Open arq's client for a command, and close it after the block; the client's errors become lmpool's exceptions."""
     server = Server(redis)
     async with server.connected() as client:
         yield connect(server, client)
@@ -102,7 +102,7 @@ async def submit(producer: Producer, arq: ArqRedis, submission: Submission, outp
     """Queue a job for each shard that is not done. Return counts: new jobs, older jobs, done shards and all shards."""
     source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
     submission = msgspec.structs.replace(submission, source=source.location)
-    # Share the lock of a run that has begun: workers may hold it for shards that were queued before.
+    # Share the folder's lock if the run has begun: workers may hold the lock for shards that were queued earlier.
     has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
     with folder.shared() if has_begun else folder.locked():
         index, manifest = await begin(producer, folder, source, submission.settings)
@@ -125,7 +125,7 @@ async def _queue(
     size, jobs, shared = manifest.options.shard_lines, 0, msgspec.to_builtins(submission)
     for some in _in_parts(shards):
         now = timestamp_ms()
-        # As `ArqRedis.enqueue_job`, for many jobs, and without a lifetime: the server could evict a job that has one.
+        # Queue many jobs as `ArqRedis.enqueue_job` does, but without a TTL: the server could evict a job with a TTL.
         async with arq.pipeline(transaction=True) as pipe:
             for shard in some:
                 first = shard * size + 1
@@ -134,12 +134,12 @@ async def _queue(
                 part = {**index._asdict(), "starts": {shard: index.starts[shard]}, "duplicates": duplicates}
                 job = {**shared, "output": folder.url, "index": part, "shard": shard}
                 name = job_name(folder, manifest, shard)
-                pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Left by a failed job.
+                pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Remove the data of a failed job.
                 data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
-        # A job is new if the server had no definition of it or no entry in the queue.
+        # A job counts as new if the server had no definition or no queue entry of this job.
         jobs += sum(map(any, zip(replies[1::3], replies[2::3], strict=True)))
     return jobs
 
@@ -155,7 +155,7 @@ def job_name(folder: Folder, manifest: Manifest, shard: int) -> str:
 
 
 def _prefix(folder: Folder) -> str:
-    """The beginning of the names of all jobs of a folder."""
+    """Return the prefix with which the names of all jobs of a folder begin."""
     return f"{hashlib.blake2b(folder.location.encode(), digest_size=8).hexdigest()}-"
 
 
@@ -166,7 +166,7 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     try:
         return await await_beside(_answer(context, job), [_renew(context)])
     except LMPoolError as error:
-        # Errors that are not about settings or files may pass, such as no worker, no server or another model.
+        # Retry after errors that may pass, such as a missing worker or server, but not after wrong settings or files.
         may_pass = isinstance(error, BatchRefused) or getattr(error, "may_pass", not isinstance(error, SettingsError))
         if not may_pass or context["job_try"] >= _MAX_TRIES:
             raise
@@ -189,7 +189,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
         raise BatchError(f"{named(job.source)} {changed}. Submit it again")
     producer = await _producer_of(context, job.pool)
     with folder.shared():
-        # The shard may be done already, if a worker was killed before it ended this job.
+        # Check whether the shard is done: a worker may have been killed after the shard, before the end of the job.
         if not await asyncio.to_thread(folder.done, manifest, job.shard):
             await Run(producer, folder, manifest, source, index, job.settings, Progress()).run_shards([job.shard])
         with folder.explained():
@@ -213,10 +213,10 @@ async def _producer_of(context: dict[str, Any], pool: Pool) -> Producer:
 
 
 async def _renew(context: dict[str, Any]) -> None:
-    """Renew the key that marks a job as in progress, as a lease. arq would set it for the job's longest time."""
+    """Renew the lease of a job: the key that marks the job as in progress. arq would set the key once, for a day."""
     lease_s = context["lease_s"]
     while True:
-        with suppress(RedisError, OSError):  # If the lease expires, another worker computes the same shard.
+        with suppress(RedisError, OSError):  # At worst the lease expires, and another worker also computes the shard.
             await context["redis"].psetex(in_progress_key_prefix + context["job_id"], int(1000 * lease_s), b"1")
         await asyncio.sleep(lease_s / 3)
 
@@ -231,8 +231,8 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         at: hour and minute, "02:30", in the worker's time zone (`ARQ_TIMEZONE`, UTC by default).
-        source: the input.
-        output: the folder; `{date}` in it becomes the day, such as 2026-11-25.
+        source: path or URL of the input.
+        output: the output folder; `{date}` in its name becomes the day, such as 2026-11-25.
         model, prefix: the model, and the prefix of the pool's keys.
     """
 
@@ -248,7 +248,7 @@ class _Schedule(msgspec.Struct):
 
 
 def read_schedule(path: Path) -> list[Nightly]:
-    """The entries of a TOML file, each a table `[[run]]`."""
+    """Read the schedule in a TOML file, in which each entry is a table `[[run]]`."""
     try:
         return msgspec.toml.decode(path.read_bytes(), type=_Schedule).run
     except (OSError, ValueError) as error:
@@ -313,7 +313,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
         self.in_progress_timeout_s = self.ctx["lease_s"]
 
     async def main(self) -> None:
-        """Run jobs. If the server cannot be reached, try again until it answers."""
+        """Run jobs. If the server cannot be reached, try again until the server answers."""
         for pause in delays(_MAX_PAUSE_S):
             try:
                 await super().main()
@@ -332,7 +332,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
                 try:
                     await super().start_jobs([job_id])
                 except (RedisError, OSError):
-                    self._release_sem_dec_counter_on_complete()  # arq took a slot for the job and would keep it.
+                    self._release_sem_dec_counter_on_complete()  # Release the slot that arq took for the job.
                     raise
 
     async def close(self) -> None:
@@ -347,14 +347,14 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
 async def find_jobs(
     redis: str | None, folder: Folder, manifest: Manifest, shards: Sequence[int]
 ) -> tuple[dict[str, Any], str]:
-    """Count jobs "queued" and "under_way", with the errors of "failed" jobs; queue jobs again that the server lost.
+    """Count the "queued" and "under_way" jobs, list the errors of "failed" jobs, and queue lost jobs again.
 
     The returned text is a note about jobs that the server lost; "" for none.
     """
     queued, under_way, failed, lost, note = 0, 0, dict[int, str](), list[int](), ""
     async with connected(redis) as arq:
         for some in _in_parts(shards):
-            async with arq.pipeline(transaction=True) as pipe:  # As `arq.jobs.Job.status`, for many jobs.
+            async with arq.pipeline(transaction=True) as pipe:  # Read jobs' states as `arq.jobs.Job.status` does.
                 for name in (job_name(folder, manifest, shard) for shard in some):
                     pipe.get(result_key_prefix + name)
                     pipe.exists(in_progress_key_prefix + name)
@@ -375,9 +375,9 @@ async def find_jobs(
                 else:
                     lost.append(shard)
         with folder.explained():
-            # The file is empty after `cancel`.
+            # Queue no job again if `jobs.json` is empty: `cancel` has emptied the file.
             if data := await asyncio.to_thread(folder.read, SUBMISSION) if lost else None:
-                done = await asyncio.to_thread(folder.done, manifest)  # Jobs may have ended since the replies.
+                done = await asyncio.to_thread(folder.done, manifest)  # A job may have ended since the server replied.
                 lost = [shard for shard in lost if shard not in done]
         if lost and data:
             note = f"the server lost {counted(len(lost), 'job')}"
@@ -407,13 +407,13 @@ async def cancel(redis: str | None, output: str) -> int:
             are_under_way = await arq.mget([in_progress_key_prefix + name for name in some])
             async with arq.pipeline(transaction=True) as pipe:
                 for name, mark in zip(some, are_under_way, strict=True):
-                    if mark is not None:  # As `Job.abort`, without waiting for the end of each job.
+                    if mark is not None:  # Do as `Job.abort`, but do not wait for the job's end.
                         pipe.zadd(abort_jobs_ss, {name: timestamp_ms()})
                     else:
                         pipe.zrem(QUEUE, name)
                         pipe.delete(job_key_prefix + name)
                 await pipe.execute()
     if SUBMISSION in await asyncio.to_thread(folder.listed):
-        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the folder too.
+        with suppress(BatchRefused), folder.explained(), folder.shared():  # `find_jobs` refuses the same folders.
             await asyncio.to_thread(folder.write, SUBMISSION, [])
     return len(ours)

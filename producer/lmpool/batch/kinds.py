@@ -20,7 +20,7 @@ from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
 from lmpool.settings import check_number, shown
 
 Request = Callable[[Producer, Text, range, str], Awaitable[Columns]]
-"""Requests the result for some positions of a text, with an adapter ("" for none)."""
+"""A function that requests the result for some positions of a text, with an adapter ("" for none)."""
 
 
 def positions_from(length: int, start: int) -> range:
@@ -33,13 +33,13 @@ class Kind:
     """A kind of request."""
 
     what: str  # The value of `--what`, with defaults filled in.
-    columns: Callable[[ModelInfo], dict[str, str]]  # Name -> type, shape and meaning; n is the number of positions.
+    columns: Callable[[ModelInfo], dict[str, str]]  # Returns column -> type, shape and meaning of its values.
     request: Request
-    # Returns the numbers per position of a result, or raises an error if the kind does not fit the model.
+    # Returns how many numbers a result has per position, or raises an error if the model does not support the kind.
     width: Callable[[ModelInfo], int]
-    is_wide: bool = False  # Results are too large for text: shards are safetensors, with the first column streamed.
-    span: Callable[[int, int], range] = positions_from  # The positions with results, for a text's length and a start.
-    has_continuations: bool = False  # A line may have a prompt and a continuation; only the latter gets results.
+    is_wide: bool = False  # If results are too large for text, shards are safetensors and stream their first column.
+    span: Callable[[int, int], range] = positions_from  # Returns positions, from a text's length and a start.
+    has_continuations: bool = False  # Whether a line may have a continuation; then only its tokens get results.
 
     def parts(self, span: range, info: ModelInfo) -> list[range]:
         """Split positions into parts whose results have at most 8 MiB each, so that several results fit into memory."""
@@ -48,7 +48,7 @@ class Kind:
 
 
 def _request_positions(**options: Any) -> Request:
-    """The request whose values at every position are selected by these options of `Producer.positions`."""
+    """Return a request of values at every position; `options` are options of `Producer.positions`."""
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         found = await producer.positions(text.ids[: part.stop], part.start, adapter=adapter, **options)
@@ -157,7 +157,7 @@ def _generate(given: str) -> Kind:
     count = _count(limit, "generate", "of tokens at most, such as generate:64 or generate:64,temperature=0.7,seed=1")
     chosen: dict[str, Any] = {}
     readers: dict[str, Any] = {"temperature": float, "top_p": float, "seed": int}
-    readers["stop"] = lambda text: list(map(int, text.split()))  # Token ids, separated by spaces.
+    readers["stop"] = lambda text: list(map(int, text.split()))  # `stop` is a list of token ids, separated by spaces.
     for option in options.split(",") if options else ():
         name, _, value = option.partition("=")
         try:
@@ -171,7 +171,7 @@ def _generate(given: str) -> Kind:
         raise SettingsError(f"what: generate: {error}") from error
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # This line's seed in a `batch_generate` of all lines.
+        drawn = (seed + ((text.line - 1) << 32)) & MAX_SEED  # The seed in a `batch_generate` of all lines.
         (found,) = await producer.generate(text.ids, count, seed=drawn, adapter=adapter, **chosen)
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 

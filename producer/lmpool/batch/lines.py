@@ -20,14 +20,14 @@ from lmpool.batch.folder import digest_of_file
 from lmpool.batch.shards import Failed, HasCustomId
 from lmpool.errors import BatchError
 
-MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to bound its memory. A longer line fails.
-MAX_CHUNK_LINES = 256  # Max lines in a chunk: enough for one call in a thread, which tokenizes a chunk.
-# Max bytes of input in a chunk. Several chunks are in memory, as Python integers of six times this size.
+MAX_LINE_BYTES = 64 * 1024 * 1024  # Max bytes of one line, to limit memory. A longer line fails.
+MAX_CHUNK_LINES = 256  # Max lines in a chunk: one call in a thread tokenizes a chunk.
+# Max bytes of input in a chunk. Memory holds several chunks, whose token ids need six times as many bytes.
 MAX_CHUNK_BYTES = 1024 * 1024
-# Bytes of one read: little memory, few system calls. Without this limit, pyarrow would read a whole row group.
+# Bytes per read, which limits memory and system calls. Without this limit, pyarrow would read a whole row group.
 _READ_BYTES = 1024 * 1024
 _DIGEST_BYTES = 16  # Bytes of a BLAKE2b digest.
-_NUMBER_BYTES = 8  # Max bytes of a decoded number: a Parquet file may store a number in fewer bytes.
+_NUMBER_BYTES = 8  # Max bytes of a decoded number: in a Parquet file a number may take fewer bytes.
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -49,7 +49,7 @@ class Fields(HasCustomId):
 
 
 class Line(NamedTuple):
-    """A line that was read: its number, from 1, and its fields."""
+    """A line that was read: the line's number, from 1, and its fields."""
 
     number: int
     fields: Fields
@@ -64,9 +64,9 @@ class Chunk(NamedTuple):
 
 
 class Index(NamedTuple):
-    """An input after one pass over it."""
+    """The format, size, digest and shards of an input, found by reading the whole input once."""
 
-    format: str  # "jsonl" or "parquet".
+    format: str  # Format of the input, "jsonl" or "parquet".
     size: int  # Bytes of the input.
     digest: str  # 128-bit BLAKE2b of the input, hexadecimal.
     lines: int
@@ -101,8 +101,8 @@ class CustomIds:
 class Source:
     """An input with a JSON object on each line, or a subclass for another format; empty lines are skipped.
 
-    The input must not change until it was read: the methods raise BatchError if the file cannot be read, or has changed
-    since the `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.
+    The input must not change: the methods raise BatchError if the file cannot be read, or has changed since the
+    `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.
     """
 
     def __init__(self, path: Path, location: str = "") -> None:
@@ -223,7 +223,7 @@ class ParquetSource(Source):
             digest = digest_of_file(self.path)
             if "custom_id" in file.schema_arrow.names:
                 for batch in file.iter_batches(columns=["custom_id"]):
-                    for row, value in enumerate(batch.column(0).to_pylist(), row + 1):  # noqa: B020 It counts on.
+                    for row, value in enumerate(batch.column(0).to_pylist(), row + 1):  # noqa: B020 `row` counts on.
                         ids.add(row, value)
             rows: int = file.metadata.num_rows
             self._check(raw)
@@ -250,7 +250,7 @@ class ParquetSource(Source):
 
 
 def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, Line | Failed, int]]:
-    """Iterate over (shard, line, bytes) of some shards, in order; the bytes are a mean of several rows."""
+    """Iterate over (shard, line, bytes) of some shards, in order; `bytes` is the mean size of several rows."""
     columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
     at = 0
 
@@ -262,7 +262,7 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
         if not is_wanted(group.num_rows):
             at += group.num_rows
             continue
-        # Decode up to `MAX_CHUNK_LINES` rows at once, of up to `MAX_CHUNK_BYTES` if all rows have the same size.
+        # Decode at most `MAX_CHUNK_LINES` rows at once, with at most `MAX_CHUNK_BYTES` if all rows have the same size.
         parts = map(group.column, range(group.num_columns))
         read = (part for part in parts if part.path_in_schema.partition(".")[0] in columns)
         size = sum(max(_NUMBER_BYTES * part.num_values, part.total_uncompressed_size) for part in read)

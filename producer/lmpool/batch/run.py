@@ -1,4 +1,4 @@
-"""A run: it requests a result for every line of an input, and writes the results to shards in the order of the lines.
+"""Run a batch: request a result for every line of an input, and write the results to shards in the order of lines.
 
 One task reads and tokenizes lines ahead, in a thread. Many tasks send requests, each for a part of one text. Requests
 for the next shard begin before the last results of a shard arrive. One task takes the results in the order of the lines
@@ -42,24 +42,24 @@ from lmpool.settings import check_number, shown
 # Max items between reading and writing, per concurrent request: two keep all requests busy while a result is late.
 _ITEMS_PER_REQUEST = 2
 _MAX_BYTES = 48 * 1024 * 1024  # Max bytes of items between reading and writing; the last item may add 16 MiB.
-# Max results, and max bytes of results, that one call in a thread writes: a call costs 0.1 ms, results need memory.
+# Max results, and max bytes of results, that one call in a thread writes: each call costs 0.1 ms, each result memory.
 _MAX_WRITTEN_ITEMS, _MAX_WRITTEN_BYTES = 64, 1024 * 1024
 # Estimated bytes in memory of a text, of a token id (a Python integer in a list), and of a number of a result.
 _TEXT_BYTES, _ID_BYTES, _NUMBER_BYTES = 1024, 40, 8
-_CHECK_INTERVAL_S = 1.0  # Seconds between checks of the adapter; a change shorter than this can stay unnoticed.
-_NARROW_LINES, _WIDE_LINES = 1024, 64  # Default lines of a shard, and of a shard of rows: a row has hundreds of KiB.
+_CHECK_INTERVAL_S = 1.0  # Seconds between checks of the adapter; a change that is undone sooner can stay unnoticed.
+_NARROW_LINES, _WIDE_LINES = 1024, 64  # Default lines per shard: for small results, and for rows of hundreds of KiB.
 _REPORT_INTERVAL_S = 10.0  # Seconds between lines of progress if no terminal shows a bar.
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """The pool that computes a run. Its server is the server of the jobs: a job may not choose another server."""
+    """The pool that computes a run. A job always uses the server that stores the jobs, and may name no other server."""
 
     model: str | None = None
     prefix: str = "lmpool"
-    timeout: float = 3600.0  # Max seconds of a request.
+    timeout: float = 3600.0  # Max seconds of each request of the run.
 
     def producer(self, redis: str | None, when_absent: Literal["raise", "wait"]) -> Producer:
-        """A producer that keeps no results, here or in the pool. Its prompts yield to prompts of other clients."""
+        """A producer that caches no results, in this process or the pool, and yields to prompts of other clients."""
         return Producer(
             **asdict(self), redis=redis, when_absent=when_absent, priority="bulk", cache_bytes=0, keep_answers=False
         )
@@ -69,7 +69,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
     """The settings of a run."""
 
     what: str  # Kind of request, such as "topk:32" (`lmpool.batch.kinds`).
-    start: int = 0  # First position of each text; a negative start counts from the end of the text.
+    start: int = 0  # First position of each text that gets a result; a negative start counts from the end.
     format: str | None = None  # Format of the shards; None for the default of the kind.
     shard_lines: int = 0  # Lines of the input in each shard; 0 for 1,024, or 64 if results are whole rows.
     adapter: str = ""  # Name of the model's adapter; "" for none.
@@ -79,7 +79,7 @@ class BatchSettings(msgspec.Struct, frozen=True):
         check_number("start", self.start, least=-(2**31), most=2**31)
         check_number("shard_lines", self.shard_lines, least=0, most=10**7)
         check_number("concurrency", self.concurrency, least=1, most=100_000)
-        _ = self.options  # Refuse malformed kinds and formats now.
+        _ = self.options  # Raise now if the kind or the format is malformed.
 
     @property
     def options(self) -> Options:
@@ -131,7 +131,7 @@ class Progress:
         self._bar.update(self._task, rates=rates)
         if self._bar.disable and task.total and now - self._reported >= _REPORT_INTERVAL_S:
             self._reported = now
-            # By the mean rate of the whole run: rich's own estimate needs two results within 30 s.
+            # Estimate the time left from the mean rate of the run: rich's own estimate needs two results within 30 s.
             left = timedelta(seconds=round((task.remaining or 0) * seconds / max(computed, 1)))
             say(f"{task.completed:.0f} of {task.total:.0f} {self._label}, {rates}, {left} left", err=True)
 
@@ -196,13 +196,13 @@ class _Item:
     entry: Text | Failed | None  # The text or the failed line; None for the end of the shard.
     result: asyncio.Future[Columns | Failed | None]
     part: range = range(0)  # The positions of the text that this part requests.
-    is_last: bool = False  # Whether the line ends with this part.
+    is_last: bool = False  # Whether this part is the last part of its line.
     size: int = 0  # Estimated bytes of the item in memory.
 
 
 @dataclass(eq=False)
 class Run:
-    """A run, or some shards of it."""
+    """Computes a run, or some shards of a run."""
 
     producer: Producer
     folder: Folder
@@ -214,8 +214,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._kind = parse_kind(self.settings.what)
-        self._items: asyncio.Queue[_Item] = asyncio.Queue()  # Items to be written, in order.
-        self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items to be requested.
+        self._items: asyncio.Queue[_Item] = asyncio.Queue()  # Items whose results must be written, in order.
+        self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items whose results must be requested.
         self._pending_items = self._pending_bytes = 0
         self._has_room = asyncio.Event()
         self._checked: ModelInfo | None = None
@@ -224,7 +224,7 @@ class Run:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer:
-        # Called in a thread; the producer belongs to the event loop.
+        # This property is read in a thread, but the producer must run in the event loop.
         found = find_tokenizer(self.producer, "input", 'give token ids: {"ids": [1, 2, 3]}')
         return asyncio.run_coroutine_threadsafe(found, self._loop).result()
 
@@ -238,7 +238,7 @@ class Run:
             try:
                 await self.run_shards([number for number in range(manifest.shards) if number not in resumed])
             except BaseException:
-                with suppress(errors.BatchError):  # The run may have failed because the disk is full.
+                with suppress(errors.BatchError):  # A full disk may have ended the run.
                     await self._sum_up()
                 raise
             await self._sum_up()
@@ -267,7 +267,7 @@ class Run:
     # Requests
 
     def _prepare(self, line: Line | Failed) -> Text | Failed:
-        """The text of a line, or the reason why it has none. Called in a thread, because tokenizing takes time."""
+        """The text of a line, or why the line has no text. Called in a thread, because tokenizing takes time."""
         if isinstance(line, Failed):
             return line
         (number, fields), info = line, self._info
@@ -340,7 +340,7 @@ class Run:
                 end.result.set_result(None)
 
     async def _send(self) -> None:
-        """Request the result of one item after another."""
+        """Request the results of items, one item after the other; many tasks run this method."""
         while True:
             text, item = await self._unsent.get()
             result: Columns | Failed
@@ -349,7 +349,7 @@ class Run:
                 result = await self._kind.request(self.producer, text, item.part, self.settings.adapter)
             except (errors.InvalidPrompt, errors.WorkerError) as error:
                 result = Failed(text.line, text.custom_id, str(error))
-            except errors.RequestFailed as error:  # Name the line: this error ends the run.
+            except errors.RequestFailed as error:  # Name the line in the error that ends the run.
                 error.args = (f"line {text.line}: {error}",)
                 raise
             self._check_model()
@@ -357,9 +357,9 @@ class Run:
             self.progress.unplaced[item.shard] += item.is_last
 
     def _check_model(self) -> None:
-        """Refuse results of another model than the manifest's."""
+        """Raise ModelMismatch if the pool now serves another model than the manifest's."""
         began, now = self.manifest.model, self.producer.model
-        if now is self._checked:  # The producer reads the info again every second.
+        if now is self._checked:  # The model info is the object that was checked last.
             return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
@@ -367,7 +367,7 @@ class Run:
         self._checked = now
 
     async def _check_adapter(self) -> None:
-        """Refuse results if the pool's model or adapter is not the manifest's any more."""
+        """Raise ModelMismatch if the pool now has another model or adapter than the manifest's."""
         self._check_model()
         adapter = self.settings.adapter
         began, now = self.manifest.model.adapter, await _qualified(self.producer, adapter)
@@ -404,7 +404,7 @@ class Run:
                 ready, size = [], 0
 
     def _write(self, ready: Sequence[_Item]) -> None:
-        """Write items of one shard, in a thread. The item at its end moves the shard into the folder."""
+        """Write items of one shard, in a thread. The item that ends the shard moves the shard into the folder."""
         with self.folder.explained():
             for item in ready:
                 writer = self._writer = self._writer or open_writer(self.folder, self.manifest, item.shard)

@@ -36,7 +36,7 @@ from lmpool.errors import BatchError, SettingsError
 from lmpool.protocol.row import widen_bf16
 
 _HEADER_BYTES = 4096  # Bytes reserved for a safetensors header, before the columns are known: headers have about 1 KiB.
-_READ_BYTES = 1 << 20  # Bytes of a shard that are read back at once: little memory, few system calls.
+_READ_BYTES = 1 << 20  # Bytes per read when a shard is read back, which limits memory and system calls.
 _GROUP_NUMBERS = 1 << 20  # Max numbers in a Parquet row group, 4 to 8 MB: a reader decodes a whole group for one text.
 # Types of safetensors -> types of numpy; a bfloat16 number is kept as its 16 bits.
 _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "uint16", "I64": "int64", "U8": "uint8"}
@@ -47,8 +47,8 @@ Columns = dict[str, NDArray[Any]]
 
 Answer = dict[str, Any]
 """The result of one text: "line" (int, from 1), "custom_id" (str, "" for none), "ids" (int64 (N,)), "start" (int), and
-the columns of the manifest, as arrays whose first axis is the positions from "start" on. With "logits" and "log_z" it
-also has "logprobs", computed from them."""
+the columns of the manifest, as arrays whose first axis is the positions from "start" on. A result with "logits" and
+"log_z" also has "logprobs", computed from both."""
 
 
 class Text(NamedTuple):
@@ -61,7 +61,7 @@ class Text(NamedTuple):
 
 
 class HasCustomId(msgspec.Struct):
-    """A line of which only the custom id is read."""
+    """A line whose custom id alone is decoded."""
 
     custom_id: str | int | None = None
 
@@ -83,7 +83,7 @@ class CheckedFile(io.BufferedRandom):
     """A new file that keeps a digest of all written bytes, to compare it with the digest of the bytes on the disk.
 
     Attributes:
-        digest: digest of the bytes after the header. The header is written last, and its bytes are compared.
+        digest: digest of the bytes after the header. The header is written last; `read_back` compares its bytes.
     """
 
     def __init__(self, file: io.BufferedRandom) -> None:
@@ -97,7 +97,7 @@ class CheckedFile(io.BufferedRandom):
         return super().write(data)
 
     def write_header(self, header: bytes) -> None:
-        """Write the first bytes, which were skipped by `seek`."""
+        """Write the header into the first bytes of the file, which the writer skipped with `seek`."""
         self._header = header
         self.seek(0)
         super().write(header)
@@ -176,7 +176,7 @@ class ShardWriter:
             self._file.close()
 
     def _streamed(self, part: Columns) -> Columns:
-        """Write what can be written of a part now; return the columns to keep until the text ends."""
+        """Write the columns of a part that can be written now; return the columns to keep until the text ends."""
         return part
 
     def _end_text(self, text: Text) -> None:
@@ -190,7 +190,7 @@ class ShardWriter:
         self._file.write(msgspec.json.encode({**head, **columns_as_lists}) + b"\n")
 
     def _drop_text(self) -> None:
-        """Remove from the file what `_streamed` wrote of a text that has not ended."""
+        """Remove the bytes from the file that `_streamed` wrote for a text that has not ended."""
 
     def _write_rest(self) -> None:
         """Write the rest of the file."""
@@ -316,7 +316,7 @@ def open_writer(folder: Folder, manifest: Manifest, number: int) -> ShardWriter:
     return _WRITERS.get(manifest.options.format, ShardWriter)(folder, manifest, number)
 
 
-# Readers: `answer` returns the result of one text; `custom_ids` iterates over the ids of all texts. None is no id.
+# Readers of shards: `answer` returns a text's result; `custom_ids` iterates over all ids, None for a text without id.
 
 
 class JsonlReader:
@@ -333,7 +333,7 @@ class JsonlReader:
         for name, listed in values.items():
             if isinstance(listed, list):
                 values[name] = np.array(listed, np.int64 if name.endswith("ids") else np.float32)
-                if not name.endswith("ids"):  # null becomes NaN, which no result contains.
+                if not name.endswith("ids"):  # In JSON, null stands for -inf; numpy made it NaN.
                     values[name][np.isnan(values[name])] = -np.inf
         return values
 
@@ -422,8 +422,8 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
 class Batch(Sequence[Answer]):
     """The results in an output folder, in the order of the input. Lines without a result are left out.
 
-    A batch of an unfinished run has the shards that were done when it was opened: see `is_finished`. A batch works as a
-    map-style dataset of torch, and is an instance of `torch.utils.data.Dataset` if torch was imported before.
+    A batch of an unfinished run has the shards that were done when the batch was opened: see `is_finished`. A batch is
+    a map-style dataset of torch, and an instance of `torch.utils.data.Dataset` if torch was imported earlier.
 
     Args:
         path: the output folder, or its URL. Shards behind a URL are copied to a local cache when they are read.
@@ -441,7 +441,7 @@ class Batch(Sequence[Answer]):
         self._folder = open_folder(self._given)
         self.manifest: Manifest = self._folder.manifest()
         self.manifest.done = done = list(self._folder.done(self.manifest).values())
-        self._begins = np.cumsum([0, *(shard.texts for shard in done)])  # The first text of each shard; all texts.
+        self._begins = np.cumsum([0, *(shard.texts for shard in done)])  # Where each shard's texts begin and end.
         self.is_finished = self.manifest.finished and len(done) == self.manifest.shards
         self._open: dict[int, Reader] = {}
 

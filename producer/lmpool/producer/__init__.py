@@ -1,4 +1,4 @@
-"""The client of a pool: `Producer` for asyncio, `SyncProducer` for programs without asyncio."""
+"""The client of a pool: `Producer` for asyncio, and `SyncProducer` for programs without asyncio."""
 
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions

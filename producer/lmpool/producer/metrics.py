@@ -1,6 +1,6 @@
-"""The counters and spans of a producer's requests, for Prometheus (`lmpool[metrics]`) and OpenTelemetry.
+"""Count and trace a producer's requests, for Prometheus (`lmpool[metrics]`) and OpenTelemetry.
 
-This file imports only the shared folders, so that the files of `client` can import it.
+This module imports only the shared folders, so that the modules of `client` can import this module.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTCOMES = ("cache_hits", "joined", "computed", "failed")
 """The attributes of `ProducerStats` that count requests which the producer's own memory did not serve."""
 
 _LABELS = {"cache_hits": "cache_hit"}
-"""Outcomes whose label in Prometheus differs from the attribute of `ProducerStats`."""
+"""The attributes of `ProducerStats` that have another name as a label in Prometheus: attribute -> label."""
 
 
 @dataclass(slots=True)
@@ -31,13 +31,13 @@ class ProducerStats:
 
     A request is for one row, or one result from a row. Calls of a trie make requests too: for a prompt's row, and for
     node values that the model's workers compute. Requests to trie workers are not counted. Calls that fail before the
-    producer has connected, or because of invalid arguments, are not counted either.
+    producer has connected, or because of invalid arguments, are not counted.
 
     Attributes:
         requests: number of all requests. A request that has ended is also counted in one of the other attributes.
         local_hits: number of requests served from the producer's own memory.
         cache_hits: number of requests served from the pool's cache, in Redis or in shared memory.
-        joined: number of requests that joined an earlier request for the same prompt, of this or another process.
+        joined: number of requests that joined an earlier request for the same prompt, from this or another process.
         computed: number of requests computed by a worker. A worker may compute one row for several queries about a
             prompt; each query is counted.
         failed: number of requests that ended with an exception or were cancelled.
@@ -55,7 +55,7 @@ class ProducerStats:
         setattr(self, name, getattr(self, name) + count)
 
     def copy(self) -> ProducerStats:
-        """Return a snapshot."""
+        """Return a snapshot of the counts."""
         return replace(self)
 
 
@@ -64,7 +64,7 @@ class Counters:
     """Counters and histograms of one producer, which its event loop updates; any thread may read them.
 
     Attributes:
-        cache: the producer's own row cache.
+        cache: the row cache in the producer's own memory.
         seconds: outcome -> durations of the requests with this outcome. Each request is in one histogram.
         failures: name of the exception, or "cancelled" -> number of requests.
         fetched_bytes: bytes of encoded rows and query results received from the server.
@@ -82,7 +82,7 @@ class Counters:
 
     @property
     def in_flight(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         ended = sum(sum(histogram.counts) for histogram in self.seconds.values())
         return max(0, self.stats.requests - self.stats.local_hits - ended)
 
@@ -102,7 +102,7 @@ _VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
     ("cache_bytes", "gauge", "Bytes of rows in the producer's own memory.", attrgetter("cache.size")),
     ("cache_rows", "gauge", "Rows in the producer's own memory.", lambda counters: len(counters.cache)),
 )
-"""Metrics with one value per model: name without its prefix, kind, help text, value."""
+"""Metrics with one value per model: name without prefix, kind, help text, function that returns the value."""
 
 
 class ProducerCollector:
@@ -155,8 +155,8 @@ class TracedCall:
     """One traced call of a producer, with its span."""
 
     span: Any
-    traceparent: str  # Context of the span, which is sent with jobs, or "" if the span has no context.
-    # The pending requests that the call waits for, each with whether this call started it.
+    traceparent: str  # Trace context of the span, which jobs carry; "" if the span has no context.
+    # The pending requests that the call waits for, each with a flag: whether this call started the request.
     requests: list[tuple[Any, bool]] = field(default_factory=list)
 
 
@@ -186,7 +186,7 @@ class Traces:
         """Trace one call of the method `operation`; the jobs of its requests carry the context of the span."""
         attributes = {**self._attributes, "messaging.operation.name": operation}
         kind = self._api.SpanKind.CLIENT
-        # OpenTelemetry's SDK would record the text of an exception, which may quote the prompt.
+        # Do not let OpenTelemetry's SDK record the text of an exception, which may quote the prompt.
         quiet = {"record_exception": False, "set_status_on_exception": False}
         with self._tracer.start_as_current_span(f"lmpool.{operation}", None, kind, attributes, **quiet) as span:
             carrier: dict[str, str] = {}
@@ -207,7 +207,7 @@ class Traces:
 
     @staticmethod
     def note(request: Any, is_new: bool) -> None:
-        """Record that the current call waits for a request; link the call to the call that started it."""
+        """Record that the current call waits for a request; link this call to the call that started the request."""
         call = _current_call.get()
         if call is None:
             return

@@ -1,4 +1,4 @@
-"""The options of a producer's calls, and checks of their arguments."""
+"""The options of a producer's calls, and checks of the calls' arguments."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class QueryOptions(TypedDict, total=False):
 
     Attributes:
         mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
-        adapter: as for `Producer.logprobs`.
-        timeout: as for `Producer.logprobs`.
+        adapter: name of an adapter, as for `Producer.logprobs`.
+        timeout: seconds of the call, as for `Producer.logprobs`.
     """
 
     mode: Mode
@@ -41,8 +41,8 @@ class DrawOptions(TypedDict, total=False):
             all tokens).
         seed: the same seed samples the same tokens from the same rows on every machine; a seed of None, the default,
             samples different tokens in every call (`lmpool.protocol.query.sample`).
-        adapter: as for `Producer.logprobs`.
-        timeout: as for `Producer.logprobs`.
+        adapter: name of an adapter, as for `Producer.logprobs`.
+        timeout: seconds of the call, as for `Producer.logprobs`.
     """
 
     temperature: float
@@ -56,7 +56,7 @@ class SampleOptions(DrawOptions, total=False):
     """Options of `Producer.sample` and `Producer.batch_sample`: the options of `DrawOptions`, and `allowed`.
 
     Attributes:
-        allowed: sample only from these tokens, as for `Producer.topk`; their probabilities are scaled to a sum of 1.
+        allowed: sample only from the given tokens (see `Producer.topk`), whose probabilities are scaled to a sum of 1.
     """
 
     allowed: Any
@@ -65,11 +65,11 @@ class SampleOptions(DrawOptions, total=False):
 class GenerateOptions(DrawOptions, total=False):
     """Options of `Producer.generate` and `Producer.batch_generate`: the options of `DrawOptions`, and `stop`.
 
-    The token at index i of a continuation is the token that `Producer.sample` returns with `seed` + i. `timeout` is for
+    The token at index i of a continuation is the token that `Producer.sample` returns with `seed` + i. `timeout` limits
     the whole continuation.
 
     Attributes:
-        stop: token ids, or sequences of token ids, that end a continuation. The continuation includes them.
+        stop: token ids, or sequences of token ids, that end a continuation, which includes the stop tokens.
     """
 
     stop: Sequence[int | Sequence[int]]
@@ -83,8 +83,8 @@ class PositionOptions(QueryOptions, total=False):
     Attributes:
         top: return this number of most likely tokens, 1 to V.
         targets: return the entries of these token ids.
-        full: True to return whole rows.
-        logz: True to return the logarithm of the sum of the exponentials of the logits, float32 (n,).
+        full: True to return the whole row at every position.
+        logz: True to return logZ, the logarithm of the sum of the exponentials of the logits, float32 (n,).
     """
 
     top: int
@@ -105,7 +105,7 @@ check_flag = partial(check_kind, kind=bool, what="True or False")
 
 
 def _plain(value: Any) -> Any:
-    """Return a scalar of numpy as a number of Python; other values stay unchanged."""
+    """Convert a numpy scalar to a Python number; return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
 
 
@@ -145,7 +145,7 @@ def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
 
 def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[int]:
     """Return the token ids in `targets`, whose entries a caller requests."""
-    # Check a list of ids, the usual case, without numpy, which would take several times as long.
+    # Check a list of ids, the usual case, without numpy: numpy would take several times as long.
     if type(targets) is not list or not targets or set(map(type, targets)) != {int}:
         targets = _read_ids(targets, 1, name).tolist()
     low, high = min(targets), max(targets)
@@ -158,7 +158,7 @@ def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[i
 def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[list[int]], int]:
     """Return the targets of each of `count` prompts, and the number of targets per prompt.
 
-    `targets` are ids for all prompts, or one list of ids for each prompt, all of the same length.
+    `targets` are ids for all prompts, or one list of ids for each prompt; all lists have the same length.
     """
     ids = _read_ids(targets, 2, "targets")
     if ids.ndim == 1:
@@ -171,7 +171,7 @@ def read_batch_targets(targets: Any, count: int, vocab_size: int) -> tuple[list[
 def _read_ids(targets: Any, max_axes: int, name: str) -> NDArray[Any]:
     try:
         ids = np.asarray(targets)
-        # numpy converts bools among integers to integers.
+        # Refuse bools here, because numpy would convert bools among integers to integers.
         has_bools = isinstance(targets, (list, tuple)) and {bool, np.bool_} & set(map(type, targets))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise NotTokenIds(f"{name}: {shown(targets)} are no token ids: {error}") from error
@@ -181,7 +181,7 @@ def _read_ids(targets: Any, max_axes: int, name: str) -> NDArray[Any]:
 
 
 def read_allowed(allowed: Any, vocab_size: int, k: int = 1) -> Allowed:
-    """Return the tokens that a query may return; refuses a set with fewer than `k` members, if this process has them.
+    """Return the tokens that a query may return; refuses a set of fewer than `k` members, if this process has the set.
 
     `allowed` is None for all tokens; a `TokenSet` or its name, 32 hexadecimal digits; bools (V,); bits as in
     `TokenSet.bits`; or token ids.
@@ -222,12 +222,12 @@ def _read_set(allowed: Any, vocab_size: int) -> TokenSet:
 
 
 def for_one(allowed: Any) -> Any:
-    """Convert `allowed` of a call for one prompt to the form for a batch of one prompt."""
+    """Convert the argument `allowed` of a call for one prompt to its form in a batch call with one prompt."""
     return allowed if allowed is None or isinstance(allowed, (int, np.integer)) else [allowed]
 
 
 def read_batch_allowed(allowed: Any, count: int, vocab_size: int, k: int = 1) -> list[Allowed]:
-    """As `read_allowed`, for `count` prompts: one set for all prompts, or a list or bools (n, V), one set for each."""
+    """Apply `read_allowed` for `count` prompts: one set for all prompts, or a list or bools (n, V), a set for each."""
     is_list = isinstance(allowed, (list, tuple)) and bool(allowed) and not isinstance(allowed[0], (int, np.integer))
     if not is_list and getattr(allowed, "ndim", 1) != 2:
         return [read_allowed(allowed, vocab_size, k)] * count
@@ -249,7 +249,7 @@ def read_stops(stop: Any, vocab_size: int) -> list[list[int]]:
 
 
 def check_room(max_tokens: Any, prompt: Prompt, max_prompt_tokens: int) -> int:
-    """Return the number of tokens to generate; raises PromptTooLong if the prompt is too long for this number."""
+    """Return the number of tokens to generate; raises PromptTooLong if the prompt leaves too few tokens."""
     count, length = check_whole("max_tokens", max_tokens, 1), len(prompt.ids) // 4
     if (room := max_prompt_tokens - length + 1) < count:
         raise PromptTooLong(f"max_tokens: {count} after a prompt of {length} tokens: this model has room for {room}")

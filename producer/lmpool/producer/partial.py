@@ -1,4 +1,4 @@
-"""The calls of a producer that return less than a row or more: entries, top-k tokens, samples, scores, positions."""
+"""The calls of a producer for less or more than one row: entries, top-k tokens, samples, scores, positions."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ T = TypeVar("T")
 class PartialRows:
     """The calls of `Producer` for less than a row (top-k tokens, a sample, a mass) or more (positions, continuations).
 
-    Workers compute results from the row, which they compute or read from the cache; only the result is sent. A row that
-    is computed for a result is cached for all clients.
+    Workers compute or read the row, and send only the result that they compute from it. A row that is computed for a
+    result is cached for all clients.
 
     All calls take prompts (`ids`), `adapter`, `mode` and `timeout` like `Producer.logprobs`, and raise the same
-    exceptions. A call for several prompts checks all prompts before it sends one, and ends with the first
-    failure. The text of a failure of one prompt begins with its index, such as "prompts[3]: ".
+    exceptions. A call for several prompts checks all prompts before it sends the first prompt, and ends with the first
+    failure. The text of a prompt's failure begins with the prompt's index, such as "prompts[3]: ".
     """
 
     _sessions: SessionPerLoop
@@ -49,7 +49,7 @@ class PartialRows:
         Args:
             k: number of tokens, 1 to V.
             allowed: choose only from these tokens, given as ids, bools (V,), bits (bytes; the lowest bit of the first
-                byte is token 0), a set made by `token_set`, or the name of a set. The values are those of the row.
+                byte is token 0), a set made by `token_set`, or the name of a set. The row's values stay unchanged.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
@@ -59,7 +59,7 @@ class PartialRows:
         """
         mode, adapter, timeout = arguments.read_options(options)
 
-        # Do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
+        # For speed, do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
         async def ask(queries: Queries) -> TopK:
             prompt, count = queries.encode(ids), arguments.check_k(k, queries.vocab_size)
             tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
@@ -70,7 +70,7 @@ class PartialRows:
     async def batch_topk(
         self, prompts: Iterable[Any], k: int, *, allowed: Any = None, **options: Unpack[QueryOptions]
     ) -> TopK:
-        """As `topk`, for n prompts: both arrays have the shape (n, k).
+        """Call `topk` for n prompts: both returned arrays have the shape (n, k).
 
         `allowed` is one token set for all prompts, or a list or bools (n, V) with one set for each prompt.
         """
@@ -92,7 +92,7 @@ class PartialRows:
         return int((await self.batch_sample([ids], **options))[0])
 
     async def batch_sample(self, prompts: Iterable[Any], **options: Unpack[SampleOptions]) -> NDArray[np.int64]:
-        """As `sample`, for n prompts: int64 (n,). Prompt i is sampled with `seed` + i."""
+        """Sample the next token of n prompts as `sample` does: int64 (n,). Prompt i is sampled with `seed` + i."""
         sampling = arguments.read_drawing(options, SampleOptions)
         listed, is_private = list_prompts(prompts), options.get("seed") is None
         seeds = [secrets.randbits(64) if is_private else (sampling.seed + at) & MAX_SEED for at in range(len(listed))]
@@ -123,7 +123,7 @@ class PartialRows:
     async def batch_mass(
         self, prompts: Iterable[Any], allowed: Any, *, adapter: str = "", timeout: float | None = None
     ) -> NDArray[np.float32]:
-        """As `mass`, for n prompts: float32 (n,). `allowed` is as for `batch_topk`."""
+        """Return the result of `mass` for n prompts: float32 (n,). `allowed` is as for `batch_topk`."""
         listed = list_prompts(prompts)
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
@@ -139,7 +139,7 @@ class PartialRows:
     async def token_set(self, allowed: Any, *, timeout: float | None = None) -> TokenSet:
         """Store a token set in the pool, so that queries carry its name of 17 bytes instead of its members.
 
-        The pool keeps the set for a day. If the pool has evicted the set, a client with the `TokenSet` stores it
+        The pool keeps the set for a day. If the pool has evicted the set, a client with the `TokenSet` stores the set
         again; a client with only its name (`TokenSet.name.hex()`) gets `UnknownTokenSet`. `allowed` is as for `mass`.
         """
 
@@ -155,7 +155,7 @@ class PartialRows:
     async def generate(
         self, ids: Any, max_tokens: int, *, n: int = 1, **options: Unpack[GenerateOptions]
     ) -> list[Continuation]:
-        """Generate continuations of a prompt, one request for each: a worker samples one token after the other.
+        """Generate continuations of a prompt, each by one request: a worker samples one token after the other.
 
         Args:
             max_tokens: max tokens per continuation, from 1 to `model.max_prompt_tokens` - len(ids) + 1.
@@ -176,7 +176,7 @@ class PartialRows:
     async def batch_generate(
         self, prompts: Iterable[Any], max_tokens: int, **options: Unpack[GenerateOptions]
     ) -> list[Continuation]:
-        """As `generate`, one continuation for each prompt; prompt i is sampled with `seed` + i * 2**32."""
+        """Generate one continuation of each prompt, as `generate` does, with `seed` + i * 2**32 for prompt i."""
         sampling = arguments.read_drawing(options, GenerateOptions)
         listed, is_private = list_prompts(prompts), options.get("seed") is None
 
@@ -210,7 +210,7 @@ class PartialRows:
     async def batch_score(
         self, prompts: Iterable[Any], continuations: Iterable[Any], **options: Unpack[QueryOptions]
     ) -> list[NDArray[np.float32]]:
-        """As `score`, for n prompts and n continuations; raises SettingsError if their numbers differ."""
+        """Score n continuations of n prompts as `score` does; raises SettingsError if the numbers differ."""
         mode, adapter, timeout = arguments.read_options(options)
         first_ids, second_ids = list_prompts(prompts), list_prompts(continuations)
 
@@ -252,7 +252,7 @@ class PartialRows:
     async def batch_positions(
         self, texts: Iterable[Any], start: int = 0, **options: Unpack[PositionOptions]
     ) -> list[Expected]:
-        """As `positions`, for several texts, each from `start` on."""
+        """Return the result of `positions` for each of several texts, from position `start` on."""
         listed = list_prompts(texts)
 
         async def ask(queries: Queries) -> list[Expected]:
@@ -265,7 +265,7 @@ class PartialRows:
     async def stream_positions(
         self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]
     ) -> AsyncIterator[Positions]:
-        """As `positions`, but yield the result in parts of at most 8 MiB, for results that do not fit in memory.
+        """Yield the result of `positions` in parts of at most 8 MiB, for results that do not fit in memory.
 
         `timeout` applies to each part. Raises ModelMismatch if the model or adapter changes between two parts.
         """
@@ -300,7 +300,7 @@ class PartialRows:
     async def batch_logz(
         self, prompts: Iterable[Any], *, adapter: str = "", timeout: float | None = None
     ) -> NDArray[np.float32]:
-        """As `logz`, for n prompts: float32 (n,)."""
+        """Return the result of `logz` for n prompts: float32 (n,)."""
         listed = list_prompts(prompts)
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
@@ -349,7 +349,7 @@ class PartialRows:
         """Have a worker compute and cache a prompt's row, without receiving the row.
 
         The worker that computes the row also keeps the prompt's keys and values, for prompts that extend this prompt. A
-        row that is already cached is not computed again, and then possibly no worker has its keys and values.
+        cached row is not computed again, so possibly no worker has the prompt's keys and values.
         """
 
         async def ask(queries: Queries) -> None:
@@ -367,7 +367,7 @@ class PartialRows:
         work = self._sessions.request(adapter, deadline, lambda session, name: ask(Queries(session, name, deadline)))
         if self._traces is None:
             return await work
-        # Example: from `PartialRows.batch_topk.<locals>.ask`, take the name `batch_topk`.
+        # For example, take the name `batch_topk` from `PartialRows.batch_topk.<locals>.ask`.
         operation = operation or ask.__qualname__.partition(".<locals>")[0].rpartition(".")[2]
         with self._traces.span(operation):
             return await work

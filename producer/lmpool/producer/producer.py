@@ -1,4 +1,4 @@
-"""The producer, the asyncio client of a pool: `await producer.logprobs(ids)`."""
+"""The class `Producer`, the asyncio client of a pool: `await producer.logprobs(ids)`."""
 
 from __future__ import annotations
 
@@ -104,8 +104,8 @@ class Producer(CopiedAsItself, PartialRows):
         self._counters = Counters(ProducerStats(), RowLRU(cache_bytes))
         options = when_full, when_absent, priority, keep_answers
         settings = SessionSettings(Keys(prefix), self._counters, self._traces, *options)
-        # This process does not cache results of trie workers: weights hardly ever repeat, and results from rows are in
-        # the pool's cache.
+        # Do not cache results of trie workers in this process: weights hardly ever repeat, and the pool caches results
+        # that trie workers compute from rows.
         of_tries = replace(settings, counters=Counters(ProducerStats(), RowLRU(0)), traces=None)
         server, waits = partial(Server, redis), when_absent == "wait"
         self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
@@ -143,7 +143,7 @@ class Producer(CopiedAsItself, PartialRows):
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             UnknownAdapter: the model has no adapter of that name.
         """
-        # The usual request takes this faster path without nested coroutines.
+        # Serve the usual request on a faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
         if is_usual and session is not None and not session.closed and self._traces is None:
@@ -180,16 +180,16 @@ class Producer(CopiedAsItself, PartialRows):
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, targets: Any = None, **options: Unpack[QueryOptions]
     ) -> NDArray[np.float32]:
-        """Return the rows of several prompts: float32 (n, V), writable. All prompts are checked before one is sent.
+        """Return the rows of several prompts: float32 (n, V), writable. Checks all prompts before it sends any prompt.
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
-            targets: token ids, to return only their entries, (n, k): k ids for all prompts, or (n, k), k per prompt.
+            targets: token ids; only their entries are returned, (n, k). Give k ids for all prompts, or (n, k) ids.
             options: mode, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
 
         Raises:
-            As `logprobs`; the first failure ends the batch. The text of a failure of one prompt begins with its index,
-            such as "prompts[3]: ".
+            The exceptions of `logprobs`; the first failure ends the batch. A failure's text begins with the prompt's
+            index, such as "prompts[3]: ".
         """
         listed, (mode, adapter, timeout) = list_prompts(prompts), read_options(options)
 
@@ -205,7 +205,7 @@ class Producer(CopiedAsItself, PartialRows):
         return await self._request(adapter, timeout, ask)
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
-        """Return the adapters that requests may name: name -> revision, a digest of the weights; raises as `open`."""
+        """Return the adapters that requests may name: name -> revision, a digest of the weights. Raises as `open`."""
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
         return await session.adapters.all(deadline)
@@ -213,8 +213,8 @@ class Producer(CopiedAsItself, PartialRows):
     async def add_adapter(self, name: str, source: str | Path, *, timeout: float | None = None) -> str:
         """Put a LoRA adapter in service; it replaces the adapter that has this name.
 
-        One worker loads the adapter as a check; the other workers load it when a request first needs it. When this call
-        returns, no client gets a row of the replaced adapter. If the worker refuses the adapter, nothing changes.
+        One worker loads the adapter as a check; other workers load the adapter when a request first needs it. When this
+        call returns, no client gets rows of a replaced adapter. If the worker refuses the adapter, nothing changes.
 
         Args:
             name: name of the adapter in requests.
@@ -227,7 +227,7 @@ class Producer(CopiedAsItself, PartialRows):
 
         Raises:
             SettingsError: `name` or `source` is malformed, or the model already has its max number of adapters.
-            AdapterRefused: the worker cannot load the adapter (no such folder, it does not fit the model, ...), or
+            AdapterRefused: the worker cannot load the adapter (a missing folder, a wrong shape, ...), or the worker
                 terminated while it loaded the adapter.
             AuthenticationFailed: the server's user may not change adapters.
             DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
@@ -266,7 +266,7 @@ class Producer(CopiedAsItself, PartialRows):
         Raises:
             InvalidVocabulary: `vocabulary` does not consist of byte strings, or exceeds a limit.
             UnknownVocabulary: the model publishes no vocabulary.
-            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`, if `vocabulary` is None.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as for `open`, if `vocabulary` is None.
         """
         if vocabulary is None:
             deadline = Deadline(self._timeout)
@@ -281,9 +281,9 @@ class Producer(CopiedAsItself, PartialRows):
         This needs `lmpool[text]`, which installs the package `tokenizers`, but neither torch nor transformers.
 
         Raises:
-            UnknownTokenizer: the workers publish no tokenizer, or the pool holds a different one in its place.
+            UnknownTokenizer: the workers publish no tokenizer, or the pool stores another tokenizer in its place.
             SettingsError: `tokenizers` is not installed.
-            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as `open`.
+            ServerError, DeadlineExceeded, UnknownModel, AmbiguousModel: as for `open`.
         """
         import_package()
         deadline = Deadline.of(timeout, self._timeout)
@@ -291,7 +291,7 @@ class Producer(CopiedAsItself, PartialRows):
         return await TOKENIZERS.get(session.info.tokenizer, session.vocabularies, deadline)
 
     async def encode(self, text: str, *, add_special_tokens: bool = True, timeout: float | None = None) -> list[int]:
-        """Return the token ids of a text, equal to those of the model's tokenizer in transformers.
+        """Return the token ids of a text, equal to the ids from the model's tokenizer in transformers.
 
         `add_special_tokens` adds the model's tokens for the beginning or end of a text. Raises NotTokenIds if
         `text` is not a str, and the exceptions of `tokenizer`.
@@ -335,7 +335,7 @@ class Producer(CopiedAsItself, PartialRows):
         Raises:
             ServerError: the server cannot be used, or does not reply in time.
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
-            NoWorker: no worker served the model in time (with `when_absent="wait"`).
+            NoWorker: no worker served the model in time, with `when_absent="wait"`.
             ProducerClosed: the producer was closed.
         """
         await self._sessions.open(Deadline.of(timeout, self._timeout))
@@ -371,4 +371,4 @@ class Producer(CopiedAsItself, PartialRows):
         return f"Producer({self._name!r}, redis={where(self._redis)!r}, {'open' if is_open else 'closed'})"
 
 
-_OPTIONS = list(signature(Producer).parameters)[2:]  # All parameters but the model and the server.
+_OPTIONS = list(signature(Producer).parameters)[2:]  # All parameters of `Producer` except model and server.

@@ -1,4 +1,4 @@
-"""`SyncProducer`, the producer without asyncio, which also works inside a running event loop."""
+"""The class `SyncProducer`, a pool's client without asyncio, which also works inside a running event loop."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def opened_by(
 ) -> Callable[Concatenate[SyncProducer, P], None]:
     """Convert a method that takes a producer to a method that takes the producer's arguments."""
 
-    @wraps(make.__init__)  # Makes `help` and the reference show the parameters of a producer.
+    @wraps(make.__init__)  # Let `help` and the reference show the parameters of `Producer`.
     def call(self: SyncProducer, /, *args: P.args, **kwargs: P.kwargs) -> None:
         method(self, make(*args, **kwargs))
 
@@ -84,15 +84,15 @@ class SyncTrie(CopiedAsItself):
 class SyncProducer(CopiedAsItself):
     """The calls of `Producer` without asyncio, which run in the event loop of a background thread.
 
-    A `SyncProducer` takes the arguments of `Producer`, and connects at once. Any number of threads may use it. A pickle
-    contains the same as the pickle of a `Producer`; the unpickled object is open and connects with its first call.
+    A `SyncProducer` takes the arguments of `Producer`, and connects at once. Any number of threads may use one object.
+    A pickle contains the same as a `Producer`'s pickle; the unpickled object is open and connects with its first call.
 
     Args:
         model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing: as for
             `Producer`.
 
     Raises:
-        As `Producer` and `Producer.open`.
+        The exceptions of `Producer` and of `Producer.open`.
     """
 
     @partial(opened_by, Producer)
@@ -148,7 +148,7 @@ class SyncProducer(CopiedAsItself):
     decode = blocking(Producer.decode)
 
     def stream_positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Iterator[Positions]:
-        """As `Producer.stream_positions`."""
+        """As `Producer.stream_positions`, but return an iterator that waits for each part of the result."""
         parts = self._asynchronous.stream_positions(ids, start, **options)
 
         async def following() -> Positions | None:
@@ -158,30 +158,30 @@ class SyncProducer(CopiedAsItself):
             yield part
 
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
-        """As `Producer.trie`; the calls of the trie return values instead of awaitables."""
+        """As `Producer.trie`, but the calls of the trie return values instead of awaitables."""
         return SyncTrie(self._wait_for(self._asynchronous.trie(vocabulary, local=local)), self)
 
     def clear_cache(self) -> None:
-        """As `Producer.clear_cache`."""
+        """As `Producer.clear_cache`: drop the rows in this producer's own memory."""
 
-        async def clear() -> None:  # Runs in the thread that uses the cache.
+        async def clear() -> None:  # This coroutine runs in the thread that uses the cache.
             self._asynchronous.clear_cache()
 
         self._wait_for(clear())
 
     @property
     def model(self) -> ModelInfo:
-        """The model info; connects if there is no connection yet.
+        """The model info; reading it connects if there is no connection yet.
 
         Raises:
-            As `Producer.open`.
+            The exceptions of `Producer.open`.
         """
         if self._asynchronous._sessions.session is None:
             self._wait_for(self._asynchronous.open())
         return self._asynchronous.model
 
     def stats(self) -> ProducerStats:
-        """As `Producer.stats`."""
+        """As `Producer.stats`: return a snapshot of the counters of this producer's requests."""
         return self._asynchronous.stats()
 
     @property
@@ -198,7 +198,7 @@ class SyncProducer(CopiedAsItself):
                 return
             self._closed = True
         self._abandoned.detach()
-        # After a fork the background thread exists in the parent only; when the interpreter ends, it has stopped.
+        # The background thread exists only in the parent of a fork, and has stopped when the interpreter ends.
         if os.getpid() != self._process or sys.is_finalizing():
             return
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
@@ -222,13 +222,13 @@ class SyncProducer(CopiedAsItself):
         return f"SyncProducer({producer._name!r}, redis={where(producer._redis)!r}, {state})"
 
     def _wait_for(self, work: Coroutine[Any, Any, T]) -> T:
-        if sys.is_finalizing():  # The background thread has stopped and would never reply.
+        if sys.is_finalizing():  # Python has stopped the background thread, which would never reply.
             work.close()
             raise ProducerClosed("the interpreter is ending")
         if os.getpid() != self._process:
             work.close()
             raise ProducerClosed("this SyncProducer was made before a fork: make another one in this process")
-        with self._closing:  # Hold the lock, so that `close` also ends this work.
+        with self._closing:  # Hold the lock, so that `close` also ends the call that begins here.
             if self._closed:
                 work.close()
                 raise ProducerClosed(_CLOSED)
@@ -238,7 +238,7 @@ class SyncProducer(CopiedAsItself):
         except CancelledError:
             raise ProducerClosed(_CLOSED) from None
         except BaseException:
-            future.cancel()  # After Ctrl-C during the wait, cancel the request too.
+            future.cancel()  # If Ctrl-C interrupts the wait, cancel the request too.
             raise
 
 

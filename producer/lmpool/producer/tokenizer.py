@@ -1,4 +1,4 @@
-"""Finds a model's tokenizer: the one that its workers publish, cached in this process, or else one of transformers."""
+"""Find a model's tokenizer: the tokenizer that its workers publish, cached in this process, or one of transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_THREADS = 4
 
 
 class Tokenizer(Protocol):
-    """The tokenizer methods that the command line uses, of published tokenizers and those of transformers."""
+    """The methods of published tokenizers and of transformers' tokenizers that the command line uses."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, with or without the model's tokens for its beginning and end."""
@@ -46,7 +46,7 @@ class HasTokenizer(Protocol):
 
 
 class PublishedTokenizer:
-    """The tokenizer of a served model, as its workers publish it; its token ids equal those of transformers.
+    """The tokenizer of a served model, which the workers publish; it returns the same token ids as transformers.
 
     Args:
         text: content of `tokenizer.json`.
@@ -66,12 +66,12 @@ class PublishedTokenizer:
         with _errors_of_package(f"the model's tokenizer cannot be read by tokenizers {tokenizers.__version__}"):
             self._tokenizer: Any = tokenizers.Tokenizer.from_str(text)
         self._max_characters = int(MAX_NORMALIZED_CHARACTERS / growth)
-        # The file may enable truncation or padding for training. A prompt is never truncated or padded.
+        # Disable truncation and padding, which the file may enable for training.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a text. Call this in a thread, to keep an event loop responsive; it releases the GIL.
+        """Return the token ids of a text. Call this method in a thread, not in the event loop; it releases the GIL.
 
         Args:
             text: the text.
@@ -120,17 +120,17 @@ class PublishedTokenizer:
             return str(self._tokenizer.decode(listed, skip_special_tokens=skip_special_tokens))
 
     def tokens(self, token_ids: Sequence[int]) -> list[str]:
-        """Return the text of each id, decoded alone."""
+        """Return the text of each token id, which is decoded without its neighbours."""
         return [self.decode([token]) for token in token_ids]
 
 
 @contextmanager
 def _errors_of_package(text: str) -> Iterator[None]:
-    """Convert exceptions of the package `tokenizers` to UnknownTokenizer; their text begins with `text`."""
+    """Convert exceptions of the package `tokenizers` to UnknownTokenizer with a message that begins with `text`."""
     try:
         yield
     except BaseException as error:
-        # The package raises plain `Exception`; a panic in its Rust code raises a class derived from BaseException only.
+        # The package raises plain `Exception`; a panic in its Rust code raises `PanicException`, a BaseException.
         if type(error) is Exception or type(error).__name__ == "PanicException":
             raise UnknownTokenizer(f"{text}: {error}") from error
         raise
@@ -151,7 +151,7 @@ class TokenizerCache:
     async def encode(
         self, tokenizer: Tokenizer, text: str, timeout: float, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Encode a text in a thread of this cache. After the timeout the thread continues: it cannot be stopped."""
+        """Encode a text in a thread of this cache. The thread cannot be stopped, so it continues after the timeout."""
         deadline, encode = Deadline(timeout), partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
         async with deadline.limit():
             return await deadline.loop.run_in_executor(self._threads, encode)
@@ -159,7 +159,7 @@ class TokenizerCache:
     async def get(self, digest: str, vocabularies: Vocabularies, deadline: Deadline) -> PublishedTokenizer:
         """Return the tokenizer with this digest from the cache or the pool; raises UnknownTokenizer for the digest "".
 
-        Callers of one pool and event loop take turns, so all but the first one find the tokenizer in the cache.
+        Callers of one pool and event loop take turns, so all callers but the first find the tokenizer in the cache.
         """
         if (tokenizer := self._kept.get(digest)) is not None:
             return tokenizer
@@ -191,7 +191,7 @@ def import_package() -> Any:
 
 
 async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
-    """Return the tokenizer that the model publishes, or None if there is none or `tokenizers` is not installed."""
+    """Return the tokenizer that the workers publish; None if they publish none or `tokenizers` is not installed."""
     try:
         return await producer.tokenizer()
     except (UnknownTokenizer, SettingsError):
@@ -201,7 +201,7 @@ async def published_tokenizer(producer: HasTokenizer) -> Tokenizer | None:
 async def find_tokenizer(
     producer: HasTokenizer, option: str = "text", otherwise: str = "pass token ids with --ids"
 ) -> Tokenizer:
-    """Return the tokenizer that the model publishes, or else load it with transformers (`load_tokenizer`)."""
+    """Return the tokenizer that the workers publish, or else load one with transformers (`load_tokenizer`)."""
     if (tokenizer := await published_tokenizer(producer)) is not None:
         return tokenizer
     return await asyncio.to_thread(load_tokenizer, producer.model, option, otherwise)
@@ -234,7 +234,7 @@ def load_tokenizer(
 
 
 def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: str, **settings: Any) -> Tokenizer:
-    """Load the tokenizer of a hub name or folder, or of a GGUF file in it; see `load_tokenizer`."""
+    """Load the tokenizer of a hub repository or folder, or of a GGUF file in either; see `load_tokenizer`."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -251,7 +251,7 @@ def read_tokenizer(source: str, gguf_file: str = "", *, option: str, otherwise: 
 
 
 def end_tokens(source: str) -> list[int]:
-    """Return the end tokens in the generation config of a hub name or folder; [] if there is no such config."""
+    """Return the end tokens in the generation config of a hub name or folder; [] if there is no config."""
     from transformers import GenerationConfig
 
     try:

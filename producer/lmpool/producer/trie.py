@@ -1,4 +1,4 @@
-"""`PooledTrie`, a trie on the client's side: requests node values from the pool, or computes them in this process."""
+"""The class `PooledTrie`, a client's trie, which requests node values from the pool or computes the values locally."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from lmpool.trie.kernels import Kernels, open_kernels
 from lmpool.trie.trie import Trie, check_weights
 from lmpool.vocabulary import Vocabulary
 
-_MAX_MISSING = 5  # Max times that the row or the weights of a request may be missing; then the request fails.
-_MAX_CHOICES = 4096  # Max prefixes whose children are cached: particles request the same few prefixes repeatedly.
+_MAX_MISSING = 5  # Max tries of a request whose row or weights are missing in the pool.
+_MAX_CHOICES = 4096  # Max prefixes whose child nodes are cached: the particles of a sampler repeat few prefixes.
 
 _tries: WeakValueDictionary[str, Trie] = WeakValueDictionary()
 """The tries in use in this process, by the digest of their vocabulary."""
@@ -41,7 +41,7 @@ class TrieOptions(TypedDict, total=False):
         nodes: ids of the nodes whose values are returned; values of other nodes are not sent.
         under: a prefix; the values of its children are returned, in the order of the children's bytes.
         timeout: seconds; by default the producer's timeout.
-        local: whether to compute in this process; by default as in the call of `Producer.trie`.
+        local: whether to compute in this process; the default is the argument `local` of `Producer.trie`.
     """
 
     adapter: str
@@ -68,7 +68,7 @@ class _Choice(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """The operation over the weights, the requested nodes, and the deadline of one call."""
+    """One call: the operation on the weights (sum, maximum, logsumexp), the requested nodes, and the deadline."""
 
     op: Op
     choice: _Choice
@@ -87,7 +87,7 @@ class PooledTrie(CopiedAsItself):
     the order of the nodes. Results of batches have one more axis in front. All methods raise
 
         InvalidWeights: weights have the wrong length or dtype, or contain NaN.
-        UnknownNode: the trie has no such node or prefix.
+        UnknownNode: the trie has no node with a given id or prefix.
         SettingsError: both weights and prompt, or both `nodes` and `under`, are given; or neither weights nor prompt.
         UnknownVocabulary: the pool does not keep the vocabulary, although this client has just sent it.
         InvalidPrompt, UnknownModel, AmbiguousModel, UnknownAdapter: as `Producer.logprobs`, for a prompt.
@@ -108,7 +108,7 @@ class PooledTrie(CopiedAsItself):
         self, structure: Trie, sessions: SessionPerLoop, trie_sessions: SessionPerLoop, timeout: float, *, local: bool
     ) -> None:
         self.structure = structure
-        # The "prompt" of a job for trie workers is the vocabulary's digest, so a worker with this vocabulary gets it.
+        # A job for trie workers has the vocabulary's digest as "prompt", so a worker with the vocabulary gets the job.
         self._prompt = Prompt(structure.digest.encode(), digest_of(structure.digest.encode()))
         self._sessions = sessions
         self._trie_sessions = trie_sessions
@@ -131,17 +131,17 @@ class PooledTrie(CopiedAsItself):
         return await self._request("logsumexp", logws, prompt, options, is_batch=False)
 
     async def batch_weight_sum(self, ws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]) -> Values:
-        """As `weight_sum`, for weights of shape (n, V) or several prompts."""
+        """Return the results of `weight_sum` for weights of shape (n, V) or for several prompts."""
         return await self._request("sum", ws, prompts, options)
 
     async def batch_weight_max(self, ws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]) -> Values:
-        """As `weight_max`, for weights of shape (n, V) or several prompts."""
+        """Return the results of `weight_max` for weights of shape (n, V) or for several prompts."""
         return await self._request("max", ws, prompts, options)
 
     async def batch_logsumexp(
         self, logws: Any = None, *, prompts: Any = None, **options: Unpack[TrieOptions]
     ) -> Values:
-        """As `logsumexp`, for logarithms of shape (n, V) or several prompts."""
+        """Return the results of `logsumexp` for logarithms of shape (n, V) or for several prompts."""
         return await self._request("logsumexp", logws, prompts, options)
 
     async def _request(self, op: Op, ws: Any, prompts: Any, options: TrieOptions, *, is_batch: bool = True) -> Values:
@@ -190,7 +190,7 @@ class PooledTrie(CopiedAsItself):
         return choice
 
     def _compute(self, call: _Call, weights: Values) -> Values:
-        """Compute the values in this process: (n, V) -> (n, number of requested nodes)."""
+        """Compute node values in this process: weights (n, V) -> values (n, number of requested nodes)."""
         with self._opening:
             kernels = self._kernels = self._kernels or open_kernels(self.structure)
         if call.choice.nodes is None:
@@ -245,7 +245,7 @@ class PooledTrie(CopiedAsItself):
         values: Values | None = None
         if session.info.answers_tries:
             ask_model_workers = partial(session.answer, prompt.with_query(query.pack(), length), deadline)
-            with suppress(errors.SourceMissing):  # A worker of this model was started without --with-trie.
+            with suppress(errors.SourceMissing):  # The worker was started without --with-trie.
                 values = await self._insist(session, ask_model_workers, deadline, 1)
         if values is None:
             trie_session = await self._trie_sessions.open(deadline)
@@ -254,10 +254,10 @@ class PooledTrie(CopiedAsItself):
             async def ask_trie_workers() -> Values:
                 nonlocal failure
                 if failure is not None:
-                    # Have the row stored again. Fetching a damaged row makes a worker compute it again.
+                    # Have a missing row stored again. Fetching a damaged row makes a worker compute the row again.
                     is_missing = isinstance(failure, errors.SourceMissing)
                     await session.answer(prompt, deadline, warm=is_missing, whole=is_missing)
-                # Read the fingerprint at each try: it changes when the model is served with other weights.
+                # Read the fingerprint at each try, because it changes when the model is served with other weights.
                 packed = structs.replace(query, rows=session.info.fingerprint, source=prompt.digest).pack()
                 try:
                     return await trie_session.answer(self._prompt.with_query(packed, length), deadline)
@@ -276,7 +276,7 @@ class PooledTrie(CopiedAsItself):
     ) -> Values:
         """Repeat a request until the server has the vocabulary, and the row or weights, that the job names.
 
-        The row or the weights may be missing or damaged `missing` times; `ask` stores them again.
+        The row or weights may be missing or damaged `missing` times; each new call of `ask` stores them again.
         """
         is_registered = False
         while True:

@@ -1,5 +1,5 @@
 """`lmpool web`: a live page of the pool, and an explorer of its models.
 
-The service is a process of its own that reads the server as `lmpool status` does and sends requests as any client. The
-pages are files in `static`; they need no build step and load nothing from other hosts.
+The service is a separate process that reads the server as `lmpool status` does and sends requests as any client. The
+pages are files in `static`; the pages need no build step and load nothing from other hosts.
 """

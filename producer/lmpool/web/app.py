@@ -1,4 +1,4 @@
-"""The web service: its routes, such as dead letters and the demand for autoscalers, its pages, and its limits."""
+"""The web service of `lmpool web`: its pages, its routes for dead letters and autoscalers, and its time limits."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from lmpool.web.feed import MAX_STREAMS, Feed
 from lmpool.web.guard import HEALTH_PATHS, Guard, Refused, Sessions, answers, read_body
 
 MAX_CONNECTIONS = 512
-"""Max open connections, of which a watching page has two. Limits memory and file descriptors."""
+"""Max open connections, to limit memory and file descriptors. A page that watches the pool has two connections."""
 
 REQUEST_S = 20.0
-"""Max seconds until a request is complete, after the opening of its connection or the last response: enough for the
-largest request at 13 kB/s. The response to a request without token or session must end in this time too."""
+"""Max seconds from a connection's start or last response until the next request is complete: enough for the largest
+request at 13 kB/s. A response that refuses a request must end in this time too."""
 
 RESPONSE_S = 300.0
 """Max seconds to send a response other than a stream: enough for the largest history at 12 kB/s."""
@@ -60,10 +60,10 @@ _PAGES = {"pool.html": "/", "explorer.html": "/explorer"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 _GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
 _TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed; headers exclude other characters.
-_PIECE_BYTES = 64 * 1024  # Bytes per write of a large response, so that none is buffered whole for a slow client.
-_MAX_LETTERS = 50  # Max dead letters listed on a page.
-_MAX_IDS = 256  # Max token ids shown of one dead letter.
-_MAX_READ = 16  # Max workers whose speed is read: the mean speed of 16 is good enough.
+_PIECE_BYTES = 64 * 1024  # Bytes per write of a response, so that large responses are not buffered for a slow client.
+_MAX_LETTERS = 50  # Max dead letters that a page lists.
+_MAX_IDS = 256  # Max token ids of one dead letter that a page shows.
+_MAX_READ = 16  # Max workers whose speed is read: the mean speed of 16 workers is good enough.
 _MAX_CHANGED = 500  # Max dead letters that one request retries or drops.
 
 
@@ -115,7 +115,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
     async def frames(request: Request) -> AsyncIterator[bytes]:
         async with aclosing(feed.frames()) as stream:
             async for frame in stream:
-                # Signing out ends the streams of a session.
+                # End the stream if the browser signed out or its session expired.
                 if not sessions.is_allowed(request.scope):
                     return
                 yield frame
@@ -234,7 +234,7 @@ class Demand(NamedTuple):
         wanted: 1 if at least one worker is needed, else 0: prompts are queued, or clients with `when_absent="wait"`
             have polled for the model within the last minute.
         drain_seconds: seconds in which the workers would empty the queue if no prompt were added; `NEVER_S` if a worker
-            is wanted and none serves the model.
+            is wanted and no worker serves the model.
     """
 
     model: str
@@ -251,13 +251,13 @@ async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
     check_name("model", model)
     names = keys.model(model)
     queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)
-    # While a worker is alive, the key `wanted` is only left from before the worker started.
+    # Ignore the key `wanted` while a worker serves the model: clients wrote the key before the worker started.
     is_awaited = not alive.serving and bool(await redis.exists(names.wanted))
     wanted = int(queue.depth > 0 or is_awaited)
     drain_s = wanted * NEVER_S
     if alive.serving:
         beats = [await read_texts(redis, keys.worker(worker), ("speed",)) for worker in alive.names[:_MAX_READ]]
-        # Another program may have written a heartbeat.
+        # Check the numbers, because another program may have written a heartbeat.
         speeds = [speed for beat in beats if 0 < (speed := number(beat, "speed") or 0.0) < math.inf]
         drain_s = drain_seconds(queue, sum(speeds) / max(1, len(speeds)) * alive.serving)
     return Demand(model, queue.depth, queue.age_s, alive.serving, alive.loading, wanted, drain_s)
@@ -270,12 +270,12 @@ def demand_route(server: Server, keys: Keys) -> Route:
         async with server.connected() as redis:
             return (await read_demand(redis, keys, request.path_params["model"]))._asdict()
 
-    # Model names may contain slashes.
+    # The type `path` allows slashes in model names.
     return Route("/api/demand/{model:path}", answers(demand))
 
 
 def _pages() -> list[Route]:
-    """Make a route for each file in `static`; files are read once, so no requested path reaches the disk."""
+    """Make a route for each file in `static`. Files are read only here, so a requested path never reaches the disk."""
 
     def route(path: str, content: bytes, kind: str) -> Route:
         # Browsers must revalidate: a page of one release must not load a script of another release.
@@ -316,7 +316,7 @@ def serve(settings: WebSettings, host: str, port: int) -> None:
     name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     with listening:
         url = f"http://{name}:{listening.getsockname()[1]}/"
-        # Logs keep these lines, so they do not contain a configured token.
+        # Do not print a configured token, because logs keep these lines.
         if sessions.is_own_token:
             say(f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)")
             say(f"other browsers sign in at {url} with the token {sessions.token}")
@@ -328,14 +328,14 @@ def serve(settings: WebSettings, host: str, port: int) -> None:
 class _Connection(H11Protocol):
     """A connection with time limits for requests and responses.
 
-    Opening a connection needs no token. When too many are open, the service closes the connection that has waited
-    longest without a complete, allowed request. Refused requests do not count: otherwise a client that does not read
-    the responses could keep its connections.
+    Opening a connection needs no token. When too many connections are open, the service closes the connection that has
+    waited longest for a complete, allowed request. Refused requests do not count: otherwise a client that does not
+    read the responses could keep its connections.
     """
 
-    # Connections without a complete, allowed request, the oldest first; one dict, because a process has one server.
+    # Connections without a complete, allowed request, the oldest first; in one dict, because a process has one server.
     _idle: dict[_Connection, None] = {}  # noqa: RUF012
-    # Half of the process's file descriptors remain for Redis and files. A negative number means no limit.
+    # Leave half of the process's file descriptors for Redis and files. A negative number means no limit.
     _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     _limit = MAX_CONNECTIONS if _descriptors < 0 else min(MAX_CONNECTIONS, _descriptors // 2)
 
@@ -345,7 +345,7 @@ class _Connection(H11Protocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """If too many connections are open, close the oldest idle one, or this one if all others are busy."""
+        """If too many connections are open, close the oldest idle connection, or the new one if all others are busy."""
         super().connection_made(transport)
         if len(self.connections) > self._limit:
             oldest = next(iter(self._idle), self)
@@ -354,7 +354,7 @@ class _Connection(H11Protocol):
         self._await_request()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
+        """Stop the timer of the connection."""
         self._idle.pop(self, None)
         self._end_in(None)
         super().connection_lost(exc)
@@ -368,7 +368,7 @@ class _Connection(H11Protocol):
             self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
 
     def on_response_complete(self) -> None:
-        """Start the timer for the next request."""
+        """Start the timer that limits the time until the next request is complete."""
         self._await_request()
         super().on_response_complete()
 
@@ -398,6 +398,6 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams, then stop."""
+        """End the streams of all pages, then stop the server."""
         await self._feed.end()
         await super().shutdown(sockets)

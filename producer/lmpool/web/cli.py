@@ -17,7 +17,7 @@ Token = Annotated[str | None, typer.Option(envvar="LMPOOL_WEB_TOKEN", help="Secr
 
 
 def register(app: typer.Typer) -> None:
-    """Add the command."""
+    """Add the command `lmpool web`."""
     app.command()(web)
 
 

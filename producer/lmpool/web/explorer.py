@@ -1,4 +1,4 @@
-"""The routes of the explorer page: the tokens of a text with alternatives, one row, and the byte trie.
+"""The routes of the explorer page, which shows a text's tokens with alternatives, one row, and the byte trie.
 
 `Models` holds one producer per model. `explorer_routes` makes the routes of the page.
 """
@@ -29,18 +29,18 @@ from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import kept, top
 from lmpool.web.guard import answers, read_body
 
-MAX_ALTERNATIVES = 50  # Max alternatives per token: a page cannot show more.
+MAX_ALTERNATIVES = 50  # Max alternatives listed per token: a page cannot show more alternatives.
 
 MAX_TOKENS = 4096
-"""Max tokens of a text: a page with more is unusable."""
+"""Max tokens of a text: a page with more tokens is unusable."""
 
 MAX_MODELS = 8
-"""Max producers kept open without requests in flight."""
+"""Max models whose producers stay open while they have no requests in flight."""
 
-_MAX_CHILDREN = 64  # Max children shown of a trie node.
-_MAX_PREFIX = 256  # Max bytes of a prefix: longer than any token.
-_MAX_TEXT = 60  # Max characters shown of a token.
-_CACHE_BYTES = 64 * 1024 * 1024  # Max bytes of rows cached per model.
+_MAX_CHILDREN = 64  # Max children of a trie node that a page shows.
+_MAX_PREFIX = 256  # Max bytes of a requested prefix; no token is longer.
+_MAX_TEXT = 60  # Max characters of a token that a page shows.
+_CACHE_BYTES = 64 * 1024 * 1024  # Max bytes of cached rows per model.
 _TIMEOUT_S = 30.0  # Seconds until a request of a page fails.
 _ENCODE_S = 10.0  # Max seconds to encode a text: only a hostile tokenizer needs more than milliseconds.
 _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
@@ -87,7 +87,7 @@ class ExploredModel:
         self._making = asyncio.Lock()
 
     async def _once(self, kind: str, make: Callable[[], Awaitable[Any]]) -> Any:
-        """Make a value once per fingerprint, because another model may be served under this name later."""
+        """Make a value once per fingerprint: another model may be served under the name later."""
         async with self._making:
             key = self.producer.model.fingerprint, kind
             if key not in self._made:
@@ -118,12 +118,12 @@ class ExploredModel:
         return trie
 
     async def texts(self, ids: Iterable[int]) -> dict[int, str]:
-        """Return printable texts of tokens, from the vocabulary, else from the tokenizer, else empty."""
+        """Return printable texts of tokens, from the vocabulary or else the tokenizer; without both, empty texts."""
         wanted = set(ids)
         try:
             vocabulary = (await self.trie()).structure.vocabulary
         except errors.UnknownVocabulary:
-            if await self.decode([]) is None:  # No tokenizer: do not search for one again for each token.
+            if await self.decode([]) is None:  # Without a tokenizer, do not search again for each token.
                 return dict.fromkeys(wanted, "")
             return {token: shown_text(await self.decode([token]) or "") for token in wanted}
         # A row may have more entries than the vocabulary has tokens.
@@ -178,7 +178,7 @@ def explorer_routes(models: Models) -> list[Route]:
             if wanted.text:
                 ids = await TOKENIZERS.encode(await model.tokenizer(), wanted.text, _ENCODE_S)
             model.check_length(ids)
-            # Check the whole text before it is split: an error must not mention a continuation, unknown to the user.
+            # Check the whole text before splitting it: the user must not get an error about a continuation.
             info = producer.model
             encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
             # The first token has no log-probability, because no token precedes it.
@@ -236,14 +236,14 @@ def explorer_routes(models: Models) -> list[Route]:
             try:
                 mass = await trie.weight_sum(prompt=wanted.ids, adapter=wanted.adapter, nodes=nodes)
             except errors.UnknownModel:
-                # Most pools have no trie worker: show a note, not an error.
+                # Show a note and no error, because most pools have no trie worker.
                 return {"note": _NO_TRIES}
             children = list(zip(mass[1:].tolist(), map(trie.structure.prefix, nodes[1:]), strict=True))
             children.sort(key=lambda child: -child[0])
             return {
                 "prefix": shown_bytes(prefix),
                 "mass": float(mass[0]),
-                # Mass of the tokens that end at this prefix: the part of the mass that no child has.
+                # Probability of the tokens that end at this prefix: the part that no child has.
                 "ends": max(0.0, float(mass[0] - mass[1:].sum(dtype=np.float64))),
                 "children": [[whole.hex(), shown_bytes(whole), value] for value, whole in children[:_MAX_CHILDREN]],
                 "left_out": max(0, len(children) - _MAX_CHILDREN),

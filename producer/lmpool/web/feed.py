@@ -1,4 +1,4 @@
-"""The data of the pool page: one survey per second for all pages, and an hour of samples for the graphs."""
+"""Collect the data of the pool page: one survey per second for all pages, and an hour of samples for the graphs."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ HOUR = 3600
 """Max samples kept for the graphs: one hour at one sample per second."""
 
 MAX_STREAMS = 256
-"""Max pages that watch concurrently; limits memory and connections."""
+"""Max pages that watch the pool concurrently, to limit memory and connections."""
 
 SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
-"""The values of a sample per model, in this order."""
+"""Names of the values that a sample has for each model, in the order of the values."""
 
 MAX_EVENTS = 50
-"""Max worker events shown; the oldest are dropped."""
+"""Max worker events that a page shows; the oldest events are dropped."""
 
 _MAX_MODELS = 64  # Max models in the graphs; more curves cannot be told apart.
-_MAX_TEXT = 120  # Max characters of a name or text on the page.
+_MAX_TEXT = 120  # Max characters of a name or text that the page shows.
 _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server before the page reports it as unreachable.
-_GZIP_LEVEL = 1  # The fastest level: higher levels take three to six times as long and save 5 % on numbers.
+_GZIP_LEVEL = 1  # The fastest level: on numbers, higher levels take 3 to 6 times as long and save 5 %.
 _WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; a survey of 1,000 workers takes 0.3 s.
 _UNWATCHED_SHARE = 0.02  # Max share of a core for surveys while no page watches.
 _WORKER_FIELDS = (
@@ -50,11 +50,11 @@ _WORKER_FIELDS = (
 
 
 class Sample(NamedTuple):
-    """One point in time of the graphs; without memory and models if the server was unreachable."""
+    """One point in time of the graphs; memory and models are empty if the server was unreachable."""
 
-    at: float  # Seconds since 1970.
-    memory: int | None  # Bytes that the server uses.
-    models: Mapping[str, tuple[float | None, ...]]  # Name -> the values of `SERIES`.
+    at: float  # Time of the sample, in seconds since 1970.
+    memory: int | None  # Bytes of memory that the server uses, or None.
+    models: Mapping[str, tuple[float | None, ...]]  # Name of a model -> its values, in the order of `SERIES`.
 
 
 class Events:
@@ -101,8 +101,8 @@ class Events:
 class Feed:
     """Surveys the pool, at most once per `interval_s`, and sends frames to all pages that watch.
 
-    A slow page skips frames: when it reads, it gets the newest frame. While no page watches, surveys continue for the
-    graphs, at an interval that uses at most 2 % of a core.
+    A slow page skips frames: when the page reads, it gets the newest frame. While no page watches, surveys continue for
+    the graphs, at an interval that uses at most 2 % of a core.
 
     Attributes:
         watching: number of pages that watch now.
@@ -180,7 +180,7 @@ class Feed:
             self._changed.notify_all()
 
     async def served(self) -> dict[str, Any]:
-        """Return the served models with their adapters; see `_read_served`; raises `ServerError`."""
+        """Return the served models with their adapters, as `_read_served` does; raises `ServerError`."""
         async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
             return {"models": await _read_served(redis, self._keys)}
 
@@ -194,14 +194,14 @@ class Feed:
         """Iterate over frames as server-sent events, starting with the newest frame, until the service stops."""
         self.watching += 1
         seen = 0
-        # A survey while no page watches has no adapters, so wait for a new survey.
+        # The last survey has no adapters if no page watched, so the first page waits for a new survey.
         if self.watching == 1:
             seen = self.surveys
             self._wanted.set()
         try:
             while True:
                 async with self._changed:
-                    await self._changed.wait_for(lambda: self._is_over or self.surveys != seen)  # noqa: B023 at once
+                    await self._changed.wait_for(lambda: self._is_over or self.surveys != seen)  # noqa: B023 runs now
                     if self._is_over:
                         return
                     seen, frame = self.surveys, self._frame
@@ -229,7 +229,7 @@ def _encode_history(samples: Sequence[Sample]) -> bytes:
 
 
 async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
-    """Return served models except trie services: name, adapters (names and revisions), and any error of reading them.
+    """Return the served models except trie services: name, adapters (name, revision), any error of reading adapters.
 
     Invalid data of one model must not hide other models.
     """
@@ -256,7 +256,7 @@ def _shown_model(model: dict[str, Any]) -> dict[str, Any]:
     info = model["info"] or {}
     shown = {name: info.get(name) for name in ("backend", "vocab_size", "dtype", "encoding", "max_prompt_tokens")}
     if model["name"] == TRIE_SERVICE:
-        shown["vocab_size"] = None  # Trie workers serve any vocabulary.
+        shown["vocab_size"] = None  # Trie workers serve vocabularies of any size.
     shown |= {name: _finite(model[name]) for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
     shown |= {"name": model["name"], "adapters": model.get("adapters", []), "trouble": model["trouble"]}
     return {**shown, "workers": [_shown_worker(worker) for worker in model["workers"]]}
@@ -271,7 +271,7 @@ def _shown_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _drawn(value: float | None) -> float | None:
-    """Round a value for a graph: full precision would double the size of the history."""
+    """Round a value for a graph: full precision would double the bytes of the history."""
     value = _finite(value)
     return float(f"{value:.5g}") if isinstance(value, float) else value
 

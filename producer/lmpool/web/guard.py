@@ -1,4 +1,4 @@
-"""Access control: the token, the sessions of browsers, and protection against pages of other sites.
+"""Control access to the web service: the token, browsers' sessions, and protection against pages of other sites.
 
 The routes use `answers` and `read_body`, which limit requests and turn errors into responses.
 """
@@ -28,13 +28,13 @@ from lmpool.broker.server import without_advice
 T = TypeVar("T")
 
 MAX_BYTES = 256 * 1024
-"""Max bytes of a request's body: a text for a page is much shorter."""
+"""Max bytes of a request's body; texts for a page are much shorter."""
 
 HEALTH_PATHS = ("/healthz", "/readyz")
-"""Paths without access control, for health probes."""
+"""Paths for health probes, which need no token or session."""
 
 KEY_HEADER = "X-Lmpool-Key"
-"""Header for the key of a page's session."""
+"""HTTP header in which a page sends the key of its session."""
 
 MAX_SESSIONS = 1000
 """Max sessions, to limit memory. A new session beyond the limit ends the oldest session."""
@@ -71,7 +71,7 @@ _WRONG_LINK = (
 _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (errors.SettingsError, 400),
     (errors.InvalidPrompt, 400),
-    # Unknown models, adapters, nodes and vocabularies.
+    # Status 404 for unknown models, adapters, nodes and vocabularies.
     (LookupError, 404),
     (errors.DeadlineExceeded, 504),
     (errors.ServerError, 503),
@@ -94,7 +94,7 @@ def json_answer(value: Any, status: int = 200) -> Response:
 def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
     """Make a route of `handle`: it sends a response unchanged and any other value as JSON.
 
-    An `LMPoolError` becomes `{"error": text}` with a fitting status.
+    An `LMPoolError` becomes `{"error": text}` with an HTTP status that fits the error.
     """
 
     async def route(request: Request) -> Response:
@@ -103,7 +103,7 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
             return answer if isinstance(answer, Response) else json_answer(answer)
         except errors.LMPoolError as error:
             text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
-            if isinstance(error, errors.ServerUnreachable):  # A browser's user cannot name another server.
+            if isinstance(error, errors.ServerUnreachable):  # Browsers' users cannot name another server.
                 text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
             return json_answer({"error": errors.printable(text)}, getattr(error, "status", status))
 
@@ -111,7 +111,7 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
 
 
 async def read_body(request: Request, kind: type[T]) -> T:
-    """Read the JSON of a request into a msgspec class; raises `Refused` if it is too large or malformed."""
+    """Read the JSON of a request into a msgspec class; raises `Refused` if the JSON is too large or malformed."""
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -131,11 +131,11 @@ class SignIn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Sessions:
-    """The sessions of browsers, in memory: a restart of the service ends them.
+    """The sessions of browsers, which are in memory: a restart of the service ends all sessions.
 
-    A session has two secrets, and each request needs both. Scripts cannot read the cookie (`HttpOnly`), but browsers
-    send it to every port of the host, where another program may read it. The key is in the storage of the page's
-    origin, which pages on other ports cannot read; the page sends it in a header.
+    A session has two secrets, a cookie and a key, and each request needs both. Scripts cannot read the cookie
+    (`HttpOnly`), but browsers send it to all ports of the host, where other programs may read it. The key is in the
+    storage of the page's origin, which pages on other ports cannot read; the page sends the key in a header.
 
     Attributes:
         token: the secret of browsers and programs.
@@ -148,12 +148,12 @@ class Sessions:
         self.token = token or secrets.token_urlsafe()
         self.link_token = secrets.token_urlsafe() if self.is_own_token else ""
         self._used_link_token = ""
-        # Digest of the cookie -> (digest of the key, expiry). With digests, the time of a lookup reveals
-        # nothing about the secrets.
+        # Digest of a session's cookie -> (digest of its key, expiry). Because these are digests, the time of
+        # a lookup reveals nothing about the secrets.
         self._open: OrderedDict[bytes, tuple[bytes, float]] = OrderedDict()
 
     def begin(self, token: str = "", link_token: str = "") -> tuple[str, str]:
-        """Sign a browser in; return its cookie and its key.
+        """Sign a browser in; return the cookie and the key of the new session.
 
         An address may contain only the link token, which works once, because browsers keep addresses in their history.
 
@@ -219,12 +219,12 @@ class Sessions:
 class Guard:
     """Refuses requests without token or session, and adds security headers.
 
-    The files of the pages are public: they contain no data, and a browser needs them to sign in.
+    The files of the pages are public: these files contain no data, and a browser needs them to sign in.
 
-    A page of another site can make a browser send requests here with its cookie. So a request without the token must
-    name an allowed host; this stops DNS names of other sites that point to this address. A request that changes data or
-    uses the pool must come from a page of this service. Browsers never send a Bearer token on their own, so probes and
-    autoscalers may use any host name.
+    A page of another site can make a browser send requests here with the session's cookie. So a request without the
+    token must name an allowed host, which excludes other sites' DNS names that point to this address. A request that
+    changes data or uses the pool must come from a page of this service. Browsers never send a Bearer token on their
+    own, so probes and autoscalers may use any host name.
 
     Args:
         app: the application to protect.
@@ -255,7 +255,7 @@ class Guard:
         await (refusal or self._app)(scope, receive, send_strictly)
 
     def _refuse(self, scope: Scope) -> Response | None:
-        """Return the response that refuses a request; None if it is allowed."""
+        """Return the response that refuses a request; None if the request is allowed."""
         if self._sessions.is_program(scope):
             return None
         headers, is_reading = Headers(scope=scope), scope["method"] in ("GET", "HEAD")
@@ -277,7 +277,7 @@ class Guard:
 
 
 def _is_address(name: str) -> bool:
-    """Whether a host is an IP address. Each is allowed: another site can point only a DNS name to this service."""
+    """Whether a host is an IP address; all addresses are allowed: another site can point only a DNS name here."""
     try:
         return bool(ipaddress.ip_address(name))
     except ValueError:
@@ -298,10 +298,10 @@ def _sent_cookie(scope: Scope) -> str:
 
 
 def _cookie_name(scope: Scope) -> str:
-    """Return a cookie name for this service alone, because browsers send cookies to all ports of a host.
+    """Return a cookie name that only this service uses, because browsers send cookies to all ports of a host.
 
-    The name has two ports. Services behind one proxy differ in the port that they listen on; services behind tunnels or
-    in containers differ in the port that the browser uses. A name made from the token would leave one cookie per start.
+    The name contains two ports: services behind one proxy listen on different ports, and browsers reach services behind
+    tunnels or in containers on different ports. A name made from the token would leave one cookie per start.
     """
     _, own_port = scope.get("server") or ("", None)
     _, requested_port = _host_and_port(Headers(scope=scope).get("host", ""))
@@ -309,7 +309,7 @@ def _cookie_name(scope: Scope) -> str:
 
 
 def _host_and_port(host: str) -> tuple[str, int]:
-    """Return the lowercase name and the port of a `Host` header; "" and 0 if missing."""
+    """Return the lowercase name and the port of a `Host` header; "" for a missing name, 0 for a missing port."""
     try:
         parts = urlsplit(f"//{host}")
         return (parts.hostname or "").lower(), parts.port or 0

@@ -1,4 +1,4 @@
-"""The commands of the client side: `lmpool logprobs`, `status`, `top`, `dead`, `queue` and so on.
+"""The commands for clients of a pool: `lmpool logprobs`, `status`, `top`, `dead`, `queue` and so on.
 
-This package may import all of the client side. Only modules that define commands import it.
+This package may import all packages of the client side. Only modules that define commands import this package.
 """

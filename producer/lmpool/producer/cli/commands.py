@@ -70,7 +70,7 @@ def logprobs(
     for token, value in zip(order, row[order].tolist(), strict=True):
         piece = None if tokenizer is None else tokenizer.decode([token])
         table.add_row(str(token), "" if piece is None else repr(piece), f"{value:.4f}", f"{math.exp(value):.2%}")
-        # JSON has no infinity: a token with probability 0 has null.
+        # JSON has no infinity, so a token with probability 0 has the log-probability null.
         listed.append({"id": token, "token": piece, "logprob": value if value > -math.inf else None})
     if as_json:
         say_json({"ids": tokens, "top": listed})

@@ -29,13 +29,13 @@ from lmpool.settings import check_name
 
 T = TypeVar("T")
 
-_COMPLETION_S = 1.0  # Max seconds to complete a model name in a shell, whose prompt is blocked.
+_COMPLETION_S = 1.0  # Max seconds to complete a model name in a shell, which waits for the result.
 _CHECK_S = 10.0  # Max seconds to check whether the model is served, before a command starts.
-_MAX_PROMPT_BYTES = 1 << 26  # Max bytes of a prompt on standard input: 32 per token of the longest prompt.
+_MAX_PROMPT_BYTES = 1 << 26  # Max bytes of a prompt on standard input: 32 bytes per token of the longest prompt.
 
 
 def complete_model(context: typer.Context, incomplete: str) -> list[str]:
-    """Return served models whose names begin with `incomplete`, for shells; [] if the server does not reply in time."""
+    """Complete a model name for a shell: served models that begin with `incomplete`; [] without a reply in time."""
     keys = Keys(context.params.get("prefix") or "lmpool")
 
     async def names() -> list[bytes]:
@@ -128,7 +128,7 @@ def with_options(command: Callable[..., Any]) -> Callable[..., None]:
 
 
 def when_absent(waits: bool | None) -> WhenAbsent:
-    """Translate `--wait` to `when_absent`. Without the option, `check_served` has already reported likely mistakes."""
+    """Translate `--wait` to `when_absent`. Without `--wait`, `check_served` has already reported likely mistakes."""
     return "raise" if waits is False else "wait"
 
 
@@ -153,7 +153,7 @@ async def check_served(model: str | None, redis: str | None, prefix: str, waits:
         if error.has_others and not error.is_loading:
             raise UnknownModel(f"{error}; or pass --wait to wait for it") from error
     except LMPoolError:
-        pass  # The producer's first request waits until the problem passes, or raises the error.
+        pass  # Ignore the error here: the producer's first request waits, or raises the error again.
 
 
 def read_prompt(prompt: str, are_ids: bool) -> str:
@@ -162,7 +162,7 @@ def read_prompt(prompt: str, are_ids: bool) -> str:
     Print a hint if the argument is the name of a file.
     """
     if prompt != "-":
-        with suppress(OSError, ValueError):  # The text may be too long for a file name, or contain NUL.
+        with suppress(OSError, ValueError):  # The prompt may be too long for a file name, or contain NUL.
             if not are_ids and Path(prompt).is_file():
                 advice = 'pass "$(cat FILE)" for that'
                 say(f"the prompt is the text {prompt!r}, not the content of this file: {advice}", err=True)
@@ -213,7 +213,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
             loop.add_signal_handler(number, on_signal, number)
         try:
             return await work
-        finally:  # uvloop would leave its handlers, and a program that runs a command would not notice Ctrl-C any more.
+        finally:  # uvloop leaves its signal handlers, and the program that ran the command would then ignore Ctrl-C.
             for number in handled:
                 loop.remove_signal_handler(number)
 

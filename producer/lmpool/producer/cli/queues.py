@@ -125,7 +125,7 @@ async def list_letters(
 
 
 def letters_table(rows: Sequence[Mapping[str, Any]], *, has_models: bool) -> FittingTable:
-    """Return a table of dead letters. It never cuts ids, because users pass ids to commands."""
+    """Return a table of dead letters. The table never cuts ids, because users pass ids to commands."""
     columns = (
         Column("id", 0, min_width=UNFOLDED),
         *([Column("model", 0)] if has_models else []),
@@ -219,7 +219,7 @@ async def drop(
 
 
 def _say_result(text: str, doubt: str, as_json: Any = None) -> None:
-    """Print a result and a doubt about the result. When the result is JSON, print the doubt on standard error."""
+    """Print a result and a warning (`doubt`). When the result is JSON, print the warning on standard error."""
     if as_json is None:
         say(f"{text}; {doubt}" if doubt else text)
         return

@@ -29,10 +29,10 @@ Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds betwee
 Once = Annotated[bool, typer.Option("--once", help="Poll once and exit.")]
 
 UNFOLDED = 1_000_000
-"""`Column.min_width` of a column whose names stay on one line while the table fits the terminal."""
+"""Value of `Column.min_width` for a column whose names stay on one line while the table fits the terminal."""
 
 _FRAME, _PADDING = 1, 3  # Characters that rich adds to each line, and to each column.
-_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until it replies, the view shows old values.
+_REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until the server replies, the view shows old values.
 
 
 @with_options
@@ -82,9 +82,9 @@ class Column(NamedTuple):
     """A column of a table, which shows one field of each row, or nothing for a row without the field.
 
     Attributes:
-        title: its header.
-        rank: in a narrow terminal, columns of the highest rank are left out first. Rank 0: names, which are folded.
-        name: name of the field; "" if it is the title.
+        title: header of the column.
+        rank: in a narrow terminal, columns of the highest rank are left out first; columns of rank 0 fold their names.
+        name: name of the field; "" if the title is the field's name.
         form: formats the field as a number; None to show the field as text.
         min_width: names up to this many characters stay on one line.
     """
@@ -103,7 +103,7 @@ class Column(NamedTuple):
 
 
 class FittingTable(NamedTuple):
-    """A table for rich that shows the columns which fit into a line; its caption names the other columns."""
+    """A table for rich that shows the columns which fit into a line; the caption names the columns left out."""
 
     title: str | None
     columns: Sequence[Column]
@@ -115,7 +115,7 @@ class FittingTable(NamedTuple):
         widths = {column: max(map(cell_len, map(printable, (column.title, *texts[column])))) for column in kept}
 
         def needed() -> int:
-            """Characters of a line when names are folded as far as allowed."""
+            """Return the characters of a line whose names are folded as far as `min_width` allows."""
             least = (widths[column] if column.rank else min(widths[column], column.min_width) for column in kept)
             return _FRAME + sum(least) + _PADDING * len(kept)
 
@@ -164,13 +164,13 @@ _HEARD = Column("heard", 9, "silent_s", seconds)
 _INFO = (Column("backend", 6), Column("V", 7, "vocab_size"), Column("dtype", 9), Column("rows as", 8, "encoding"))
 
 STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD))
-"""The columns of `lmpool status`, of models and of workers."""
+"""The columns of the two tables of `lmpool status`: models and workers."""
 
 TOP = (
     (_MODEL, *_QUEUE, Column("p50", 6, "p50_s", seconds), Column("p99", 5, "p99_s", seconds)),
     (*_WORKER, Column("batch", 6), Column("p50", 5, "p50_s", seconds), Column("p99", 4, "p99_s", seconds), _HEARD),
 )
-"""The columns of `lmpool top`, of models and of workers."""
+"""The columns of the two tables of `lmpool top`: models and workers."""
 
 
 def survey_tables(models: Survey, columns: tuple[Sequence[Column], Sequence[Column]]) -> list[FittingTable]:
@@ -178,11 +178,11 @@ def survey_tables(models: Survey, columns: tuple[Sequence[Column], Sequence[Colu
     of_models = [{**(model["info"] or {}), **model, "workers": len(model["workers"])} for model in models]
     for row in of_models:
         if row["name"] == TRIE_SERVICE:
-            row["vocab_size"] = None  # Trie workers serve any vocabulary.
+            row["vocab_size"] = None  # Trie workers serve vocabularies of any size.
         row["age_s"] = row["age_s"] if row["queued"] else None
     of_workers = [dict(worker) for worker in workers_of(models)]
     for row in of_workers:
-        # The share of tokens found in a prefix cache since the worker's start.
+        # Show the share of prompt tokens that the worker's prefix cache contained, since the worker's start.
         tokens, reused = number(row, "tokens"), number(row, "reused")
         row["reuse"] = reused / tokens if tokens and reused is not None else None
     return [FittingTable("Models", columns[0], of_models), FittingTable("Workers", columns[1], of_workers)]

@@ -1,6 +1,6 @@
 """`lmpool trie show`: the branches below a prefix and their probabilities after a prompt.
 
-`BranchReader` requests masses (sums of probabilities) of nodes level by level; `print_tree` draws branches with rich.
+`BranchReader` requests masses (sums of probabilities) of trie nodes, level by level; `print_tree` draws the branches.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ trie_app = typer.Typer(name="trie", help="The token trie of a model.", no_args_i
 _ESCAPE = re.compile(rb'\\(?:x([0-9A-Fa-f]{2})|u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|[\\"nrt]|)')
 _LATIN_CONTROLS = re.compile("[\x80-\xa0\xad]")  # Invisible characters that Python would escape like a byte.
 
-_MAX_OPENED = 256  # Max branches opened per level: each has at most 256 children, so this bounds requests and output.
+_MAX_OPENED = 256  # Max branches opened per level: a branch has at most 256 children, so this bounds output.
 _MAX_DEPTH = 64  # Max levels of branches: tokens of more bytes are rare.
-_MAX_CHILDREN = 256  # Max branches listed per branch: a node has at most one child per byte value.
-_MAX_IDS = 10  # Max token ids of the prompt in the title.
-_MAX_TOKENS = 3  # Max token ids per line.
+_MAX_CHILDREN = 256  # Max branches listed below a branch: a node has at most one child per byte value.
+_MAX_IDS = 10  # Max token ids of the prompt that the title shows.
+_MAX_TOKENS = 3  # Max token ids that a branch's line shows.
 _GUIDE_CELLS = 4  # Terminal columns by which rich indents each level of a tree.
 _MAX_LABEL_CELLS = 40  # Max terminal columns of a quoted byte string.
-_MIN_ALONE = 1e-5  # A smaller share of a branch may be a rounding error, because it is a difference of float32 sums.
+_MIN_ALONE = 1e-5  # A smaller share of a branch may be a rounding error: shares are differences of float32 sums.
 
 
 @dataclass(slots=True)
@@ -49,15 +49,15 @@ class Branch:
     Attributes:
         node: the last node of the chain.
         prefix: the bytes from the root of the trie to that node.
-        edge: the bytes between the parent branch and this one.
+        edge: the bytes that follow the parent branch's prefix in this branch's prefix.
         tokens: ids of the tokens that are equal to the prefix.
         below: number of all tokens of the branch.
-        mass: sum of the weights of all its tokens.
+        mass: sum of the weights of all tokens of the branch.
         share: the mass divided by the mass of the parent branch; None at the top, or if the parent's mass is 0.
         alone: sum of the weights of `tokens`, to within 1e-6 of the mass; None when unknown.
         children: the listed branches below this branch, in order of falling mass.
-        hidden: number of branches below it that are not listed; 0 if none is listed, except at the top.
-        hidden_mass: mass of the branches that are not listed.
+        hidden: number of unlisted branches below this branch; 0 if no branch is listed, except at the top.
+        hidden_mass: mass of the unlisted branches below this branch.
     """
 
     node: int
@@ -98,7 +98,7 @@ class BranchReader:
 
     Args:
         trie: the trie.
-        masses: called with `nodes=`, int32 (k,); returns the masses of the nodes, floats (k,). None: see `shares`.
+        masses: called with `nodes=`, int32 (k,); returns the masses of the nodes, floats (k,). Default: `shares`.
     """
 
     def __init__(self, trie: Trie, masses: Callable[..., Awaitable[NDArray[Any]]] | None = None) -> None:
@@ -122,8 +122,8 @@ class BranchReader:
         Args:
             prefix: the prefix.
             depth: levels of branches. Each level takes one request.
-            top: max branches per branch.
-            least: branches with less than this part of the prefix's mass are left out.
+            top: max branches listed below each branch.
+            least: a branch is left out if its mass is less than this part of the prefix's mass.
         """
         root = self._branch(self._trie.node(prefix), len(prefix))
         opened = [root]
@@ -146,7 +146,7 @@ class BranchReader:
         return Branch(node, prefix, prefix[above:], self._tokens.get(node, []), int(self._below[node]))
 
     def _open(self, branch: Branch, masses: dict[int, float], top: int, least: float) -> None:
-        """List the branches of a branch, which begin at the children of its node; `masses` has their masses."""
+        """List the branches below a branch, one for each child of its node; `masses` contains the children's masses."""
         branch.alone = max(0.0, branch.mass - sum(masses.values())) if branch.tokens else 0.0
         order = sorted(masses, key=lambda node: -masses[node])
         kept = [node for node in order[:top] if masses[node] >= least]
@@ -159,7 +159,7 @@ class BranchReader:
             child.share = child.mass / branch.mass if branch.mass else None
             child.alone = None if child.longer else child.mass
             branch.children.append(child)
-        # A branch without listed branches stays closed: its line shows the number of longer tokens.
+        # If no branch below this branch is listed, its line shows only the number of longer tokens.
         if kept or branch.edge == b"":
             branch.hidden = len(masses) - len(kept)
             branch.hidden_mass = sum(masses[node] for node in order[len(kept) :])
@@ -241,7 +241,7 @@ def print_tree(root: Branch, title: str, measure: str) -> None:
     lines = [(0, "branch", measure, "of parent", "tokens", "dim"), *_lines(root, 0)]
     label_cells = max(_GUIDE_CELLS * depth + cell_len(label) for depth, label, *_ in lines)
     mass_cells = max(len(mass) for _, _, mass, *_ in lines)
-    # The header is above the tree. `path` holds the last branch of each level.
+    # `path` holds the branch drawn last on each level of the tree; the header is a line above the tree.
     shown: list[Text | Tree] = [Text(printable(title), style="bold")]
     path: list[Tree] = []
     for depth, label, mass, share, tokens, style in lines:

@@ -1,4 +1,4 @@
-"""The client's work in one event loop: sessions, pending requests, submission, notifications and queries.
+"""The parts of a producer that run in one event loop: sessions, pending requests, submission, replies and queries.
 
-The files of `lmpool.producer` import this folder, which imports `lmpool.producer.metrics` and the shared folders.
+The modules of `lmpool.producer` import this folder, which imports `lmpool.producer.metrics` and the shared folders.
 """

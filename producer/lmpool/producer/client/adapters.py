@@ -1,4 +1,4 @@
-"""Adapters of a client's model: looks up each name's revision, a digest of the weights; adds and removes adapters."""
+"""Look up, add and remove the adapters of a client's model; an adapter's revision is a digest of its weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADVICE = "changing adapters is a right of its own: name the server as the user 
 
 _NEVER = float("-inf")
 _IN_USE_S = 60.0  # Seconds for which the session keeps reading the registry after the last request with an adapter.
-_CHECK_MARGIN_S = 60.0  # Seconds added to the lifetime of an adapter's check, because its job may run late.
+_CHECK_MARGIN_S = 60.0  # Seconds added to the lifetime of a new adapter's check, because the check's job may run late.
 _MAX_SHOWN = 20  # Max adapter names that an error text lists.
 
 
@@ -30,7 +30,7 @@ class Adapters:
     """Looks up the adapters of one session's model by name; adds, replaces and removes adapters.
 
     A client may use an entry for `KNOWN_FOR_S` seconds from the start of the read. A call that replaces an entry
-    ends only after this time, when no client requests the old weights or takes their rows from a cache any more.
+    ends only after this time, when no client requests the old weights or reads rows of these from a cache any more.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -50,15 +50,15 @@ class Adapters:
         return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
 
     async def qualified(self, name: object, deadline: Deadline) -> str:
-        """Return the name of an adapter in jobs: "name@revision"; UnknownAdapter if the model has none of it."""
+        """Return an adapter's name in jobs, "name@revision"; UnknownAdapter if the model has no adapter `name`."""
         self._used = self._loop.time()
         if not isinstance(name, str):
             raise await self._unknown(name, deadline)
         while (adapter := self._fresh(name)) is None:
             if not wire.is_qualified(wire.qualify(name, "0")):
-                raise await self._unknown(name, deadline)  # A name of this form can have no entry.
+                raise await self._unknown(name, deadline)  # A malformed name has no registry entry.
             if (registered := await self._read([name], deadline)) is not None:
-                # Use the entry even if it became too old while the event loop was busy: another read would be no newer.
+                # Use the entry even if it expired while the event loop was busy: another read would expire too.
                 if (adapter := registered.adapters.get(name)) is None:
                     raise await self._unknown(name, deadline)
                 break
@@ -99,7 +99,7 @@ class Adapters:
             try:
                 await check(wire.qualify(name, wire.CHECK_PREFIX + nonce))
                 break
-            except errors.AdapterChanged:  # The server has lost the check, or the worker has evicted the adapter.
+            except errors.AdapterChanged:  # Try again: the server lost the check, or the worker evicted the adapter.
                 await asyncio.sleep(wait)
         adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
         if adapter is None or not adapter.revision:
@@ -113,9 +113,9 @@ class Adapters:
         await self._change(name, None, f"{name!r} is not in service any more", deadline)
 
     async def _change(self, name: str, adapter: wire.Adapter | None, state: str, deadline: Deadline) -> None:
-        """Write an entry to the registry, and wait until no client may use the entry that it replaces."""
+        """Write an entry to the registry, and wait until no client may use the replaced entry any more."""
         version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
-        if not version:  # There was no entry to remove.
+        if not version:  # The registry had no entry to remove.
             raise await self._unknown(name, deadline)
         self._belong_to(self._connections.model.fingerprint)
         self._known[name] = adapter, version
@@ -128,11 +128,11 @@ class Adapters:
             raise errors.DeadlineExceeded(f"{text}, for {wait_s:.1f} s: allow more time (timeout=)") from error
 
     def doubt(self) -> None:
-        """Read the registry again before the next use, because a cached entry was out of date."""
+        """Read the registry again before the next use of an adapter, because a cached entry was out of date."""
         self._as_of = _NEVER
 
     async def renew(self) -> None:
-        """Read the registry's version while adapters are in use; cached entries stay usable if it is unchanged."""
+        """Read the registry's version while adapters are in use; an unchanged version keeps cached entries usable."""
         begin = self._loop.time()
         if begin - self._used < _IN_USE_S and await self._registry.version() == self._version:
             self._as_of = max(self._as_of, begin)
@@ -140,7 +140,7 @@ class Adapters:
     async def _read(self, names: Sequence[str], deadline: Deadline) -> wire.Registered | None:
         """Read and cache the entries of `names`, or all entries; None if another request has just read the entries.
 
-        Raises ServerError if an entry is older than at the read before, as after a failover.
+        Raises ServerError if an entry is older than at the previous read, which can happen after a failover.
         """
 
         async def attempt() -> tuple[wire.Registered, str, float] | None:
@@ -167,7 +167,7 @@ class Adapters:
         return registered
 
     def _belong_to(self, owner: str) -> None:
-        """Discard the cached entries if they belong to another model."""
+        """Discard the cached entries if these entries belong to another model than `owner`."""
         if owner != self._owner:
             self._known.clear()
             self._owner = owner
@@ -192,7 +192,7 @@ class Adapters:
                             raise errors.AuthenticationFailed(f"{explained}; {_ADVICE}") from error
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
-            # A request that waited while another request read the registry has seen no error itself.
+            # If another request read the registry for this request, use the error that the connections recorded.
             if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
                 raise copy_error(connections.server.explain(why)) from late
             raise

@@ -1,4 +1,4 @@
-"""The connections of a session, and its reads from the pool: the served models, live workers and vocabularies."""
+"""Connect a client session to a pool, and read the pool's served models, live workers and vocabularies."""
 
 from __future__ import annotations
 
@@ -34,26 +34,26 @@ TROUBLE = (RedisError, OSError, errors.LMPoolError)
 
 CLOSED = "the producer was closed while the request was in flight"
 
-# Seconds between two scans for shared memory. Until a scan finds a new worker's memory, its rows come from Redis.
+# Seconds between two scans for shared memory. A new worker's rows are read from Redis until a scan finds its memory.
 _SCAN_S = 1.0
 
 _log = logging.getLogger("lmpool.producer")
 
-# Max unreadable model infos that one client logs, each only once, because the client reads infos every second.
+# Max unreadable model infos that one client logs. An info is logged only once, because it is read every second.
 _MAX_WARNED = 100
 # Max loading workers whose models an error text names, so that its cost does not grow with the pool.
 _MAX_NAMED = 8
 # Min seconds without a worker before requests fail: a worker that restarts needs about as long to register again.
 _RESTART_S = 5.0
-# Min seconds between two checks after which workers may have joined and left without being noticed.
+# If two checks are at least this many seconds apart, workers may have joined and left unnoticed in between.
 _MIN_GAP_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedModel:
-    """The model that a session uses, with one fingerprint, which changes with the weights."""
+    """The model that a session uses; other weights have another fingerprint and need another `AdoptedModel`."""
 
-    info: ModelInfo  # The model info that was read last.
+    info: ModelInfo  # The info of the model that was read last.
     fingerprint: str
     keys: ModelKeys
     reply: bytes  # Key of this client's reply stream.
@@ -70,7 +70,7 @@ class Connections(Tasks):
         redis: client for all other commands.
         closed: whether the session has ended.
         trouble: why the server cannot be used now, or None.
-        segments: reads rows in shared memory.
+        segments: reader of rows in the shared memory of this machine.
         model: the model that `adopt` sets before the first request.
     """
 
@@ -114,7 +114,7 @@ class Connections(Tasks):
         """
         while True:
             await asyncio.sleep(_SCAN_S)
-            # RuntimeError: no thread can start, because there are too many or because the main thread has ended.
+            # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
             with suppress(RuntimeError):
                 await self.scan_segments()
 
@@ -141,7 +141,7 @@ class Connections(Tasks):
             self.note(error)
 
     def describe_full_queue(self) -> str:
-        """Return the error text for a full queue."""
+        """Return the text of the error for a full queue."""
         info, advice = self.model.info, "ask for less at once, add workers, or raise the workers' --queue-limit"
         return f"the queue of {info.name!r} is at its limit of {info.queue_limit} prompts; {advice}"
 
@@ -191,7 +191,7 @@ class Discovery:
         if name is None and unreadable and not infos:
             raise next(iter(unreadable.values()))
         if name is not None and name in infos:
-            return infos[name]  # The model was registered after `find` had read the infos.
+            return infos[name]  # The model was registered after the call of `find`.
         if name == TRIE_SERVICE:
             otherwise = f"{errors.argument('local', 'True')} (workers with --with-trie answer calls with prompt= too)"
             text = f"no trie worker serves: start one with `lmpool trie-worker`, or pass {otherwise}"
@@ -227,14 +227,14 @@ class Discovery:
 
     async def want(self, model: str) -> None:
         """Record that a client waits for a model that is not served, so that an autoscaler can start a worker."""
-        # A server user with the rights that an older release documents may not write this key.
+        # Ignore missing rights: the server user that an older release documents may not write this key.
         with suppress(NoPermissionError):
             await self._redis.set(self._keys.model(model).wanted, b"", px=WANTED_TTL_MS)
 
     async def _unknown(self, name: str | None, text: str, advice: str) -> errors.UnknownModel:
-        """Return the error for a model that is not served; it says whether a worker is loading the model.
+        """Return the error for a model that is not served; the error says whether a worker is loading the model.
 
-        A waiting client calls this every second, so its cost must not grow with the number of loading workers.
+        A waiting client calls this method every second, so the cost must not grow with the number of loading workers.
         """
         loading = {name} if name and (await self.alive(name)).loading else set[str]()
         if not loading:
@@ -256,7 +256,7 @@ class Discovery:
         return errors.UnknownModel(f"{text}{advice} (being loaded: {models})" if loading else f"{text}{advice}")
 
     async def _read_infos(self, model: str | None = None) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
-        """Return the infos of a model, or of all, by name, and errors of unreadable infos by name."""
+        """Return the infos of one or all models by name, and the errors of unreadable infos by name."""
         packed = await read_infos(self._redis, self._keys, model)
         infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, Exception] = {}
@@ -267,7 +267,7 @@ class Discovery:
                     raise errors.ProtocolError(f"a model info of {data} bytes is over the limit of {MAX_INFO_BYTES}")
                 info = infos[name] = ModelInfo.unpack(data)
                 if info.name != name:
-                    # With this info, the client would use the queue of another model.
+                    # The stored info names another model, whose queue the client would use.
                     raise errors.ProtocolError(f"it is the info of {shown(infos.pop(name).name)}")
             except errors.ProtocolError as error:
                 unreadable[name] = errors.ProtocolError(f"the info of the model {name!r} cannot be read: {error}")
@@ -277,11 +277,11 @@ class Discovery:
         return infos, unreadable
 
     async def alive(self, model: str) -> Alive:
-        """Return the numbers of workers that serve and that load a model, at a cost independent of these numbers."""
+        """Return how many workers serve a model and how many load it; the cost does not depend on these numbers."""
         return await read_alive(self._redis, self._keys.model(model))
 
     async def gone(self, model: str, workers: Sequence[bytes]) -> list[bytes]:
-        """Return the ids in `workers` of the workers that have left the model or were removed as dead."""
+        """Return the ids in `workers` whose workers have left the model or were removed as dead."""
         key: Any = self._keys.model(model).workers
         deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
         return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
@@ -296,13 +296,13 @@ class Discovery:
         return [worker for worker in workers if worker.fields.get("state") == "loading"]
 
     async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
-        """Return the workers whose heartbeats have not expired and name a model."""
+        """Return the workers in `names` whose heartbeats have not expired and contain the name of a model."""
         workers = []
         for name in sorted(names):
             try:
                 fields = await read_texts(self._redis, self._keys.worker(name))
             except errors.ProtocolError as error:
-                # One key that another program has overwritten must not hide all other workers.
+                # A heartbeat key that another program has overwritten must not hide the other workers.
                 _log.warning("the worker %r is left out: %s", name, error)
             else:
                 workers += [WorkerInfo(name, fields)] if "model" in fields else []
@@ -341,9 +341,9 @@ class Liveness:
     async def check(self, now: float) -> errors.NoWorker | None:
         """Count the live workers; returns the error for all requests if workers have been missing for too long.
 
-        The limit is a lease, but at least 5 s, so that a worker that restarts can register again. While a worker loads
-        the model, requests wait without this limit. If this client was blocked for longer than a lease, workers may
-        have joined and left unnoticed, so the time without workers starts again. `now` is the loop time.
+        Workers may be missing for a lease, but at least 5 s, so that a restarting worker can register again. While a
+        worker loads the model, requests wait without limit. If this client was blocked for longer than a lease, workers
+        may have joined and left unnoticed, so the time without workers starts again. `now` is the loop time.
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
@@ -352,7 +352,7 @@ class Liveness:
         if self.count or self._is_loading:
             self.missing_since = None
             return None
-        # Heartbeats are writes: if the server refuses writes, live workers cannot be seen, so none counts as missing.
+        # Raise an error if the server refuses writes: it then refuses heartbeats too, so live workers seem missing.
         await self._connections.check_writes(info.name)
         if self.missing_since is None or gap > max(info.lease_s, _MIN_GAP_S):
             self.missing_since = now
@@ -387,7 +387,7 @@ class Vocabularies:
 
     @asynccontextmanager
     async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Limit the body by the deadline, and convert the errors that it raises."""
+        """Cancel the body at the deadline, and convert the errors that the body raises."""
         try:
             async with deadline.limit():
                 yield
@@ -396,7 +396,7 @@ class Vocabularies:
             raise self._connections.server.explain(TimeoutError(str(error)) if is_late else error) from error
 
     async def of_model(self, deadline: Deadline) -> Vocabulary:
-        """Return the vocabulary of the model; raises UnknownVocabulary if its workers publish none."""
+        """Return the vocabulary of the model; raises UnknownVocabulary if the workers publish no vocabulary."""
         info = self._connections.model.info
         if not info.vocabulary:
             why = "because its workers found no tokenizer with the bytes of its tokens: pass the byte strings yourself"
@@ -408,7 +408,7 @@ class Vocabularies:
         """Return the text of the `tokenizer.json` with this digest.
 
         Raises:
-            UnknownTokenizer: the digest is "" (no tokenizer is published), or the pool holds other content under it.
+            UnknownTokenizer: the digest is "" (no tokenizer is published), or the stored text has another digest.
         """
         if not digest:
             name, advice = self._connections.model.info.name, "(the log of its workers says why): pass token ids"
@@ -417,16 +417,16 @@ class Vocabularies:
             return await look_up_tokenizer(self._connections.redis, self._keys, digest)
 
     async def register_tokens(self, tokens: TokenSet, deadline: Deadline) -> None:
-        """Store a token set under its name."""
+        """Store a token set in the pool under its name."""
         async with self._limited(deadline):
             await register_tokens(self._connections.redis, self._keys, tokens)
 
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Store a vocabulary that a worker could not find."""
         since = deadline.loop.time()
-        # Requests that use a new vocabulary fail together; the first that gets the lock stores the vocabulary for all.
+        # Requests that use a new vocabulary fail together; the request that first gets the lock stores it for all.
         async with self._limited(deadline), self._sending:
             if self._sent.get(vocabulary.digest, since) <= since:
-                # Overwrite an existing value, because a worker could not read it.
+                # Overwrite a stored vocabulary, because a worker could not read it.
                 await register(self._connections.redis, self._keys, vocabulary, anew=True)
                 self._sent[vocabulary.digest] = deadline.loop.time()

@@ -1,4 +1,4 @@
-"""Queries about prompts, such as top-k tokens: computes them from a cached row, or requests them and checks results."""
+"""Answer queries about prompts, such as top-k tokens, from a cached row, or request their results from workers."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ Mode = Literal["logprobs", "logits"]
 """Whether values are log-probabilities, or the logits from which the model computed them."""
 
 Expected = wire.TopK | NDArray[np.float32]
-"""The values at n positions: top-k tokens, (n, k), or an array with m numbers per position, mostly float32 (n, m)."""
+"""The values at n positions: top-k tokens, arrays (n, k), or an array (n, m), mostly float32, of m numbers each."""
 
-# Max parts of one result that are requested at once, 8 MiB each, so that they do not fill the server's memory.
+# Max parts (8 MiB each) of one result that are requested at once, so that parts do not fill the server's memory.
 _MAX_PARTS_IN_FLIGHT = 2
-# Max entries read singly from a cached row. For more entries, fetching the whole row costs the server less.
+# Max entries read one by one from a cached row. For more entries, fetching the whole row costs the server less.
 _MAX_READ_IN_PLACE = 128
 
 
@@ -58,7 +58,7 @@ class Wanted(NamedTuple):
         top: number of most likely tokens; 0 for none.
         targets: ids of the tokens whose entries are requested, if `top` is 0; empty for whole rows.
         values: kind of the values, as in `PositionsQuery`.
-        size: number of float32 values that carry one hidden state.
+        size: number of float32 values that encode one hidden state.
         allowed: the tokens that `top` chooses from.
     """
 
@@ -111,7 +111,7 @@ class Queries:
         encoded: list[Prompt] = []
         try:
             for ids in prompts:
-                encoded.append(self.encode(ids))  # noqa: PERF401 The length is the index of the invalid prompt.
+                encoded.append(self.encode(ids))  # noqa: PERF401 `len(encoded)` is an invalid prompt's index.
         except errors.InvalidPrompt as error:
             errors.of_prompt(error, name, len(encoded), _count(prompts))
             raise
@@ -125,7 +125,7 @@ class Queries:
         return row if row is not None else await self.session.answer(prompt, self.deadline)
 
     async def fresh(self, prompt: Prompt) -> Row:
-        """Return a row that a worker computes now, without any cache."""
+        """Return a row that a worker computes now, without reading or writing a cache."""
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 
@@ -142,7 +142,7 @@ class Queries:
             if (entries := await read()) is not None:
                 return entries
         if row is None:
-            # Fetch the row: many entries are requested, or the row is damaged and a worker must compute it again.
+            # Fetch the whole row if many entries are requested, or if a worker must compute a damaged row again.
             row = await session.answer(prompt, deadline)
         return entries_of(row, targets)
 
@@ -170,7 +170,7 @@ class Queries:
         """Request the result of a prompt's query and decode it with `read`, which raises ProtocolError for damage.
 
         A worker computes a damaged result again once; a second damaged result raises CorruptRow. If the pool has
-        evicted the query's token set `allowed`, the set is stored again. `private` is as for `Session.answer`.
+        evicted the query's token set `allowed`, the set is stored again. `private` is an option of `Session.answer`.
         """
         ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:
@@ -274,7 +274,7 @@ class Queries:
             raise errors.ModelMismatch(text)
 
     async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
-        """Return the values at the last positions of a text, the range `part`; `private` is as for `Session.answer`."""
+        """Return the values at the positions `part` of a text, its last; `private` is an option of `Session.answer`."""
         info, count, vocab_size = self.session.info, len(part), self.vocab_size
         query = wanted.query(part.start)
 
@@ -308,7 +308,7 @@ class Queries:
         return errors.SettingsError(f"{name}: {text}")
 
     async def last(self, prompt: Prompt, wanted: Wanted) -> Any:
-        """Return the values at the last position of a prompt, without the axis of positions."""
+        """Return the values at the last position of a prompt, as arrays without the axis of positions."""
         last = len(prompt.ids) // 4 - 1
         found = await self.part(prompt, range(last, last + 1), wanted)
         return wire.TopK(found.values[0], found.ids[0]) if isinstance(found, wire.TopK) else found[0]
@@ -316,7 +316,7 @@ class Queries:
     # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
-        """Return the model's head from `heads` (fingerprint -> head), or fetch it, once for all concurrent callers."""
+        """Return the head (the model's last layer) from `heads` (fingerprint -> head), or fetch it for all callers."""
         fingerprint = self.session.info.fingerprint
         if (head := heads.get(fingerprint)) is not None:
             return head
@@ -356,7 +356,7 @@ class Queries:
 
 
 async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
-    """Await the work for each prompt; the first failure cancels the other work, and its text names the prompt."""
+    """Await the work for each prompt; the first failure cancels the other work, and the error names its prompt."""
     count = _count(prompts)
     return await gather(work, lambda error, index: errors.of_prompt(error, name, index, count))
 
@@ -367,7 +367,7 @@ def _count(prompts: Sequence[Any]) -> int:
 
 
 def _check_logits(answer: Row) -> Row:
-    """Return logits or logZ; raises ProtocolError if the largest is NaN or infinite."""
+    """Return the given logits or logZ; raises ProtocolError if their largest value is NaN or infinite."""
     if not (most := answer.max()) < np.inf:
         raise errors.ProtocolError(f"the largest of {len(answer)} logits is {most}")
     return answer

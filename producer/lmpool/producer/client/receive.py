@@ -1,4 +1,4 @@
-"""Waits for requested rows until their deadlines; reads the reply stream, and decodes the rows in its messages."""
+"""Wait for requested rows until their deadlines; read the client's reply stream, and decode the rows in messages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
 _log = logging.getLogger("lmpool.producer")
 
-# Max bytes of a stream id with a time before the year 2286. A longer id does not come from a server's clock.
+# Max bytes of a stream id with a time before the year 2286. No server's clock produces a longer id.
 _MAX_ID_BYTES = len("9999999999999-18446744073709551615")
 # The command that reads up to 1,000 messages of the reply stream, and blocks for up to 1,000 ms.
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
@@ -56,11 +56,11 @@ _MAX_ROWS_AT_ONCE = 32
 
 
 class Requester:
-    """Requests rows from one model's workers, in one event loop; `Session` opens and closes it.
+    """Requests rows from one model's workers, in one event loop; the subclass `Session` opens and closes connections.
 
     Attributes:
         loop: the event loop.
-        info: the model info that was read last. A plain attribute and no property, because every request reads it.
+        info: the model info that was read last. A plain attribute is faster than a property for each request.
     """
 
     info: ModelInfo
@@ -92,7 +92,7 @@ class Requester:
         """Return a prompt's row from the producer's own memory or from shared memory, and count the request.
 
         This checks shared memory at most four times per event-loop tick, and never while requests are pending, because
-        the prompt would overtake them. For a prompt that is not checked here, the submitter checks shared memory.
+        the prompt would overtake these requests. Otherwise, the submitter checks shared memory for the prompt.
         """
         row = self._cache.get(prompt.digest)
         if row is not None:
@@ -127,10 +127,10 @@ class Requester:
         whole: bool = False,
         weights: SentWeights | None = None,
     ) -> Row:
-        """Request a row, or the result of the prompt's query. Some options are attributes of `PendingRequest`.
+        """Request a row, or the result of the prompt's query. `PendingRequest` describes `warm`, `whole` and others.
 
         With `warm`, the returned row is empty. A `private` result is removed from the cache once it has been read.
-        `weights` must not change until the result arrives, which is private.
+        `weights` must not change until the result arrives, and make the request private.
         """
         self._connections.check_open()
         waiter = self.begin(prompt, deadline.end, deadline.seconds, warm=warm)
@@ -229,7 +229,7 @@ class Requester:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
         elif request.is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
             error = errors.QueueFull(f"{text}: {connections.describe_full_queue()}")
-        elif request.lost:  # Check this first: a server that evicts rows evicts heartbeats too.
+        elif request.lost:  # Report evicted rows first: a server that evicts rows may evict heartbeats too.
             info, length = self.info, request.prompt.length
             size = encoded_size(length or info.vocab_size, Encoding.F32 if length else info.row_encoding)
             text += ": the row was gone from the server before it could be fetched"
@@ -251,7 +251,7 @@ class Receiver:
         self._connections = connections
         self._requests = requests
         self._submitter = submitter
-        self._on_change = on_change  # Called when the model has other weights.
+        self._on_change = on_change  # Called when a message says that the model has other weights.
         self._announced: list[bytes] = []
         self._has_announced = asyncio.Event()
 
@@ -292,15 +292,15 @@ class Receiver:
                 await asyncio.sleep(0)
 
     async def _trim(self, last: bytes) -> None:
-        """Remove messages that were read: `finish.lua` puts no rows into messages while a reply stream is long."""
+        """Remove read messages from the reply stream: while it is long, `finish.lua` puts no rows into messages."""
         with suppress(*TROUBLE):
             await self._connections.commands.call(b"XTRIM", self._connections.model.reply, b"MINID", last)
 
     async def _start_over(self) -> bytes:
-        """Delete a reply stream that cannot be read; returns the id to read from.
+        """Delete a reply stream that cannot be read; returns the id after which to read the new stream.
 
-        Another client may have written an entry that is too large, a key of another type, or an entry with an id so
-        large that the server can add no entry after it.
+        Another client may have replaced the stream by a key of another type, or added an entry that is too large, or an
+        entry whose id is so large that the server can add no later entry.
         """
         _log.warning("the reply stream %r cannot be read; deleting it", self._connections.model.reply)
         with self._connections.noting():
@@ -326,7 +326,7 @@ class Receiver:
     def _announce_all(self) -> None:
         """Fetch the rows of all requests: notifications may have been lost with the connection.
 
-        Requests that only warm the cache need no row; the session submits these requests again after a lease.
+        Requests that only warm the cache need no row; the session submits warming requests again after a lease.
         """
         self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
 
@@ -368,7 +368,7 @@ class Receiver:
         self._announce([request.prompt.digest for request in requests if request.waiters])
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:
-        """Send requests again whose jobs ended because the model has other weights now."""
+        """Send requests again whose jobs ended without a row because the model now has other weights."""
         for request in requests:
             request.stage = Stage.UNSENT
         self._on_change()
@@ -389,7 +389,7 @@ class Receiver:
 
 
 class _EntryRead(NamedTuple):
-    """A call for the entries of a prompt's row at some token ids, until a loop time."""
+    """A call of `EntryReader.read`, which reads the entries of a prompt's row at some token ids until a loop time."""
 
     digest: bytes
     ids: Sequence[int]
@@ -430,12 +430,12 @@ class EntryReader:
                         results = await self._read(reads)
         finally:  # Resolve the calls also when the session ends, which cancels this task.
             for read, result in zip(reads, results, strict=True):
-                if not read.result.done():  # The caller may have been cancelled before.
+                if not read.result.done():  # The caller may have been cancelled.
                     read.result.set_result(result)
 
     async def _read(self, reads: list[_EntryRead]) -> list[Row | None]:
         model = self._connections.model
-        # Read the info only now: the model, and the encoding of its rows, may have changed since the call.
+        # Use the current info: the model, and the encoding of its rows, may have changed since `read` was called.
         encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
         replies = await model.rows.entries([read.digest for read in reads], encoding, [read.ids for read in reads])
         sizes = {len(read.ids) for read in reads}

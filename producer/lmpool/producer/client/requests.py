@@ -1,7 +1,7 @@
 """Pending requests: the callers that wait for each prompt, timers of their deadlines, and the producer's row cache.
 
 Calls for the same prompt share one request: the first call starts a `PendingRequest`, later calls join it. Nothing in
-this file uses the server; `submit.py` sends requests and `receive.py` resolves them.
+this file uses the server; `submit.py` sends requests and `receive.py` resolves requests.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from lmpool.settings import shown
 
 Answer = Row | Exception
 Waiter = Callable[[Answer], None]
-"""A function that a request calls once, with the row or a copy of the exception, unless it was removed before."""
+"""A function that a request calls once, with the row or a copy of the exception; a removed waiter is not called."""
 
 ENDLESS_S = 9e8
-"""Timeout in seconds that means "no deadline". Finite, because infinity breaks the arithmetic of deadlines."""
+"""Timeout in seconds that means "no deadline". It is finite, because infinity breaks the arithmetic of deadlines."""
 
 ALONE_S = 60.0
-"""Seconds that a request without a deadline waits while no worker or no server could serve it."""
+"""Seconds that a request without a deadline waits while the server or all workers are missing."""
 
-# Max times that a worker is asked to overwrite a damaged row before the request fails.
+# Max requests to a worker to overwrite a damaged row, before the caller's request fails.
 _MAX_OVERWRITES = 2
-# Max requests of one client that the server holds at once, so that a huge batch does not fill the server.
+# Max requests of one client that the server holds at once, so that a huge batch does not fill the server's memory.
 _MAX_IN_FLIGHT = 8192
 # Max bytes of the token ids of the requests that the server holds for one client.
 _MAX_IN_FLIGHT_BYTES = 64 * 1024 * 1024
-# Timer buckets per second. Requests of one 10 ms bucket share a timer, so they time out up to 10 ms late.
+# Timer buckets per second. Requests of one 10 ms bucket share a timer, so requests time out up to 10 ms late.
 _BUCKETS_PER_S = 100
-# Max rows, and max bytes of rows, that are read before their callers run, to keep them in the processor's cache.
+# Max rows, and max bytes of rows, that are read before their callers run, so that rows stay in the CPU's cache.
 _MAX_ROWS_AT_ONCE, _MAX_BYTES_AT_ONCE = 8, 1_250_000
 
 
@@ -59,14 +59,14 @@ def check_timeout(timeout: float) -> float:
 
 
 class Deadline:
-    """The time by which a request must end, shared by all of its steps.
+    """The time by which a request must end, shared by all steps of the request.
 
     Attributes:
         seconds: duration from the start of the request.
         end: loop time of the deadline.
         loop: the running event loop. Before Python 3.12, each lookup of this loop costs a system call.
-        is_of_caller: whether the caller set the deadline. Other deadlines let each step take `seconds`, and
-            hardly count time in which the event loop was blocked.
+        is_of_caller: whether the caller set the deadline. A default deadline lets each step take `seconds`, and
+            hardly counts time in which the event loop was blocked.
     """
 
     __slots__ = ("end", "is_of_caller", "loop", "seconds")
@@ -90,12 +90,12 @@ class Deadline:
         return left
 
     def bounded(self) -> Deadline:
-        """Return this deadline, or one of `ALONE_S` if this one is endless, for steps that need no worker."""
+        """Return a deadline for steps that need no worker: this deadline, or `ALONE_S` if this one is endless."""
         return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
-        """Cancel the body at the deadline and raise DeadlineExceeded, without a cause if the deadline had passed."""
+        """Cancel the body at the deadline and raise DeadlineExceeded, without a cause if it had passed at the start."""
         limit = asyncio.timeout(self.left) if self.is_of_caller else silence_limit(self.seconds)
         try:
             async with limit as timer:
@@ -114,7 +114,7 @@ class Tasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run `work` as a task, and keep a reference to the task, because asyncio keeps only a weak one."""
+        """Run `work` as a task, and keep a reference to the task, because asyncio keeps only a weak reference."""
         task = self.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -128,8 +128,8 @@ class Tasks:
 class RowLRU:
     """The producer's own cache: digest -> read-only row, evicted in least-recently-used order.
 
-    A row from shared memory is kept only from its second use on. Memory of a row that is not kept is
-    reused for the next row, so it stays in the processor's cache; copying a row again takes a few µs.
+    A row from shared memory is kept only from its second use on. The next row reuses the memory of a row that is
+    not kept, so this memory stays in the CPU's cache; copying a row again takes a few µs.
 
     Attributes:
         owner: fingerprint of the model.
@@ -141,14 +141,14 @@ class RowLRU:
         self.owner = ""
         self._rows: OrderedDict[bytes, Row] = OrderedDict()
         self.size = 0
-        # Digests of rows from shared memory that were used once; at most as many as rows fit into this cache.
+        # Digests of rows from shared memory that were used once; their number is limited to the rows that fit here.
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def get(self, digest: bytes) -> Row | None:
-        """Return the row, which then counts as recently used, or None."""
+        """Return the row of a digest, which then counts as recently used, or None."""
         row = self._rows.get(digest)
         if row is not None:
             self._rows.move_to_end(digest)
@@ -175,7 +175,7 @@ class RowLRU:
             self.size -= rows.popitem(last=False)[1].nbytes
 
     def clear(self) -> None:
-        """Drop all rows."""
+        """Drop all rows of the cache."""
         self._rows.clear()
         self._used_once.clear()
         self.size = 0
@@ -183,7 +183,7 @@ class RowLRU:
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """The parts and options of a producer that its sessions use; see `Producer` for the options."""
+    """The parts and options of a producer that all its sessions share; `Producer` describes the options."""
 
     keys: Keys
     counters: Counters
@@ -207,17 +207,17 @@ class PendingRequest:
     """A prompt for whose row or result this process waits.
 
     Attributes:
-        waiters: function to call with the result -> time when its caller started to wait, by `monotonic`.
-        until: loop time of the latest deadline of the waiters.
+        waiters: function to call with the result -> time by `monotonic` when the function's caller began to wait.
+        until: loop time of the latest deadline among the waiters.
         warm: whether no waiter needs the row itself, only its presence in the pool's cache.
         since: loop time of the server's last reply about this prompt.
         is_refused: whether the full queue refused the request at its last submission.
         in_flight: whether the request counts towards the per-client limit.
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite the damaged row.
-        lost: number of times that the row had been evicted before it could be fetched.
-        origin: the `ProducerStats` attribute that counts the first waiter, or None while the row's source is unknown.
-        is_private: whether no other client can make this request; its result is removed from the cache once it is read.
+        lost: number of times that the pool evicted the row before this process fetched the row.
+        origin: the `ProducerStats` attribute for the request's first waiter; None while the row's source is unknown.
+        is_private: whether no other client can make this request; its result leaves the cache once it has been read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
         weights: the weights of a trie job, or None once the server has the weights.
         weights_name: name of the stored weights, or b"".
@@ -275,7 +275,7 @@ class PendingRequests:
     def add(
         self, prompt: Prompt, waiter: Waiter, until: float = math.inf, warm: bool = False
     ) -> tuple[PendingRequest, bool]:
-        """Add a waiter with a deadline for a prompt; returns the request, and whether it is a new one.
+        """Add a waiter with a deadline for a prompt; returns the request, and whether the request is new.
 
         `warm` means that the waiter does not need the row itself.
         """
@@ -289,7 +289,7 @@ class PendingRequests:
         return request, False
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
-        """Remove requests from `unsent` up to the per-client limit; returns the ones with waiters, to send them now."""
+        """Remove requests from `unsent` up to the per-client limit; returns the removed requests that have waiters."""
         admitted, count, size = list[PendingRequest](), self._in_flight, self._in_flight_bytes
         while unsent and count < _MAX_IN_FLIGHT and size < _MAX_IN_FLIGHT_BYTES:
             request = unsent.popleft()
@@ -303,7 +303,7 @@ class PendingRequests:
         return admitted
 
     def remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> bool:
-        """Remove a waiter; returns whether the request has ended because it has no other waiter."""
+        """Remove a waiter; returns whether the request has ended because no other waiter is left."""
         self._count_failure(why, request.waiters.pop(waiter))
         if request.waiters or not self.is_open(request):
             return False
@@ -332,7 +332,7 @@ class PendingRequests:
     async def resolve_by(self, digests: Sequence[bytes], read: Callable[[bytes], Row | None], kind: str) -> None:
         """Resolve the requests whose rows `read` returns, a few at a time.
 
-        After every few rows, the callers of these rows run: they use the rows while these are in the processor's cache,
+        After every few rows, the callers of these rows run: they use the rows while the CPU's cache contains the rows,
         and release memory for the next rows.
         """
         # Read the first row alone, to measure the size of rows.
@@ -388,7 +388,7 @@ class PendingRequests:
 
     def _answer(self, request: PendingRequest, row: Row, now: float) -> None:
         waiters, request.waiters = request.waiters, {}
-        # A request without an origin found its row in the cache before it was submitted.
+        # A request that has no origin yet found its row in the cache before it was submitted.
         origin = request.origin = request.origin or "cache_hits"
         stats, seconds = self._stats, self.counters.seconds
         for waiter, began in waiters.items():
@@ -408,8 +408,8 @@ class SingleWaiter:
 
     Attributes:
         seconds: timeout, for the error text.
-        request: the request that the waiter waits for; `Requester.begin` sets it.
-        bucket: number of the waiter's bucket in `DeadlineTimers`.
+        request: the request whose row the waiter gets; `Requester.begin` sets this attribute.
+        bucket: number of the 10 ms bucket in `DeadlineTimers` that contains the waiter.
     """
 
     __slots__ = ("bucket", "future", "request", "seconds")
@@ -430,7 +430,7 @@ class SingleWaiter:
 
 
 class DeadlineTimers:
-    """Timers for waiters, which fire up to 10 ms late.
+    """The timers of waiters' deadlines, which fire up to 10 ms late.
 
     One timer per waiter would cost more than the rest of a request, so all waiters of a 10 ms bucket share a timer.
     """
@@ -441,7 +441,7 @@ class DeadlineTimers:
         self._buckets: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
 
     def add(self, waiter: SingleWaiter, until: float) -> None:
-        """Call `expire` with the waiter at the loop time `until`, unless the waiter is removed before."""
+        """Call `expire` with the waiter at the loop time `until`; a waiter that was removed does not expire."""
         number = waiter.bucket = int(until * _BUCKETS_PER_S) + 1
         bucket = self._buckets.get(number)
         if bucket is None:
@@ -494,7 +494,7 @@ class BatchWaiter:
             self.count()
 
     def count(self) -> None:
-        """Count a row that has been written to the array."""
+        """Count a row that was written to the array; the last row resolves the future."""
         self.left -= 1
         if self.left == 0:
             self.future.set_result(None)

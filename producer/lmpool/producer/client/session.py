@@ -1,4 +1,4 @@
-"""The sessions of a producer, one per event loop: a session connects, watches the model and its workers, and closes."""
+"""The sessions of a producer, one per event loop, which connect, watch the model and its workers, and close."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ T = TypeVar("T")
 WhenFull = Literal["wait", "raise"]
 """Whether requests wait or fail while the queue is full."""
 WhenAbsent = Literal["wait", "raise"]
-"""Whether opening a session and requests wait or fail while no worker serves the model."""
+"""Whether requests, and the opening of a session, wait or fail while no worker serves the model."""
 Priority = Literal["interactive", "bulk"]
 """Whether workers take a client's prompts in turn with other clients, or after the prompts of interactive clients."""
 
 _log = logging.getLogger("lmpool.producer")
 
-# Number of tasks that fetch announced rows. With two tasks, one decodes rows while the other waits for the server.
+# Number of tasks that fetch announced rows: one task decodes rows while the other task waits for the server.
 _COLLECTORS = 2
 # Seconds between two checks of the model, its workers, and requests without a reply.
 _WATCH_S = 1.0
@@ -43,7 +43,7 @@ _WATCH_S = 1.0
 _MAX_RECHECKED = 2000
 # Max seconds for the commands that remove this client from the server when the session closes.
 _GOODBYE_S = 1.0
-# Max workers, chosen at random, for which the session checks every second whether they have left.
+# Max workers, chosen at random, that the session checks every second: have they left the pool?
 _MAX_WORKERS_CHECKED = 32
 # Max seconds between two tries to open a session while the server is unreachable or no worker serves the model.
 _MAX_RETRY_INTERVAL_S = 1.0
@@ -56,7 +56,7 @@ class Session(Requester):
         closed: whether the session has ended.
         vocabularies: the vocabularies, tokenizers and token sets of the pool.
         adapters: the adapters of the model.
-        fetching_head: lock that a caller holds while it fetches the model's head, which can take a gigabyte.
+        fetching_head: lock of the caller that fetches the model's head (last layer), which can have a gigabyte.
     """
 
     def __init__(self, server: Server, settings: SessionSettings) -> None:
@@ -81,7 +81,7 @@ class Session(Requester):
                 info = await self._discovery.info(model)
             except errors.UnknownModel as error:
                 if not error.is_loading:
-                    # If the server refuses writes, no model info can be stored: report this instead of UnknownModel.
+                    # Workers cannot store model infos if the server refuses writes: report the refusal instead.
                     await self._connections.check_writes(model or "")
                 if model and self._settings.when_absent == "wait":
                     await self._discovery.want(model)
@@ -93,7 +93,7 @@ class Session(Requester):
             raise self._connections.server.explain(error) from error
         self._adopt(info)
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
-        # Start the task now: a task that is cancelled before its first step does not run its `finally`.
+        # Let the new task begin: a task that is cancelled before its first step does not run its `finally`.
         await asyncio.sleep(0)
         await self._connections.scan_segments()
 
@@ -113,7 +113,7 @@ class Session(Requester):
             # If the program closed the loop without cancelling its tasks, no cleanup can run any more.
             if not self.loop.is_closed():
                 await self._connections.end_tasks()
-                with suppress(*TROUBLE):  # The reply stream and registrations of this client expire on the server.
+                with suppress(*TROUBLE):  # If the cleanup fails, the keys of this client expire on the server.
                     async with asyncio.timeout(_GOODBYE_S):
                         await self._submitter.cancel_all()
                         await self._connections.redis.unlink(self._connections.model.reply)
@@ -143,7 +143,7 @@ class Session(Requester):
             await asyncio.sleep(_WATCH_S)
             absence = None
             try:
-                # The timeout of redis-py's client is too long: the client was made before the lease was known.
+                # Set a shorter timeout than redis-py's, which was chosen before the lease of the model was known.
                 async with silence_limit(reply_timeout(self.info.lease_s)):
                     await self._reload_info()
                     await self.adapters.renew()
@@ -158,16 +158,16 @@ class Session(Requester):
                     self._has_logged_absence = absence is not None
                     homes = self._submitter.homes
                     homes.has_choice = self._liveness.count > 1
-                    # Discard homes (workers that computed prefixes of prompts) that have left; check a few at a time.
+                    # Discard homes (workers that computed prefixes of prompts) that left the pool; check a few at once.
                     known = random.sample(list(homes.workers), min(len(homes.workers), _MAX_WORKERS_CHECKED))
                     homes.forget(await self._discovery.gone(self.info.name, known))
                 if self._requests:
                     await self._recheck()
-                # Keep the recorded error while requests are sent again: perhaps only their connection is broken.
+                # Keep the recorded error while requests are sent again: only the connection for requests may be broken.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
             except TROUBLE as error:
-                self._liveness.missing_since = None  # The heartbeats could not be read, so no worker counts as missing.
+                self._liveness.missing_since = None  # Heartbeats could not be read: no worker counts as missing.
                 self._connections.note(error)
                 await self._connections.server.reconnect(self._connections.redis, error)
             self._end_endless(absence or self._connections.trouble)
@@ -177,13 +177,13 @@ class Session(Requester):
         now, lease_s = self.loop.time(), self.info.lease_s
         waiting = (request for request in self._requests if request.stage is Stage.WAITING)
         late = [request for request in waiting if now - request.since > _WATCH_S]
-        # Continue after the requests of the last check, so that slow requests at the front do not hide later requests.
+        # Continue where the last check ended, so that slow requests at the front do not hide later requests.
         at = self._next_recheck if self._next_recheck < len(late) else 0
         late = late[at : at + _MAX_RECHECKED]
         self._next_recheck = at + len(late)
         await self._submitter.fetch([request.prompt.digest for request in late])
         pending = filter(self._requests.is_open, late)
-        # For a request that only warms the cache, only `submit.lua` can check whether the row is cached.
+        # Include all late warming requests (which need no row): only `submit.lua` checks whether their rows are cached.
         silent = [request for request in pending if request.warm or now - request.since > lease_s]
         if silent:
             await self._submitter.submit(silent, again=True)
@@ -230,7 +230,7 @@ class Session(Requester):
         if info is not None and info.fingerprint == self.info.fingerprint:
             self._connections.model = replace(self._connections.model, info=info)
             self.info = info
-        elif info is not None:  # Without an info, no worker serves at the moment; requests wait for the next one.
+        elif info is not None:  # Without an info, no worker serves the model, and requests wait for a worker.
             _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
             self._adopt(info)
             self._submitter.retry_soon()
@@ -238,7 +238,7 @@ class Session(Requester):
 
 
 class CopiedAsItself:
-    """Base of classes that hold connections: a copy or deep copy of the object is the object itself."""
+    """Base class for objects that hold connections: `copy` and `deepcopy` return the object itself."""
 
     def __copy__(self) -> Self:
         return self
@@ -253,9 +253,9 @@ class _Attempt:
 
     Attributes:
         waiting: number of callers that wait for the session.
-        timeout_s: longest timeout of these callers.
+        timeout_s: longest timeout of the waiting callers.
         server: the server to connect to, or None before the first try.
-        absence: the last error that says that the server is unreachable or the model is not served.
+        absence: the last error because of an unreachable server or a model that is not served.
         is_over: whether the producer was closed, or all callers have given up.
     """
 
@@ -319,7 +319,7 @@ class SessionPerLoop:
                 return await ask(session, await session.adapters.qualified(adapter, deadline))
             except errors.AdapterChanged:
                 session.adapters.doubt()
-            # The worker may have read the change of the adapter before this client can read it.
+            # Wait: the worker may read a changed adapter earlier than this client can.
             await asyncio.sleep(wait)
         raise AssertionError("the delays never end")
 
@@ -331,7 +331,7 @@ class SessionPerLoop:
             attempt.task = loop.create_task(self._connect(attempt), name="lmpool-connect")
             with self._lock:
                 for old in list(self._opening):
-                    if old.is_closed():  # The program closed the loop without cancelling its tasks.
+                    if old.is_closed():  # The program closed this loop, so its attempt never ends.
                         self._opening.pop(old, None)
                 self._opening[loop] = attempt
         attempt.waiting += 1
@@ -342,7 +342,7 @@ class SessionPerLoop:
         except errors.DeadlineExceeded as error:
             absence = attempt.absence
             if error.__cause__ is None:
-                raise  # The deadline had passed before this call began to wait.
+                raise  # The deadline had passed before the wait began.
             if absence is not None:
                 kind = errors.NoWorker if isinstance(absence, errors.UnknownModel) else type(absence)
                 raise kind(f"{error}: {absence}") from copy_error(absence)
@@ -358,7 +358,7 @@ class SessionPerLoop:
         return outcome(attempt.task)
 
     def _abandon(self, attempt: _Attempt, loop: asyncio.AbstractEventLoop) -> None:
-        """End an attempt without callers, so that the next caller does not wait for a dead server."""
+        """End an attempt whose callers have given up, so that the next caller does not wait for a dead server."""
 
         def forget(_: object) -> None:
             with self._lock:
@@ -368,7 +368,7 @@ class SessionPerLoop:
         if attempt.task.done() or loop.is_closed():
             forget(None)
         else:
-            # Keep the attempt until its task has ended: `close` waits for it.
+            # Keep the attempt until its task has ended, because `close` waits for the task.
             attempt.is_over = True
             attempt.task.add_done_callback(forget)
             attempt.task.cancel()
@@ -422,7 +422,7 @@ class SessionPerLoop:
         ends = [(loop, attempt.task.cancel) for loop, attempt in attempts.items()]
         ends += [(loop, session.close_soon) for loop, session in sessions.items() if not session.closed]
         for loop, end in ends:
-            with suppress(RuntimeError):  # RuntimeError: the loop is closed, so its tasks have ended.
+            with suppress(RuntimeError):  # RuntimeError: the loop is closed, and its tasks have ended.
                 loop.call_soon_threadsafe(end)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Looks up cached rows; sends other prompts as jobs, each with its home (the worker whose lane it joins)."""
+"""Look up cached rows; send other prompts as jobs, each with its home: the worker that computed a prefix of it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from lmpool.protocol.keys import GROUP
 from lmpool.rows.cache import Found
 
 _NO_ROW = np.empty(0, np.float32)
-# Flush early when this many requests are unsent, even while rows are arriving.
+# Send requests without delay when this many requests are unsent, even while rows are arriving.
 _MAX_HELD_BACK = 64
-# For up to this many requests, submitting them costs about as much as looking up their rows in the cache.
+# Max requests whose submission costs about as much as looking up their rows in the cache.
 _FEW = 8
-# Min share of cache hits at which a lookup pays: for more than `_FEW` requests, and for up to `_FEW` requests.
+# Min share of cache hits at which a lookup pays off, for more than `_FEW` requests and for at most `_FEW` requests.
 _MIN_HIT_RATE_OF_MANY, _MIN_HIT_RATE_OF_FEW = 0.02, 0.5
 # Number of batches over which the hit rate is averaged.
 _HIT_RATE_WINDOW = 8
-# Min and max seconds for which the server keeps a waiting client registered. Clients register again every lease.
+# Min and max seconds for which the server keeps a waiting client registered. Clients register again once per lease.
 _MIN_PATIENCE_S, _MAX_PATIENCE_S = 5.0, 3600.0
 # Max bytes of token ids per script call, so that a call blocks the server only for a few ms.
 _MAX_IDS_BYTES = 512 * 1024
-# Bytes of weights that count as one byte of token ids: workers start on 4 MiB while the client sends the next 4 MiB.
+# Bytes of weights that count as a byte of token ids: a call has 4 MiB, and workers begin while the next call is sent.
 _WEIGHTS_PER_ID_BYTE = 8
 
 # Max prompts whose homes (the workers that computed the prompts) are recorded; about 100 bytes each.
@@ -45,15 +45,15 @@ _BLOCK_BYTES = 16 * 4
 _MAX_BLOCKS = 8
 # Bytes at each end of a prompt that identify the prompt: 64 tokens.
 _END_BYTES = 64 * 4
-# Bytes cut off a prompt to look up its prefixes, most likely first: most prompts add one token to another prompt.
+# Bytes cut off a prompt to look up its prefixes, the most likely first: most prompts extend a prompt by one token.
 _CUT_BYTES = (4, 0, 8, 12, 16)
 _NO_HOME = b"", 0
-# Value that tells `submit.lua` that a prompt has the same home and prefix as the prompt before it.
+# Value for `submit.lua`: the prompt has the home and the prefix of the previous prompt.
 _SAME_HOME = b"="
 
 
 class Homes:
-    """Records the home of each prompt: the worker that computed it, and so may still have its keys and values.
+    """Records the home of each prompt: the worker that computed the prompt, and may still have its keys and values.
 
     A prompt is identified by its length and the tokens at both ends, so two prompts may share a home by mistake. A
     wrong home can cost time but never changes a row.
@@ -64,7 +64,7 @@ class Homes:
     """
 
     def __init__(self, *, has_choice: bool = False) -> None:
-        # Use OrderedDict: finding the first key of a dict slows down with every key that was removed before it.
+        # Use OrderedDict: in a dict, each removed key in front of the first key slows down finding the first key.
         self._homes: OrderedDict[int, bytes] = OrderedDict()
         self._lengths: set[int] = set()
         # Hashes of the first blocks of prompts with homes, to recognize most prompts without a home by one lookup.
@@ -91,7 +91,7 @@ class Homes:
                 entries.popitem(last=False)
 
     def find(self, prompt: Prompt) -> tuple[bytes, int]:
-        """Return the worker that computed the longest recorded prefix of a prompt, and the key of that prefix."""
+        """Return the worker that computed a prompt's longest recorded prefix, and the key of the prefix."""
         ids, lengths, adapter = prompt.ids, self._lengths, prompt.adapter
         size = len(ids)
         # Without a recorded prefix, prefer the worker that used the adapter last: the adapter is probably still loaded.
@@ -106,10 +106,10 @@ class Homes:
         return no_home
 
     def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
-        """Return requests in the order for `submit.lua`, and their homes, an empty list if no home is recorded.
+        """Return requests in the order for `submit.lua`, and the homes of their prompts; [] if no home is recorded.
 
-        Requests with the same prefix are consecutive, and all but the first have the home "=". If a worker has too many
-        prompts, requests with one prefix move to another worker together. Frequent prefixes come first.
+        Requests with the same prefix are consecutive; all but the first of these have the home "=". If a worker has too
+        many prompts, requests with one prefix move to another worker together. Frequent prefixes come first.
         """
         if not self._homes:
             return requests, []
@@ -145,7 +145,7 @@ class Submitter:
     Attributes:
         homes: the workers that computed earlier prompts.
         is_full: whether the queue was full at the last submission.
-        is_retrying: whether requests wait to be sent again.
+        is_retrying: whether a task is sending unsent and refused requests again.
     """
 
     def __init__(
@@ -180,14 +180,14 @@ class Submitter:
     def _flush_soon(self) -> None:
         if not self._is_flushing:
             self._is_flushing = True
-            # `call_soon` runs after all callbacks that are ready now, so that the requests of these are sent together.
+            # `call_soon` runs after all callbacks that are ready now, so that all their requests are sent together.
             self._connections.loop.call_soon(lambda: self._connections.spawn(self._flush()))
 
     async def _flush(self) -> None:
         """Send unsent requests, up to the per-client limit."""
         requests = self._requests
-        # Wait while callers that receive rows submit their next prompts, to send the prompts together. Requests whose
-        # rows are being looked up must be sent before later requests.
+        # Wait while callers that receive rows submit their next prompts, to send the prompts together. Also wait for
+        # lookups, because a request whose row is being looked up must be sent before later requests.
         reading = requests.reading
         while "unsent" in reading or ("announced" in reading and len(self._unsent) < _MAX_HELD_BACK):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -216,7 +216,7 @@ class Submitter:
         sending = Stage.SENDING
         for request in requests:
             request.stage = sending
-        # Do not look up warming requests, which need no row, or private ones, which no client can have made before.
+        # Do not look up warming requests, which need no row, or private requests, which no client can have made before.
         sought = [request for request in requests if not (request.damaged or request.warm or request.is_private)]
         segments, model = self._connections.segments, self._connections.model
         if sought and segments.has_any:
@@ -228,7 +228,7 @@ class Submitter:
             if sought and (self._hit_rate > min_hit_rate or not model.rows.is_seen):
                 await self.fetch([request.prompt.digest for request in sought])
             await self.submit([request for request in requests if request.waiters])
-            # Skip cancelled and refused requests: they have no origin, or the origin of an earlier submission.
+            # Skip cancelled and refused requests, which have no origin or the origin of an earlier submission.
             origins = [request.origin for request in sought if request.origin and not request.is_refused]
             if origins:
                 self._hit_rate += (origins.count("cache_hits") / len(origins) - self._hit_rate) / _HIT_RATE_WINDOW
@@ -242,11 +242,11 @@ class Submitter:
     async def submit(self, requests: Sequence[PendingRequest], *, again: bool = False) -> None:
         """Register this client for prompts, and queue a job for each prompt without a job.
 
-        If the requests were submitted before (`again`), `submit.lua` checks that their jobs still exist.
+        With `again`, the requests were submitted earlier, and `submit.lua` checks that their jobs still exist.
         """
         rows = self._connections.model.rows
         if whole := [request.prompt.digest for request in requests if request.whole and not again]:
-            # The cache probably holds a reference to shared memory that the row's reader cannot read.
+            # Drop cached values that are probably references to shared memory, which the row's reader cannot read.
             await rows.drop(rows.keys_of(whole))
         # If `submit.lua` cannot read rows, check here whether the rows of warming requests are cached.
         if not rows.is_seen:
@@ -256,7 +256,7 @@ class Submitter:
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
             if is_full and self._waits:
-                # The full queue would refuse these requests too, so do not send them now.
+                # Do not send the remaining requests now, because the full queue would refuse them.
                 for request in waited_for:
                     request.stage, request.is_refused = Stage.UNSENT, True
                 continue
@@ -294,8 +294,8 @@ class Submitter:
             if code == "Q":  # Queued.
                 request.origin = "computed"
                 if again and not request.damaged:
-                    request.lost += 1  # The earlier job has ended, and its row is not in the cache.
-            elif code == "J" and request.origin != "computed":  # Joined a job.
+                    request.lost += 1  # The earlier job ended, and the cache lost its row.
+            elif code == "J" and request.origin != "computed":  # The request joined an earlier job.
                 request.origin = "joined"
             elif code == "R":  # The row is in the cache.
                 request.origin = request.origin or "cache_hits"
@@ -312,7 +312,7 @@ class Submitter:
         return stored
 
     async def _call_script(self, requests: Sequence[PendingRequest], homes: Sequence[bytes], again: bool) -> bytes:
-        """Call `submit.lua`; returns its outcome, one character for each request."""
+        """Call `submit.lua`; returns the outcome, one character (Q, J, R or F) for each request."""
         connections, model = self._connections, self._connections.model
         is_unfit = True in [request.damaged or request.whole for request in requests]
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
@@ -323,7 +323,7 @@ class Submitter:
         unpacked = list[Job]()
         for request in requests:
             ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
-            # Without a host, the worker stores the row itself, not a reference to shared memory.
+            # Without a host, the worker stores the row itself in Redis, not a reference to its shared memory.
             host = b"" if request.whole or request.lost else model.host
             unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host))
         jobs: Sequence[bytes] = pack_jobs(unpacked)
@@ -334,7 +334,7 @@ class Submitter:
         patience_s += max(2 * model.info.lease_s, _MIN_PATIENCE_S)
         patience_ms = int(1000 * min(max(patience_s, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
         args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, int(again), len(jobs), *jobs]
-        is_continued = requests[0].prompt.generated > 0  # If one request is a continuation, all requests are.
+        is_continued = requests[0].prompt.generated > 0  # All requests of a portion are continuations, or none is.
         args += homes or [b""] * len(requests) * is_continued
         args += [request.prompt.generated for request in requests if is_continued]
         outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
@@ -362,7 +362,7 @@ class Submitter:
             return
 
         def resolve(digests: Sequence[bytes], results: Sequence[Found]) -> None:
-            # If the model has changed during the fetch, ignore the rows: they are of other weights.
+            # Ignore the rows if the model changed during the fetch: other weights computed these rows.
             if self._connections.model.rows is rows:
                 self._requests.resolve_found(digests, results)
 
@@ -373,7 +373,7 @@ class Submitter:
         """Fetch rows that workers announced; submits requests again whose rows are evicted or damaged."""
         announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
         await self.fetch(digests, are_stored=True)
-        # A newer request for the same prompt looks up its row itself.
+        # Skip digests with a newer request for the same prompt, which looks up its row itself.
         if lost := [request for request in announced if request.in_flight and self._requests.is_open(request)]:
             await self.submit(lost, again=True)
 
@@ -383,7 +383,7 @@ class Submitter:
         """Withdraw a request that has no waiters."""
         self.discard([request])
         if len(self._unsent) > 2 * len(self._requests) + _FEW:
-            # Most of the unsent requests have ended.
+            # Remove ended requests when most of the unsent requests have ended.
             self._unsent = deque(request for request in self._unsent if request.waiters)
         if request.stage is not Stage.UNSENT:
             self._cancelled.add(request.prompt.digest)
@@ -394,9 +394,9 @@ class Submitter:
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
         digests = set(self._cancelled)
-        with self._connections.noting():  # If the command fails, the registrations expire.
+        with self._connections.noting():  # If the command fails, this client's registrations for the prompts expire.
             await self._cancel([digest for digest in digests if self._requests.get(digest) is None])
-            # Remove the digests only after the reply: if the session ends before it, `cancel_all` needs the digests.
+            # Remove the digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
             self._cancelled -= digests
 
     async def cancel_all(self) -> None:
@@ -404,7 +404,7 @@ class Submitter:
         self.discard(list(self._requests))
         await self._drop_discarded()
         waiting = [request.prompt.digest for request in self._requests if request.stage is not Stage.UNSENT]
-        # Submissions use the same connection, so the server receives these cancellations after pending submissions.
+        # Cancellations use the connection of submissions, so the server receives cancellations after submissions.
         await self._cancel([*waiting, *self._cancelled])
 
     async def _cancel(self, digests: Sequence[bytes]) -> None:
@@ -425,19 +425,19 @@ class Submitter:
                 keys.append(rows.weights_prefix + request.weights_name)
                 request.weights_name = b""
         if keys and not self._disposable:
-            # Delete all keys of this event-loop tick with one command.
+            # Delete all keys that were discarded in this event-loop tick with one command.
             self._connections.loop.call_soon(lambda: self._connections.spawn(self._drop_discarded()))
         self._disposable += keys
 
     async def _drop_discarded(self) -> None:
         keys, self._disposable = self._disposable, []
         if keys:
-            with self._connections.noting():  # If the command fails, the keys expire.
+            with self._connections.noting():  # If the command fails, the keys expire later.
                 await self._connections.model.rows.drop(keys)
 
 
 def _portions(requests: Sequence[PendingRequest]) -> Iterator[Sequence[PendingRequest]]:
-    """Split requests into portions that one script call handles within a few ms; continuations form the last ones."""
+    """Split requests into portions that one script call handles within a few ms; continuations have own portions."""
     continued = [request for request in requests if request.prompt.generated]
     if continued and len(continued) < len(requests):
         yield from _portions([request for request in requests if not request.prompt.generated])

@@ -1,4 +1,4 @@
-"""Connections of a language model: `ModelConnection` to a running pool, `PrivatePool` to a new server and worker.
+"""Connect a genlm language model to a pool: `ModelConnection` to a running pool, `PrivatePool` to a new one.
 
 Both classes survive a fork of the process: the child does not touch its parent's connections. `split` and
 `command_options` translate the options `llm_opts` of `load_model_by_name`.
@@ -40,20 +40,20 @@ from lmpool.producer.sync import SyncProducer
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_kind, shown
 
-_LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves: enough to download a large model.
+_LOAD_TIMEOUT_S = 1800.0  # Max seconds until a private worker serves its model: enough to download a large model.
 _STOP_S = 5.0  # Seconds between SIGTERM and SIGKILL of a worker that does not stop.
 _POLL_S = 0.05  # Seconds between two checks whether the model is served.
-_LINES_SHOWN = 20  # Last lines of the worker's log that an error quotes.
-_MAX_FOLDER_PATH = 60  # Max bytes of the temporary folder's path, else use /tmp: a socket's path has at most 107.
+_LINES_SHOWN = 20  # Number of lines at the end of the worker's log that an error quotes.
+_MAX_FOLDER_PATH = 60  # Max bytes of the temporary folder's path, else use /tmp: a socket's path has at most 107 bytes.
 
 MODEL_OPTIONS = ("timeout", "cache_bytes", "tokenizer")
-"""Options of a language model with a private worker."""
+"""Names of the options of a language model that has a private worker."""
 
 POOL_OPTIONS = (*MODEL_OPTIONS, "redis", "prefix", "when_absent", "priority")
-"""Options of a language model that connects to a running pool."""
+"""Names of the options of a language model that connects to a running pool."""
 
 MIN_TIMEOUT_S = 1.0
-"""Min seconds of a request's timeout. In genlm-backend, a smaller timeout is the wait to fill a batch."""
+"""Min seconds of a request's timeout. In genlm-backend, `timeout` is the time that a batch waits for more prompts."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
 # Arguments of transformers -> settings of the hf backend.
@@ -75,7 +75,7 @@ class Address:
     """The arguments of `Producer`; a `timeout` of infinity means no deadline."""
 
     model: str | None = None
-    redis: RedisLike | None = field(default=None, repr=False)  # Not in `repr`: a URL may contain a password.
+    redis: RedisLike | None = field(default=None, repr=False)  # Left out of `repr`: a URL may contain a password.
     timeout: float = math.inf
     cache_bytes: int = 256 * 1024 * 1024
     prefix: str = "lmpool"
@@ -130,18 +130,18 @@ class ModelConnection:
 
     @property
     def sync(self) -> SyncProducer:
-        """The producer of synchronous callers. Its first call connects, so that `close` can end the connecting."""
+        """The producer of synchronous callers, which connects at its first call, so that `close` can interrupt that."""
         with self._lock:
             self._check_open()
             if self._sync is None:
                 producer = Producer(**self._address.options)
                 self._sync = SyncProducer.__new__(SyncProducer)
-                self._sync.__setstate__(producer)  # As unpickled: not connected yet.
+                self._sync.__setstate__(producer)  # Like an unpickled producer, do not connect yet.
             return self._sync
 
     @property
     def used(self) -> list[Producer | SyncProducer]:
-        """The producers that this thread has used: its own, and the one of synchronous callers."""
+        """The producers that this thread has used: the thread's own, and the producer of synchronous callers."""
         producers = (getattr(self._of_thread, "producer", None), self._sync)
         return [producer for producer in producers if producer is not None]
 
@@ -159,7 +159,7 @@ class ModelConnection:
         atexit.unregister(self.close)
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the event loop."""
+        """Close as `close` does, without blocking the event loop."""
         self._closed = True
         producer: Producer | None = getattr(self._of_thread, "producer", None)
         if producer is not None:
@@ -175,7 +175,7 @@ class ModelConnection:
             return
         try:
             threading.Thread(target=self.close, name="lmpool-close", daemon=True).start()
-        except RuntimeError:  # No more threads: the limit of the system is reached, or the interpreter is ending.
+        except RuntimeError:  # No thread can start: the system's limit is reached, or the interpreter is ending.
             self.close()
 
     def _check_open(self) -> None:
@@ -184,15 +184,15 @@ class ModelConnection:
 
 
 class PrivatePool:
-    """A server and a worker whose files are in a temporary folder. They run until `close`.
+    """A private server and worker, which run until `close` and have their files in a temporary folder.
 
-    Server and worker end with this process, even if it is killed. A fork of the process may use both, but ends neither.
+    Server and worker end when this process ends or is killed. A fork may use the server and worker, but ends neither.
 
     Args:
         model: hub name or folder of the model, the argument of `lmpool worker`.
-        backend: name of its backend.
+        backend: name of the worker's backend.
         options: more options of `lmpool worker`.
-        load_timeout: max seconds until the worker serves.
+        load_timeout: max seconds until the worker serves the model.
 
     Raises:
         ModelError: the worker ended before it served, or did not serve in time; its log is quoted.
@@ -216,7 +216,7 @@ class PrivatePool:
         """End the worker and the server and remove their files; closing twice does nothing."""
         process, self._process = self._process, None
         if process is not None:
-            with process:  # Leaving the block closes the worker's pipe and waits for its end.
+            with process:  # Leaving the block closes the worker's pipe and waits for the worker's end.
                 process.terminate()
                 try:
                     process.wait(_STOP_S)
@@ -226,7 +226,7 @@ class PrivatePool:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def after_fork(self) -> None:
-        """Leave everything to the parent process."""
+        """Leave the server, the worker and their files to the parent process."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             # The worker ends when all copies of its pipe are closed, so this process must not keep a copy.
@@ -234,7 +234,7 @@ class PrivatePool:
             _left_to_parent.append(process)
 
     def _serve(self, model: str, arguments: list[str], load_timeout: float) -> None:
-        """Start the worker and wait until it serves."""
+        """Start the worker and wait until it serves the model."""
         # Without -P, a file in the user's working directory could replace a module. `--adapter-hub` allows any adapter
         # of the hub, because no other program can add adapters to a private pool.
         program = [sys.executable, "-P", "-c", LAUNCH, "worker", "--redis", self.url]
@@ -277,7 +277,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def split(backend: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split options into the language model's and its private worker's; translate the worker's to lmpool's names."""
+    """Split options into those of the language model and of its private worker; give the latter lmpool's names."""
     for name, instead in _REFUSED.items():
         if given.get(name) is not None:
             raise SettingsError(f"llm_opts: {name} cannot be set: {instead}")
@@ -307,7 +307,7 @@ def check_min_timeout(given: Mapping[str, Any]) -> None:
 
 
 def command_options(given: Mapping[str, Any]) -> list[str]:
-    """Settings of a worker as options of the `lmpool worker` command, without those that are None or False."""
+    """Settings of a worker as options of the `lmpool worker` command, without settings that are None or False."""
     options: list[str] = []
     for name, value in given.items():
         if not isinstance(name, str) or not _OPTION.fullmatch(name):

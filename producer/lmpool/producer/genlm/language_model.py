@@ -45,7 +45,7 @@ _MAX_AT_ONCE = 64  # Max tokens generated per request, so that a long continuati
 
 
 class UnknownLora(UnknownAdapter, ValueError):
-    """The model has no adapter of that name. Also a ValueError, as in genlm-backend."""
+    """The model has no adapter of that name. This error is also a ValueError, as in genlm-backend."""
 
 
 @contextmanager
@@ -85,11 +85,11 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         byte_vocab: genlm-backend's `Token` of every id of the tokenizer.
         str_vocab: the text of every id of the tokenizer.
         device: the device of the rows, always the CPU.
-        batch_size: without effect, for programs that set it on genlm-backend's AsyncTransformer. Workers choose their
-            own batches.
+        batch_size: has no effect, because workers choose their batches. Programs may set it, as on genlm-backend's
+            AsyncTransformer.
 
     Raises:
-        ServerError, UnknownModel, AmbiguousModel, NoWorker: as `Producer.open`.
+        ServerError, UnknownModel, AmbiguousModel, NoWorker: as for `Producer.open`.
         SettingsError: a value is malformed, or the tokenizer cannot be loaded.
         InvalidVocabulary: the tokenizer's tokens cannot be read.
     """
@@ -102,7 +102,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         self._connection = pools.ModelConnection(address, owned)
         try:
             if connects:
-                # Keep the model's name: the pool may serve more models when this object connects again.
+                # Store the model's name: the pool may serve more models when this object connects again.
                 address = replace(address, model=self.info.name)
             if tokenizer is None:
                 tokenizer = load_tokenizer(self.info, option="tokenizer", otherwise="pass tokenizer=")
@@ -138,7 +138,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             redis: URL, or a redis-py client whose address and credentials are used (the model cannot be pickled then);
                 None for `LMPOOL_REDIS_URL`, then this user's embedded server.
             timeout: max seconds per request; infinity waits as long as a worker serves or loads the model.
-            cache_bytes: max bytes of cached rows per thread, and as many again for synchronous calls; 0 for none.
+            cache_bytes: max bytes of cached rows per thread, and the same for all synchronous calls; 0 for none.
             prefix: prefix of the pool's Redis keys.
             tokenizer: the model's tokenizer; None for the tokenizer that the model info names.
             when_absent: behaviour of connecting and of requests while no worker serves the model: "wait" until
@@ -146,7 +146,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             priority: "interactive", or "bulk" for requests that yield to interactive requests (see `Producer`).
 
         Raises:
-            As the class.
+            The exceptions of the class.
         """
         return cls(Address(name, redis, timeout, cache_bytes, prefix, when_absent, priority), tokenizer=tokenizer)
 
@@ -192,7 +192,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             return tensor_over(await self._connection.producer.logprobs(token_ids, **self._options(lora_name)))
 
     def next_token_logprobs_sync(self, token_ids: Any, lora_name: str | None = None) -> Tensor:
-        """As `next_token_logprobs`, for synchronous callers; it blocks a running event loop."""
+        """Call `next_token_logprobs` synchronously; this blocks a running event loop."""
         with _errors_of_genlm():
             return tensor_over(self._connection.sync.logprobs(token_ids, **self._options(lora_name)))
 
@@ -211,12 +211,12 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return torch.from_numpy(rows)
 
     def batch_next_token_logprobs_sync(self, token_ids_list: Iterable[Any], lora_name: str | None = None) -> Tensor:
-        """As `batch_next_token_logprobs`, for synchronous callers."""
+        """Call `batch_next_token_logprobs` synchronously; this blocks a running event loop."""
         with _errors_of_genlm():
             return torch.from_numpy(self._connection.sync.batch_logprobs(token_ids_list, **self._options(lora_name)))
 
     def next_token_logprobs_uncached(self, token_ids: Any, lora_name: str | None = None) -> Tensor:
-        """As `next_token_logprobs_sync`, but a worker computes the row again even if it is cached."""
+        """Return a row as `next_token_logprobs_sync` does, but have a worker compute the row again if it is cached."""
         with _errors_of_genlm():
             return tensor_over(self._connection.sync.logprobs(token_ids, fresh=True, **self._options(lora_name)))
 
@@ -238,7 +238,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         Args:
             prompt_token_ids: the prompt, as for `next_token_logprobs`.
             max_tokens: max tokens to draw.
-            eos_token_ids: tokens that end the continuation; they are not part of it.
+            eos_token_ids: tokens that end the continuation; the continuation does not include these tokens.
             temperature: divisor of the log-probabilities; 0 takes the most likely token each time.
             seed: seed of the generator.
             lora_name: name of an adapter; None for no adapter.
@@ -274,8 +274,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
     def cache_kv(self, prompt_tokens: Any, lora_name: str | None = None) -> None:
         """Have a worker compute a prompt's row, so that longer prompts cost only their new tokens.
 
-        The call is a hint: it reaches one worker, or none if the row is cached. Workers evict the least recently used
-        keys and values.
+        The call is a hint: one worker computes the row, or no worker if the row is cached. Workers evict the least
+        recently used keys and values.
         """
         with _errors_of_genlm():
             self._connection.sync.warm(prompt_tokens, **self._options(lora_name))
@@ -299,7 +299,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
             lora_name: name of the adapter.
 
         Raises:
-            As `Producer.add_adapter`.
+            The exceptions of `Producer.add_adapter`.
         """
         self._connection.sync.add_adapter(lora_name, lora_path)
 
@@ -307,7 +307,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         """Remove an adapter from the model.
 
         Raises:
-            As `Producer.remove_adapter`.
+            The exceptions of `Producer.remove_adapter`.
         """
         with _errors_of_genlm():
             self._connection.sync.remove_adapter(lora_name)
@@ -347,7 +347,7 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         return f"{type(self).__name__}({self._address.model!r})"
 
 
-# llamppl chooses its code path by genlm-backend's classes; PooledLM has the methods of AsyncTransformer.
+# llamppl chooses its code path by genlm-backend's class AsyncTransformer, whose methods PooledLM has.
 AsyncTransformer.register(PooledLM)
 
 
@@ -357,10 +357,10 @@ def load_model_by_name(
     """A language model by name.
 
     Args:
-        name: for a pool, the name of the served model, or None for the only one; otherwise the hub name or folder of
-            the model.
+        name: for a pool, the name of the served model, or None for the only served model; otherwise the model's hub
+            name or folder.
         backend: None or "pool" connects to a running pool. "hf", "vllm" and "sglang" (or "sgl") start a private server
-            and a worker with that backend; both end when the model is closed or collected, or when this program ends
+            and worker with that backend; both end when the model is closed or collected, or when this program ends
             or is killed. "synthetic" (or "mock") starts a worker that returns random rows for the vocabulary of the
             tokenizer `name`. Equal prompts have equal rows, which differ from the rows of genlm-backend's mock.
         llm_opts: options of `PooledLM.from_name`; `when_absent` defaults to "wait", so that programs and workers may
@@ -375,7 +375,7 @@ def load_model_by_name(
     Raises:
         SettingsError: an unknown backend, or an option that is unknown or malformed (a ValueError).
         ModelError: the private worker does not serve; the message quotes the end of its log.
-        As `PooledLM`.
+        The exceptions of `PooledLM`.
     """
     given: dict[str, Any] = dict(check_kind("llm_opts", llm_opts or {}, Mapping, "a mapping of options to values"))
     if backend is None or backend == "pool":
@@ -396,7 +396,7 @@ def load_model_by_name(
         worker.setdefault("vocab_size", len(decode_vocab(options["tokenizer"]).tokens))
     tokenizer = options.pop("tokenizer", None)
     pool = PrivatePool(served, backend, pools.command_options(worker), **loading)
-    # The model closes the pool, also if it cannot be made.
+    # The model closes the private pool, even if the model's constructor fails.
     model = PooledLM(Address(redis=pool.url, **options), tokenizer=tokenizer, owned=pool)
     model.batch_size = worker.get("max_batch", model.batch_size)
     return model

@@ -1,4 +1,4 @@
-"""genlm-backend's vocabulary items as byte strings, and its node numbers for a trie.
+"""Convert genlm-backend's vocabulary items to byte strings, and compute genlm-backend's node numbers for a trie.
 
 Iterating an item yields its letters, such as bytes. A letter from 0 to 255 is its own code. All other letters, such as
 an end-of-sequence item that yields itself or the characters of a text, get codes from 256 on. If all letters are bytes,
@@ -7,7 +7,7 @@ spelling is a prefix of another spelling, and 0xFF is the only byte whose spelli
 
 genlm-backend gives every item a leaf below the node of its last letter, orders children by their first items, and
 numbers all nodes in postorder. A node's number is therefore the number at which its subtree starts plus the size of the
-subtree minus one. Both numbers are computed from the trie's arrays without walking the trie.
+subtree minus one. Both summands are computed from the trie's arrays without walking the trie.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lmpool.settings import shown
 from lmpool.trie.trie import Trie
 
 BASE = 255
-"""Codes below 255 are spelled as one byte; the byte 255 begins a longer spelling."""
+"""Number of codes that are spelled as one byte; the byte 255 begins a longer spelling."""
 
-N_BYTES = 256  # Number of values of a byte.
+N_BYTES = 256  # Number of different bytes.
 
 
 def _by_id(compare: Callable[[int, int], bool]) -> Any:
-    """A method that compares tokens by their ids."""
+    """Return a method that compares two tokens by their ids."""
 
     def method(self: Token, other: object) -> bool:
         return compare(self.token_id, other.token_id) if is_token(other) else NotImplemented
@@ -39,7 +39,7 @@ def _by_id(compare: Callable[[int, int], bool]) -> Any:
 
 
 class Token(bytes):
-    """The byte string of a token, with its id.
+    """The byte string of a token, with the token's id.
 
     Tokens are compared and hashed by their ids, also with genlm-backend's `Token`. A token is equal to plain bytes of
     the same content.
@@ -146,7 +146,7 @@ class Spans(NamedTuple):
     Attributes:
         items: the items in the order of their nodes, int64 (V,).
         low, high: items[low[n] : high[n]] are below node n; int64 (N,) each. Every node has at least one item.
-        end: one past the last node below n, int64 (N,).
+        end: end[n] is one more than the last node below node n; int64 (N,).
     """
 
     items: NDArray[np.int64]
@@ -177,7 +177,7 @@ def spans_of(trie: Trie) -> Spans:
     last = nodes.copy()
     has_child = trie.child_start[1:] > trie.child_start[:-1]
     last[has_child] = trie.child[trie.child_start[1:][has_child] - 1]
-    # Follow last children down to the last node of each subtree; each round doubles the number of steps.
+    # Follow the last children down to the last node of each subtree; each round doubles the steps per round.
     while not np.array_equal(further := last[last], last):
         last = further
     before = np.zeros(trie.n_nodes + 1, np.int64)
@@ -195,7 +195,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     """
     spans = spans_of(trie)
     whole = trie.label != BASE if escaped else np.ones(trie.n_nodes, np.bool_)
-    # The nearest ancestor that ends a letter; -1 for the root.
+    # For each node, find the nearest ancestor that ends a letter; -1 for the root.
     parent = trie.parent.copy()
     while (inside := (parent >= 0) & ~whole[parent]).any():
         parent[inside] = trie.parent[parent[inside]]
@@ -203,7 +203,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
     np.cumsum(whole, out=count[1:])
     size = count[spans.end] - count[:-1] + spans.high - spans.low
     kids = np.flatnonzero(whole)[1:]
-    # The first item below every node.
+    # Find the first item below every node.
     bounds = np.column_stack([spans.low, spans.high]).ravel()
     firsts = np.minimum.reduceat(np.append(spans.items, spans.items.size), bounds)[::2]
     offset = _offsets(
@@ -212,7 +212,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
         np.concatenate([size[kids], np.ones(trie.n_tokens, np.int64)]),
     )
     kid_offset = offset[: kids.size]
-    # A subtree's first number is the sum of the offsets on the path to it. An offset applies to a whole subtree.
+    # A subtree's first number is the sum of the offsets on the path to the subtree. An offset shifts a whole subtree.
     steps = np.zeros(trie.n_nodes + 1, np.int64)
     steps[kids] = kid_offset
     steps -= np.bincount(spans.end[kids], kid_offset, trie.n_nodes + 1).astype(np.int64)
@@ -232,7 +232,7 @@ def number(trie: Trie, *, escaped: bool) -> Numbering:
 
 
 def _offsets(parent: NDArray[np.int32], rank: NDArray[np.int64], size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return for each node the total size of its siblings of lower rank."""
+    """Return for each node the total size of the siblings that have a lower rank than the node."""
     order = np.argsort(parent.astype(np.int64) * (int(rank.max()) + 1) + rank)
     before = np.cumsum(size[order]) - size[order]
     eldest = np.diff(parent[order], prepend=-1) != 0

@@ -1,6 +1,6 @@
 """Tries with genlm-backend's methods and node numbers, computed by lmpool's kernels.
 
-`TokenCharacterTrie` and `ParallelTokenCharacterTrie` compute; `AsyncTokenCharacterTrie` batches concurrent requests.
+`TokenCharacterTrie` and `ParallelTokenCharacterTrie` compute values; `AsyncTokenCharacterTrie` batches requests.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TokenCharacterTrie:
             hashable iterables of hashable letters, such as end-of-sequence items. Item i has the weight `ws[i]`.
 
     Raises:
-        InvalidVocabulary: no items, an item of another kind, two items with equal keys, or a limit of `Trie`.
+        InvalidVocabulary: no items, an item of another kind, two items with equal keys, or a limit of `Trie` exceeded.
         SettingsError: numba is not installed.
     """
 
@@ -83,7 +83,7 @@ class TokenCharacterTrie:
         return self._batch("sum", [ws])[0]  # type: ignore[no-any-return]
 
     def weight_max(self, ws: Any) -> NDArray[Any]:
-        """The greatest weight below every node; arguments, result and errors as `weight_sum`."""
+        """The greatest weight below every node; arguments, result and errors are as for `weight_sum`."""
         return self._batch("max", [ws])[0]  # type: ignore[no-any-return]
 
     def batch_weight_sum(self, ws: Any) -> NDArray[Any]:
@@ -98,7 +98,7 @@ class TokenCharacterTrie:
         """Check one weight vector, and return it as an array of shape (V,).
 
         Raises:
-            InvalidWeights: as `weight_sum`.
+            InvalidWeights: as for `weight_sum`.
         """
         vector = _host(ws)
         if vector.ndim != 1:
@@ -124,7 +124,7 @@ class TokenCharacterTrie:
             raise InvalidWeights(f"{rows.shape[1]} weights for {items}: give one for each")
         if rows.dtype.kind not in "fiub":
             raise InvalidWeights(f"the weights' dtype is {rows.dtype}: they must be real numbers")
-        # The minimum is NaN if any weight is NaN, and computing it needs no second array.
+        # Check the minimum, which is NaN if any weight is NaN: computing the minimum needs no second array.
         if rows.size and np.isnan(rows.min()):
             raise nan_found(rows)
 
@@ -144,10 +144,10 @@ class TokenCharacterTrie:
         items, bounds, source = self._wide_plan
         results = np.empty((len(rows), source.size))
         for row, result in zip(rows, results, strict=True):
-            # Append a number, because the last bound may be the number of items. `reduceat` also reduces the ranges
-            # that begin at upper bounds: drop the results of these ranges.
+            # Append 0.0, because the last bound may be the number of items, which `reduceat` refuses. `reduceat` also
+            # reduces the ranges that begin at upper bounds: drop the results of these ranges.
             inner = ufunc.reduceat(np.append(row[items], 0.0), bounds)[::2]
-            # A clipping `take` needs no second buffer; all indices are in range.
+            # With mode="clip", `take` needs no second buffer; all indices are in range.
             np.concatenate([inner, row]).take(source, out=result, mode="clip")
         return results
 
@@ -158,7 +158,7 @@ class TokenCharacterTrie:
         """
         trie, spans = self.structure, spans_of(self.structure)
         nodes = np.empty(trie.n_inner, np.int64)
-        # Nodes that share the value of an inner node have the same items below them.
+        # Nodes that share an inner node's value have the same items below them.
         sharing = np.flatnonzero(trie.value_of < trie.n_inner)
         nodes[trie.value_of[sharing]] = sharing
         bounds = np.column_stack([spans.low[nodes], spans.high[nodes]]).ravel()
@@ -271,16 +271,16 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
         self._build(decode, self.device)
 
     def _compute(self, op: _Op, rows: NDArray[Any]) -> NDArray[Any]:
-        # Weights beyond the range of float32 become infinite, as in a tensor.
+        # Weights beyond the range of float32 become infinite, as they do in a torch tensor.
         with np.errstate(over="ignore"):
             rows = np.ascontiguousarray(rows, np.float32)
         return self._kernels.values(op, rows)
 
 
 class AsyncTokenCharacterTrie:
-    """Batches concurrent requests to a trie: one batch for sums, one for maxima.
+    """Batches concurrent requests to a trie: one batch for sums, and one batch for maxima.
 
-    Unusable weights fail only their own request. When a batch fails, all its requests fail, but later requests do not.
+    Unusable weights fail only their own request. When a batch fails, all requests of this batch fail.
     Batches are computed in the event loop's thread. An instance works in one event loop after another without `start`
     or `cleanup`, because it holds no task between requests.
 
@@ -290,7 +290,7 @@ class AsyncTokenCharacterTrie:
 
     def __init__(self, trie: TokenCharacterTrie) -> None:
         self.trie = trie
-        # Per operation: the vectors that wait for the next tick of the event loop, and the task that computes them.
+        # Operation -> the vectors that wait for the next event-loop tick, and the task that computes these vectors.
         self._open: dict[_Op, tuple[list[NDArray[Any]], asyncio.Task[NDArray[Any]]]] = {}
 
     @classmethod
@@ -319,7 +319,7 @@ class AsyncTokenCharacterTrie:
         return await self._request("max", ws)
 
     def start(self) -> None:
-        """Do nothing, for programs that call genlm-backend's method: a batch starts with its first request."""
+        """Do nothing: programs for genlm-backend call this method, but here a batch starts with its first request."""
 
     async def cleanup(self) -> None:
         """Wait for the pending batches of this event loop."""
@@ -338,7 +338,7 @@ class AsyncTokenCharacterTrie:
         vector = self.trie.check(ws)
         loop = asyncio.get_running_loop()
         vectors, task = self._open.get(op, ([], None))
-        # An event loop that ended early leaves a batch that will never be computed.
+        # Begin a new batch if the open batch belongs to an event loop that ended early: it will never be computed.
         if task is None or task.get_loop() is not loop or task.done():
             vectors = []
             task = loop.create_task(self._compute(op, vectors))
@@ -349,7 +349,7 @@ class AsyncTokenCharacterTrie:
         return result
 
     async def _compute(self, op: _Op, vectors: list[NDArray[Any]]) -> NDArray[Any]:
-        """Close a batch and compute it."""
+        """Close the open batch of an operation, and compute it."""
         if self._open.get(op, ([], None))[0] is vectors:
             del self._open[op]
         return self.trie.batch_weight_sum(vectors) if op == "sum" else self.trie.batch_weight_max(vectors)

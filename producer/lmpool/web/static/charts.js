@@ -7,12 +7,12 @@ const MIN_SPAN_S = 120; // Min seconds that a graph shows.
 const MAX_LINES = 8; // Max models drawn: one per colour.
 const MIN_GAP_S = 5; // Min seconds without samples that count as a gap.
 const MAX_PAUSE_S = 5; // Max seconds between two drawings.
-const PIXELS = 250; // Approximate width of a graph: a drawing per pixel is enough.
+const PIXELS = 250; // Approximate width of a graph, in pixels: one drawing per pixel is enough.
 const COLOURS = ["--c1", "--c2", "--c3", "--c4", "--c5", "--c6", "--c7", "--c8"];
 
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// kind -> the drawn columns of a model's samples, and the format of their values.
+// Kind of graph -> the columns of a model's samples that the graph draws, and the format of the values.
 const CHARTS = {
   rows: { fields: [["rows_per_s", ""]], format: rate },
   queued: { fields: [["queued", ""]], format: count, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 1e5, 1e6] },
@@ -20,9 +20,9 @@ const CHARTS = {
   memory: { fields: null, format: bytes },
 };
 
-// Insert a missing value wherever samples are missing, so that uPlot draws no line across that time: the page was
-// disconnected, or the service was suspended. The service may take samples rarely, so a gap is a pause that is much longer
-// than the pause before it.
+// Insert a missing value wherever samples are missing, so that uPlot draws no line across the gap. A gap arises while
+// the page is disconnected or the service is suspended. The service may take samples rarely, so only a pause that is
+// much longer than the previous pause counts as a gap.
 export function withGaps([at, ...columns]) {
   const isGap = (i) => i > 0 && at[i] - at[i - 1] > Math.max(MIN_GAP_S, 3 * (at[i - 1] - (at[i - 2] ?? at[i - 1])));
   const gaps = at.map((_, i) => i).filter(isGap);
@@ -37,7 +37,7 @@ export function withGaps([at, ...columns]) {
 const missing = (length) => new Array(length).fill(null);
 
 export class Charts {
-  // history: the response of api/history.
+  // `history` is the response of api/history.
   constructor(history) {
     this.at = [];
     this.memory = [];
@@ -51,7 +51,7 @@ export class Charts {
     addEventListener("resize", () => this.resize());
   }
 
-  // Append the samples of the service to the older samples of this page.
+  // Keep this page's samples that are older than the service's samples, and append the service's samples.
   load(history) {
     this.series = history.series;
     const kept = this.at.filter((at) => at < (history.at[0] ?? Infinity)).length;
@@ -78,7 +78,7 @@ export class Charts {
       for (const field of this.series) columns[field].push(models.get(name)?.[field] ?? null);
     }
     if (this.at.length > HOUR) this.removeOldest();
-    // A pixel stands for several seconds of an hour, so drawing every second would change nothing.
+    // In a graph of one hour a pixel stands for several seconds, so drawing every second would change nothing.
     const drawnFor = frame.at - this.drawnAt;
     if (drawnFor >= Math.min(MAX_PAUSE_S, (frame.at - this.at[0]) / PIXELS)) this.draw();
   }
@@ -132,7 +132,7 @@ export class Charts {
         x: { range: (plot, first, last) => [Math.max(Math.min(first, last - MIN_SPAN_S), last - HOUR), last] },
         y: { range: (plot, low, high) => [0, high > 0 ? high * 1.1 : 1] },
       },
-      // Show the dashes of the line in the legend: p50 and p99 of a model have the same colour.
+      // Show the dashes of a line in the legend too, because p50 and p99 of a model have the same colour.
       legend: { show: lines.length > 1, markers: { dash: (plot, index) => (plot.series[index].dash ? "dashed" : "solid") } },
       cursor: { y: false, sync: { key: "pool" } },
     }, this.data(chart, names), parent);

@@ -1,4 +1,4 @@
-// Elements, number formats, tables that are updated in place, signing in, and requests.
+// Helpers of all pages: elements, number formats, tables that are updated in place, signing in, and requests.
 //
 // Other programs choose names and prompts, so the pages insert texts as text nodes only, never as markup.
 
@@ -19,7 +19,7 @@ export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-// Number formats; a dash for an unknown value.
+// Number formats; an unknown value is shown as a dash.
 
 const whole = new Intl.NumberFormat("en");
 const UNKNOWN = "–";
@@ -61,10 +61,10 @@ export function percent(value) {
 
 export const cut = (text, max = 80) => (text.length > max ? `${text.slice(0, max - 1)}…` : text);
 
-// A table that keeps the element of a row as long as its key exists: focus, selection and scrolling survive updates.
+// A table that keeps a row's element as long as the row's key exists, so that focus and scrolling survive updates.
 //
-// columns: {title, help: explanation of the title, text(row) or node(row), wide: hidden on small screens, left: aligned left,
-// long: aligned left and may break anywhere, title_of(row), mark(row)}
+// Fields of a column: {title, help: explanation of the title, text(row) or node(row), wide: hidden on small screens,
+// left: aligned left, long: aligned left and may break anywhere, title_of(row), mark(row)}
 export class Table {
   constructor(table, columns, keyOf) {
     this.columns = columns;
@@ -112,7 +112,7 @@ export class Table {
 
 const classOf = (column) => ["wide", "left", "long"].filter((name) => column[name]).join(" ") || null;
 
-// Explanations of the columns, which the user can open: a phone does not show tooltips of titles.
+// A list of column explanations that the user can open, because a phone does not show tooltips of titles.
 export function legendOf(columns) {
   return el("details", { class: "soft note" }, el("summary", {}, "What the columns mean"),
     el("dl", {}, ...columns.filter((column) => column.help).flatMap((column) => [
@@ -120,10 +120,10 @@ export function legendOf(columns) {
 }
 
 // Sessions. A browser that signs in with a token gets a cookie, which scripts cannot read, and a key, which pages on other
-// ports of this host cannot read. Each request needs both.
+// ports of this host cannot read. Each request needs both the cookie and the key.
 
 const KEY_NAME = `lmpool-key ${new URL(".", location.href).pathname}`;
-const RETRY_MS = 1000; // Pause before the page connects to the stream again.
+const RETRY_MS = 1000; // Milliseconds until the page connects to a lost stream again.
 
 async function fetchWithKey(path, options = {}) {
   const headers = { "X-Lmpool-Key": localStorage.getItem(KEY_NAME) ?? "", ...options.headers };
@@ -141,7 +141,7 @@ async function beginSession(secret) {
   localStorage.setItem(KEY_NAME, (await readJson(response)).key);
 }
 
-// The address that lmpool web prints signs in once. Remove its token from the address bar first.
+// The address that `lmpool web` prints signs in once. Remove the token from the address bar before signing in.
 const address = new URL(location.href);
 const linkToken = address.searchParams.get("token");
 let linkTrouble = "";
@@ -211,7 +211,7 @@ function signOutBy(id, path) {
 signOutBy("sign-out", "api/session");
 signOutBy("sign-out-all", "api/sessions");
 
-// Requests: the JSON of a response, or an Error with its text.
+// Requests return the JSON of a response, or throw an Error with the response's text.
 
 async function readJson(response) {
   const text = await response.text();
@@ -219,7 +219,7 @@ async function readJson(response) {
   try {
     value = JSON.parse(text);
   } catch {
-    // The response is not JSON: it is the page of a proxy, or a refusal in plain text.
+    // The response is no JSON, but a proxy's page or a refusal in plain text.
   }
   if (!response.ok) throw new Error(value?.error ?? cut(text, 300) ?? response.statusText);
   return value;
@@ -232,7 +232,7 @@ export async function fetchJson(path, body) {
   return readJson(await request(path, options));
 }
 
-// Read server-sent events with fetch, because an EventSource cannot send the key. Continue until the page is closed.
+// Read server-sent events with fetch until the page closes: an EventSource cannot send the key of the session.
 export async function watch(path, onMessage, onLost) {
   for (;;) {
     try {
@@ -241,7 +241,7 @@ export async function watch(path, onMessage, onLost) {
       for (let part = await reader.read(); !part.done; part = await reader.read()) {
         const events = (unread + part.value).split("\n\n");
         unread = events.pop();
-        // An error in the page itself is not a lost connection.
+        // Use a microtask, so that an error in `onMessage` does not count as a lost connection.
         for (const event of events) queueMicrotask(() => onMessage(JSON.parse(event.replace(/^data: /, ""))));
       }
     } catch (error) {

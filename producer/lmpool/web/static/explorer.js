@@ -1,4 +1,4 @@
-// The explorer: the address describes the view, so a link reproduces the view, and the browser's Back button works.
+// The explorer page. The address describes the view, so a link reproduces the view, and the Back button works.
 
 import { byId, cut, el, fetchJson, setText } from "./dom.js";
 import { Pane } from "./pane.js";
@@ -28,8 +28,8 @@ function go(change, { isStep = true } = {}) {
 }
 
 const page = {
-  // Cut the text at a position and append another token. A branch in the second pane swaps the models unless both
-  // panes show the same tokens.
+  // Continue with the token ids of another branch of the text. A branch in the second pane swaps the two models, unless
+  // both panes show the same tokens.
   branch(pane, ids) {
     const isFirst = pane === panes[0];
     if (isFirst || sameTokens()) return go({ ids, text: "", at: null, under: "" });
@@ -76,10 +76,10 @@ async function load(wanted) {
   byId("panes").replaceChildren(...panes.map((pane) => pane.element));
   const given = view.ids ? { ids: view.ids } : { text: view.text };
   const first = panes[0]?.load(given, view.at);
-  // All adapters of a model share its token ids, but another model needs the text.
+  // Adapters of one model have the same token ids, but a second pane with another model needs the text.
   const second = view.ids && !sameTokens() ? first.then((response) => ({ text: response?.text ?? "" })) : given;
   const responses = await Promise.all([first, panes[1]?.load(await second, view.at)]);
-  if (panes !== fresh) return; // The user has opened another view in the meantime.
+  if (panes !== fresh) return; // The user opened another view during the requests.
   setText(byId("state"), responses[0] ? "ready" : "");
   if (responses[0]) fillText(responses[0]);
   await details();
@@ -93,14 +93,14 @@ function fillText(response) {
 
 const settings = () => ({ temperature: byId("temperature").valueAsNumber, topP: byId("top-p").valueAsNumber });
 
-// While the user types a setting, its value is incomplete: wait until the typing pauses.
+// A setting is incomplete while the user types it, so wait until the typing pauses.
 let pausing = 0;
 function settle() {
   clearTimeout(pausing);
   pausing = setTimeout(() => (wrongSetting() ? say(wrongSetting()) : go(settings(), { isStep: false })), 200);
 }
 
-// Return the error of the typed settings, or "". Any number in the range is valid, also between two steps of the field.
+// Return the error of the typed settings, or "". All numbers in a field's range are valid, even between its steps.
 function wrongSetting() {
   const isIn = (input) => input.valueAsNumber >= Number(input.min) && input.valueAsNumber <= Number(input.max);
   const wrong = [byId("temperature"), byId("top-p")].find((input) => !isIn(input));

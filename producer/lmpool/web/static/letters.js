@@ -1,4 +1,4 @@
-// Dead letters: list them by model, open, retry and drop them.
+// List the dead letters of each model; open, retry and drop dead letters.
 
 import { Table, byId, count, cut, el, fetchJson, setText } from "./dom.js";
 
@@ -9,7 +9,7 @@ export class Letters {
     this.place = byId("letters");
   }
 
-  // Update the lists from the models of a frame; read a list again when its number of dead letters has changed.
+  // Update the lists of dead letters from the models of a frame; read a list again when its length has changed.
   update(models) {
     const dead = new Map(models.filter((model) => model.dead).map((model) => [model.name, model.dead]));
     for (const [name, list] of this.models) {

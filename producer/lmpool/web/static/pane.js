@@ -2,7 +2,7 @@
 
 import { count, cut, el, fetchJson, percent, setText } from "./dom.js";
 
-const LEVELS = 7; // Shades of surprisal, as in style.css.
+const LEVELS = 7; // Number of background shades for a token's surprisal, as in style.css.
 const BITS_PER_LEVEL = 2;
 const LEAVING_MS = 300; // Milliseconds for the pointer to move from a token to its list.
 let panes = 0;
@@ -21,7 +21,7 @@ function describe(logprob) {
 }
 
 export class Pane {
-  // page: {branch(pane, ids), select(at, under)}
+  // `page` has the functions branch(pane, ids) and select(at, under).
   constructor(page, chosen) {
     this.page = page;
     this.chosen = chosen;
@@ -36,9 +36,9 @@ export class Pane {
     this.element = el("section", { class: "pane", "aria-label": cut(name) },
       el("h2", { dir: "auto" }, cut(name), " ", this.bits), this.notice, this.tokens, this.popup,
       el("div", { class: "details" }, this.row, this.trie));
-    // React only to a mouse: browsers also send mouse events after each tap of a finger.
+    // Hide the list only for a mouse: browsers also send mouse events after each tap of a finger.
     this.element.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") this.hide(); });
-    // On its way from a token to its list, the pointer may cross other elements.
+    // Hide the list after a delay, because the pointer may cross other elements on its way from a token to the list.
     this.element.addEventListener("pointerover", (event) => {
       clearTimeout(this.leaving);
       if (event.pointerType === "mouse" && !event.target.closest(".token, .popup")) this.leaving = setTimeout(() => this.hide(), LEAVING_MS);
@@ -50,7 +50,7 @@ export class Pane {
     this.popup.addEventListener("keydown", (event) => this.walkPopup(event));
   }
 
-  // wanted: {text} or {ids}. Returns the response, or null if it is an error.
+  // Show the tokens of `wanted`, {text} or {ids}. Returns the response, or null after an error.
   async load(wanted, at) {
     setText(this.notice, "loading…");
     try {
@@ -71,7 +71,7 @@ export class Pane {
     const scored = tokens.filter((token) => token.logprob != null);
     const bits = -scored.reduce((total, token) => total + token.logprob, 0) / Math.LN2;
     setText(this.bits, scored.length ? `${count(tokens.length)} tokens, ${(bits / scored.length).toFixed(2)} bits each` : "");
-    // Not button elements: browsers show the text of a button as a block, which breaks the lines of the text.
+    // Use span elements: browsers show a button element as a block, which would break the lines of the text.
     const buttons = tokens.map((token) => el("span", {
       role: "button", class: `token s${level(token.logprob)}`, "aria-label": `${visible(token.text)}, ${describe(token.logprob)}`,
     }, inText(token.text)));
@@ -86,13 +86,13 @@ export class Pane {
       button.addEventListener("pointerenter", (event) => { if (event.pointerType === "mouse") this.open(i); });
       button.addEventListener("focus", () => this.open(i));
       button.addEventListener("click", () => {
-        // A mouse has opened the list before the click; the list would cover the details that the click opens. A finger
-        // does not hover: its first tap opens the list, its second tap closes the list.
+        // A mouse opened the list before the click, so hide the list, which would cover the token's details. A finger
+        // does not hover: the first tap on a token opens the list, and the second tap closes the list.
         if (isTouched && !wasOpen) this.open(i);
         else this.hide();
         this.page.select(i, "");
       });
-      // Tab stops at one token; the arrow keys move on from there.
+      // The Tab key stops at only one token; the arrow keys move from this token to other tokens.
       button.tabIndex = i === (at ?? buttons.length - 1) ? 0 : -1;
     });
     this.tokens.replaceChildren(...buttons);
@@ -117,13 +117,13 @@ export class Pane {
       const bar = el("meter", { min: 0, max: 1, value: probability(logprob), "aria-hidden": "true" });
       return el("button", {
         type: "button", role: "menuitem", tabindex: -1, class: id === here && token ? "here" : null,
-        // After a key press, move the focus to the end of the new text.
+        // If a key chose the token (detail 0), move the focus to the end of the new text.
         onclick: (event) => this.branch(at, id, event.detail === 0),
       }, el("span", { class: "text" }, visible(text)), bar, el("span", { class: "number" }, percent(probability(logprob))));
     }));
     if (!listed.length) this.popup.append(el("p", { class: "soft" }, "no token precedes it"));
     this.popup.hidden = false;
-    // The page's policy allows scripts to set styles, but no style attributes.
+    // Set the styles by script, because the page's Content-Security-Policy forbids style attributes.
     const [rect, box] = [[...button.getClientRects()].at(-1), this.element.getBoundingClientRect()];
     const left = Math.max(0, Math.min(rect.left - box.left, box.width - this.popup.offsetWidth));
     this.popup.style.left = `${left}px`;

@@ -4,9 +4,9 @@ import { Charts } from "./charts.js";
 import { Table, byId, bytes, count, counted, cut, el, fetchJson, legendOf, percent, rate, seconds, setText, watch } from "./dom.js";
 import { Letters } from "./letters.js";
 
-const MAX_WORKERS = 100; // Workers listed until the user requests all: more rows slow a page down.
+const MAX_WORKERS = 100; // Max workers listed until the user requests all workers: more rows slow a page down.
 
-// Whether the trouble of a model is its queue, not its adapters.
+// Whether a model's error text is about its queue, not about its adapters.
 const isQueueTrouble = (model) => model.trouble.startsWith("the queue");
 
 const MODELS = [
@@ -159,7 +159,7 @@ async function start() {
   await watch("api/stream", async (frame) => {
     show(frame, letters);
     if (wasLost) {
-      // Load the samples that this page missed; the service kept them if it was running.
+      // Load the samples that this page missed while it was disconnected.
       wasLost = false;
       charts.load(await fetchJson("api/history"));
     }

@@ -1,8 +1,8 @@
-// The view of the explorer as the part of the address after "#": a link that reproduces the view.
+// Convert the explorer's view to the part of an address after "#", and back, so that a link reproduces the view.
 
 export const BLANK = { model: "", beside: "", text: "", ids: null, at: null, temperature: 1, topP: 1, under: "" };
 
-// A model and its adapter as one value of a select element.
+// A model and its adapter, encoded as one value of a select element.
 export const choice = (model, adapter) => JSON.stringify([model, adapter]);
 
 export function readChoice(value) {
