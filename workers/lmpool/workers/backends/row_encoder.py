@@ -61,12 +61,13 @@ class RowEncoder:
         lossy: encode as float16 the rows that would otherwise be float32; this loses bits.
 
     Attributes:
+        is_lossy: whether rows that would otherwise be float32 are encoded as float16.
         new_rows: function that provides shared memory for rows. A CPU computes rows in this memory, a GPU copies to it.
     """
 
     def __init__(self, dtype: torch.dtype, *, lossy: bool) -> None:
         self._dtype = dtype
-        self._lossy = lossy
+        self.is_lossy = lossy
         self.new_rows: NewRows = no_new_rows
         # Address and size of each memory that the GPU can write to; None after CUDA refused to register memory.
         self._mapped: set[tuple[int, int]] | None = set()
@@ -119,7 +120,7 @@ class RowEncoder:
     def _numbers(self, logits: Tensor) -> _Numbers:
         if (narrow := self._narrowed(logits)) is not None:
             return narrow
-        logprobs = None if self._lossy else self._memory_for(logits, torch.float32)
+        logprobs = None if self.is_lossy else self._memory_for(logits, torch.float32)
         if logprobs is None:
             logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
         else:
@@ -128,7 +129,7 @@ class RowEncoder:
                 logprobs[at : at + rows] = torch.log_softmax(logits[at : at + rows], dim=-1, dtype=torch.float32)
         # A single NaN or +inf among the logits makes the whole row NaN.
         sound = ~logprobs[:, 0].isnan()
-        if not self._lossy:
+        if not self.is_lossy:
             return _Numbers(Encoding.F32, logprobs, None, sound)
         # Shift each row so that its most likely token is at 0, where float16 is most precise.
         log_z = -logprobs.amax(dim=-1)

@@ -49,6 +49,9 @@ _VLLM_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+MAX_RANKS = 1024
+"""Max processes that a setting accepts for one model."""
+
 # Max prompts per step that a setting accepts: more than any model on one device can batch.
 _MAX_BATCH = 65_536
 
@@ -186,6 +189,13 @@ class VllmSettings(EngineSettings):
     sessions: int = option(
         "Growing prompts whose keys and values stay in memory, 0 for none.", 128, least=0, most=_MAX_BATCH
     )
+    tensor_parallel_size: int = option("Processes, one per device, that share each layer.", 1, least=1, most=MAX_RANKS)
+    pipeline_parallel_size: int = option(
+        "Groups of processes that have a part of the layers each.", 1, least=1, most=MAX_RANKS
+    )
+    enable_expert_parallel: bool = option(
+        "Spread a mixture's experts over the processes, instead of each expert.", False
+    )
     logits_processors: list[str] = option(
         "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "
         "May be given several times.",
@@ -197,6 +207,11 @@ class VllmSettings(EngineSettings):
         check_texts("logits_processors", self.logits_processors)
         require("backend", "lmpool[vllm]", "vllm")
         require_version(VLLM_DISTRIBUTIONS, VLLM_VERSIONS)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes and devices that the model is spread over."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def open(self) -> Backend:
         """Load the model. Only this call imports vLLM."""

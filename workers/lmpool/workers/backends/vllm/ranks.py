@@ -13,31 +13,35 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
-from lmpool.errors import first_line
+from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import RowBlock
-from lmpool.workers.backends.row_encoder import RowEncoder
-from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture, PositionsElsewhere
+from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
+from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
 from lmpool.workers.execution.contract import BackendJob
 
-CAPTURE = f"{__name__}:RankCapture"
-"""The logits processor of each rank, as vLLM's option `logits_processors` names it."""
+RANK_ARGUMENTS = {
+    "logits_processors": [f"{__name__}:RankCapture"],
+    "worker_extension_cls": f"{__name__}.RankExtension",
+    "distributed_executor_backend": "mp",
+}
+"""Options of an engine whose model is spread over several processes."""
 
-EXTENSION = f"{__name__}.RankExtension"
-"""The class of further methods of vLLM's workers, as vLLM's option `worker_extension_cls` names it."""
-
-ERROR_FILE = "LMPOOL_RANK_ERROR"
-"""The environment variable with the path of the file in which a rank writes why it cannot start."""
+_ERROR_FILE = "LMPOOL_RANK_ERROR"  # Environment variable: path of the file for the reason why a rank cannot start.
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Signals for the worker; the ranks end after the worker.
@@ -50,6 +54,14 @@ class OpenedPositions(NamedTuple):
     ids: bytes  # The prompt's token ids, encoded as in a job.
     query: bytes  # The query, encoded with msgpack.
     adapter: int  # vLLM's number of the prompt's adapter; 0 without an adapter.
+
+
+class RankFacts(NamedTuple):
+    """What a rank says about itself before the first step."""
+
+    pid: int
+    device: str  # Its torch device, such as "cuda:1".
+    missing: str  # Error message about a method for positions queries that this release of vLLM lacks; "" if none is.
 
 
 class Answer(NamedTuple):
@@ -81,8 +93,8 @@ class RankExtension:
     execute_model: Any
     sample_tokens: Any
 
-    def lmpool_attach(self, lossy: bool, has_positions: bool) -> dict[str, Any]:
-        """Prepare a loaded rank for steps; returns its process id, its device and the names of missing methods."""
+    def lmpool_attach(self, lossy: bool, has_positions: bool) -> RankFacts:
+        """Prepare a loaded rank for steps."""
         for number in _IGNORED:  # Ctrl-C reaches the ranks too, but they must finish the prompts that the worker holds.
             signal.signal(number, signal.SIG_IGN)
         # Request Intel AMX in this process too; see `VllmEngine`.
@@ -101,13 +113,13 @@ class RankExtension:
         if get_pp_group().is_last_rank:
             RankCapture.current.captured.encoder = RowEncoder(model.dtype, lossy=lossy)
             if has_positions:
-                positions = PositionCapture(model.get_vocab_size(), {})
+                positions = PositionCapture(model.get_vocab_size(), int)
                 try:
                     positions.attach(runner)
                     self._lmpool_positions = positions
                 except AttributeError as error:
                     missing = first_line(error)
-        return {"pid": os.getpid(), "device": str(runner.device), "missing": missing}
+        return RankFacts(os.getpid(), str(runner.device), missing)
 
     def lmpool_execute(self, scheduler_output: Any, opened: Sequence[OpenedPositions], dropped: Sequence[str]) -> Any:
         """Run the forward of a step. The positions queries are opened and dropped on all ranks in the same order."""
@@ -116,9 +128,7 @@ class RankExtension:
                 positions.drop(name)
             for request, ids, query, adapter in opened:
                 decoded = msgspec.msgpack.decode(query, type=PositionsQuery)
-                name = str(adapter) if adapter else ""
-                positions.lora_ids[name] = adapter
-                positions.open(request, BackendJob(b"", ids, name, positions=decoded))
+                positions.open(request, BackendJob(b"", ids, str(adapter or ""), positions=decoded))
         return self.execute_model(scheduler_output)
 
     def lmpool_sample(self, grammar_output: Any, digests: list[bytes], positions: list[str]) -> Any:
@@ -158,18 +168,24 @@ class _LaterAnswer(AsyncModelRunnerOutput):  # type: ignore[misc]  # vllm has no
 class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
     """vLLM's executor for several processes; it also passes on the rows and values that the output rank sends."""
 
-    def attach(self, scheduler: Any, captured: Captured, positions: PositionsElsewhere, *, lossy: bool) -> list[Any]:
-        """Prepare all ranks for steps; returns what each rank says about itself (see `lmpool_attach`)."""
+    def attach(self, scheduler: Any, captured: Captured, positions: PositionsOfRanks | None) -> None:
+        """Prepare all ranks for steps, with positions queries unless `positions` is None.
+
+        Raises:
+            AttributeError: this release of vLLM lacks a method for positions queries; rows are captured.
+        """
         self._scheduler, self._captured, self._positions = scheduler, captured, positions
         self._step: Any = None
-        facts: list[Any] = self.collective_rpc("lmpool_attach", args=(lossy, positions.is_used))
-        captured.device = facts[self.output_rank]["device"]
-        return facts
+        facts = self.collective_rpc("lmpool_attach", args=(captured.encoder.is_lossy, positions is not None))
+        captured.device = facts[self.output_rank].device
+        if missing := next((fact.missing for fact in facts if fact.missing), ""):
+            self._positions = None
+            raise AttributeError(missing)
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Run the forward of a step on all ranks."""
         self._step = scheduler_output
-        changes = self._positions.changes()
+        changes = ([], []) if self._positions is None else self._positions.changes()
         return self._call("lmpool_execute", (scheduler_output, *changes), non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
@@ -201,8 +217,69 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
         if not isinstance(answer, Answer):
             return answer
         self._captured.store(answer.blocks, answer.failures)
-        self._positions.received.update(answer.positions)
+        if self._positions is not None:
+            self._positions.received.update(answer.positions)
         return answer.output
+
+
+class PositionsOfRanks(PositionAnswers):
+    """The positions queries in flight, in the worker's process; the ranks compute the values.
+
+    `lora_id` is a function that returns vLLM's number of a job's adapter.
+    """
+
+    def __init__(self, _: int, lora_id: Callable[[str], int]) -> None:
+        super().__init__()
+        self._lora_id = lora_id
+        self._opened: dict[str, OpenedPositions] = {}
+        self._dropped: list[str] = []
+        self.received: dict[str, Any] = {}  # Request name -> values, or the reason of a failure, of a finished request.
+
+    def open(self, request: str, job: BackendJob) -> None:
+        """Have the ranks compute the answer of a job from the next step on."""
+        super().open(request, job)
+        adapter = self._lora_id(job.adapter) if job.adapter else 0
+        self._opened[request] = OpenedPositions(request, job.ids, msgspec.msgpack.encode(job.positions), adapter)
+
+    def drop(self, request: str) -> None:
+        """Discard the answer of a request, if there is one."""
+        super().drop(request)
+        if self._opened.pop(request, None) is None:
+            self._dropped.append(request)
+        self.received.pop(request, None)
+
+    def changes(self) -> tuple[list[OpenedPositions], list[str]]:
+        """The queries to open and the names of requests to drop in the ranks since the last call."""
+        changes = list(self._opened.values()), self._dropped
+        self._opened, self._dropped = {}, []
+        return changes
+
+    def take(self, request: str) -> Any:
+        """Remove a finished request; returns its answer, float32 (n * width,), or the reason of its failure."""
+        super().drop(request)
+        if request not in self.received:
+            raise WorkerError("vLLM's ranks have ended a prompt without its values at positions")
+        return self.received.pop(request)
+
+
+def start_ranks(config: Any) -> InprocClient:
+    """Start an engine core whose model is spread over processes.
+
+    Raises:
+        WorkerError: a rank cannot start; the message is the rank's error.
+    """
+    with TemporaryDirectory(prefix="lmpool-ranks-") as folder:
+        path = Path(folder, "error")
+        os.environ[_ERROR_FILE] = str(path)
+        try:
+            return InprocClient(config, RanksExecutor, log_stats=False)
+        except Exception as error:
+            # vLLM raises a plain Exception that does not name the rank's error.
+            with suppress(OSError):
+                raise WorkerError(path.read_text("utf-8")) from error
+            raise
+        finally:
+            del os.environ[_ERROR_FILE]
 
 
 class _WritesError(logging.Filter):
@@ -213,14 +290,14 @@ class _WritesError(logging.Filter):
         if record.exc_info is None or record.exc_info[1] is None:
             return True
         try:
-            with open(os.environ[ERROR_FILE], "x", encoding="utf-8") as file:
+            with open(os.environ[_ERROR_FILE], "x", encoding="utf-8") as file:
                 file.write(first_line(record.exc_info[1]))
         except FileExistsError:
             pass
         return False
 
 
-if multiprocessing.parent_process() is not None and ERROR_FILE in os.environ:
+if multiprocessing.parent_process() is not None and _ERROR_FILE in os.environ:
     # This process is a rank, which imports this module before it loads the model.
     logging.getLogger("vllm.v1.executor.multiproc_executor").addFilter(_WritesError())
     # End with the worker, however it ends: a rank that waits for other ranks does not notice the worker's end.
