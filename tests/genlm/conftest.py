@@ -25,13 +25,13 @@ def small_pool(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """See `byte_tokenizer`."""
+    """The tokenizer of `small_pool`, with one token for every byte."""
     return byte_tokenizer()
 
 
 @pytest.fixture
 def small(small_pool: Pool, tokenizer: Any) -> Iterator[PooledLM]:
-    """The language model of that pool."""
+    """The language model of `small_pool`."""
     with PooledLM.from_name("syn", redis=small_pool.url, prefix=small_pool.prefix, tokenizer=tokenizer) as model:
         yield model
 
@@ -47,7 +47,7 @@ def real_pool(server_url: str, smollm2_folder: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="session")
 def real(real_pool: Pool) -> Iterator[PooledLM]:
-    """The language model of that pool."""
+    """The language model of `real_pool`."""
     with PooledLM.from_name("smollm2", redis=real_pool.url, prefix=real_pool.prefix) as model:
         yield model
 

@@ -1,4 +1,4 @@
-"""The tries of `lmpool.producer.genlm` have the node numbers and results of genlm-backend's."""
+"""The tries of `lmpool.producer.genlm` and of genlm-backend have equal node numbers and results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WS = [0.1, 0.2, 0.2, 0.5]
 
 
 class EndOfSequence:
-    """An item whose only letter is itself, as the end-of-sequence item of genlm-control."""
+    """An item of a vocabulary that yields itself when it is iterated, as the end-of-sequence item of genlm-control."""
 
     def __init__(self, name: str = "EOS") -> None:
         self.name = name
@@ -66,7 +66,7 @@ mixed_vocabularies = st.tuples(vocabularies, st.lists(others, unique=True, max_s
 
 
 def tekken(count: int) -> list[TheirToken]:
-    """The first tokens of a real vocabulary."""
+    """The first tokens of the Tekken vocabulary of mistral_common."""
     text = files("mistral_common").joinpath("data/tekken_240911.json").read_text("utf-8")
     listed = json.loads(text)["vocab"][:count]
     return [TheirToken(i, base64.b64decode(entry["token_bytes"])) for i, entry in enumerate(listed)]
@@ -96,12 +96,12 @@ def assert_close(ours: NDArray[Any], theirs: NDArray[Any], *, atol: float = 0.0)
 
 
 def our_tokens(decode: list[Any]) -> list[Any]:
-    """The vocabulary with lmpool's tokens in place of genlm's."""
+    """The vocabulary with lmpool's `Token` objects in place of genlm-backend's."""
     return [Token(item.token_id, item.byte_string) if isinstance(item, TheirToken) else item for item in decode]
 
 
 def weights_for(decode: list[Any], seed: int) -> NDArray[np.float32]:
-    """Three rows: probabilities, log-probabilities and both signs, with zeros and -inf among them."""
+    """Three rows of weights: probabilities with zeros, log-probabilities with -inf, and numbers of both signs."""
     draws = np.random.default_rng(seed).dirichlet(np.full(len(decode), 0.1)).astype(np.float32)
     with np.errstate(divide="ignore"):
         logs = np.log(draws)
@@ -177,7 +177,7 @@ def test_weights_of_a_real_vocabulary_are_genlms(ours: Any, theirs: Any, op: str
     for row in weights_for(decode, 1)[:2].astype(dtype):
         values, wanted = (getattr(each, f"weight_{op}")(row) for each in (trie, reference))
         assert values.dtype == wanted.dtype
-        # Their parallel class adds in float32; its error at the root is 3e-6 here.
+        # genlm-backend's parallel class adds in float32; its relative error at the root is 3e-6 here.
         np.testing.assert_allclose(values, wanted, rtol=1e-5 if theirs is TheirParallel else 1e-6)
         if op == "sum":
             np.testing.assert_allclose(values, exact.weight_sum(row), rtol=1e-6)
@@ -361,7 +361,7 @@ def test_drawing_needs_a_weight_for_each_node_and_graphviz(monkeypatch: pytest.M
 
 
 def counted(trie: AsyncTokenCharacterTrie, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The batches that the trie computes from now on: operation and rows."""
+    """Record the batches that the trie computes after this call: (operation, number of rows)."""
     batches: list[tuple[str, int]] = []
 
     def counting(op: str) -> Callable[[Any], Any]:
@@ -455,7 +455,7 @@ def test_a_trie_works_after_an_event_loop_was_closed_with_a_pending_batch() -> N
     assert not left.done()
     assert asyncio.run(trie.weight_sum(WS))[trie.trie.root] == pytest.approx(1)
     trie.shutdown()
-    # Python warns when it collects a coroutine that never ran: collect it in this test.
+    # Python warns when it collects a coroutine that never ran, so collect `left` within this test.
     del left, loop
     gc.collect()
 

@@ -52,7 +52,7 @@ ThreadList = Callable[[], list[threading.Thread]]
 
 @pytest.fixture
 def threads_of_ours() -> ThreadList:
-    """Return a function that lists the producer threads of this test, without those of other open models."""
+    """Return a function that lists the producer threads that this test has started."""
 
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name.startswith("lmpool-pro")]
@@ -62,7 +62,7 @@ def threads_of_ours() -> ThreadList:
 
 
 async def finished(call: Callable[[], Any]) -> Any:
-    """The result of a call, which may be a coroutine."""
+    """Return the result of a call; await the result if it is a coroutine."""
     result = call()
     return await result if asyncio.iscoroutine(result) else result
 
@@ -359,7 +359,7 @@ def test_a_redis_client_is_taken_and_cannot_be_pickled(small_pool: Pool, tokeniz
 
 
 def rows_of_both_interfaces(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
-    """Run in another process; return its id, and the sums of rows from both interfaces."""
+    """Run in another process; return the process id, and the sums of rows from the async and the sync interface."""
     return (
         os.getpid(),
         float(asyncio.run(model.next_token_logprobs(ids)).sum()),
@@ -383,7 +383,7 @@ def test_other_processes_connect_for_themselves(small: PooledLM, method: str) ->
         answer: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
         await asyncio.to_thread(child.join, ENDS_WITHIN_S)
         assert child.exitcode == 0
-        # The connections of the parent still work.
+        # After the fork, the parent's connections still work.
         for token in range(20, 40):
             assert torch.equal(await small.next_token_logprobs([token]), expected([token]))
             assert torch.equal(small.next_token_logprobs_sync([token, 1]), expected([token, 1]))
@@ -498,7 +498,7 @@ threading.Thread(target=request_rows, daemon=True).start()
 
 
 def ended(pool: Pool, program: str) -> subprocess.CompletedProcess[str]:
-    """A program that has a model `llm` and does not close it."""
+    """Run a program that has a model `llm` and does not close it; return the ended process."""
     begin = f"""
 import asyncio, threading
 from lmpool.producer.genlm import PooledLM
