@@ -47,7 +47,7 @@ async def release(
     reason: str = "",
     most_reasons: int = 10,
 ) -> tuple[int, bytes]:
-    """Release once; returns the number of released jobs, and the first id of the next call."""
+    """Call the release script once; return the number of released jobs, and the id at which the next call begins."""
     args = [GROUP, consumer, HOUR_MS, at_once, begin, deliveries, reason, LIFETIME_MS, most_reasons, ""]
     count, after = await scripts.RELEASE(redis, [JOBS, MODEL.reasons], args)
     return count, after
@@ -60,7 +60,7 @@ async def retry(redis: redis_async.Redis, entry: bytes, number: int = 1, limit: 
 
 
 async def bury(redis: redis_async.Redis, number: int = 1, reply: bytes = B) -> bytes:
-    """Have a job given up; returns the id of its dead letter."""
+    """Let a job become a dead letter; return the id of this dead letter."""
     await submit(redis, number, reply=reply)
     entries = await take(redis)
     await finish(redis, (entries[-1], number, FAILURE, True))
@@ -194,7 +194,7 @@ async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(
 async def test_only_a_dead_letter_of_a_bulk_client_yields_when_it_is_retried(
     redis: redis_async.Redis, reply: bytes
 ) -> None:
-    await submit(redis, 9)  # A prompt without a waiting key does not name its client.
+    await submit(redis, 9)  # Another client waits, too.
     letter = await bury(redis, reply=reply)
     assert await retry(redis, letter) == "Q"
     _, fields = (await entries_of(redis))[-1]
