@@ -38,7 +38,7 @@ def small(small_pool: Pool, tokenizer: Any) -> Iterator[PooledLM]:
 
 @pytest.fixture(scope="session")
 def real_pool(server_url: str, smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool with SmolLM2."""
+    """A pool with one worker that serves the model SmolLM2."""
     pool = Pool(server_url, "genlm-real", tmp_path_factory.mktemp("real"))
     pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
     yield pool
@@ -54,5 +54,5 @@ def real(real_pool: Pool) -> Iterator[PooledLM]:
 
 @pytest.fixture(scope="session")
 def theirs(smollm2_folder: Path) -> Any:
-    """genlm-backend's own language model on the same weights."""
+    """genlm-backend's own language model with the weights of SmolLM2."""
     return AsyncTransformer.from_name(str(smollm2_folder), hf_opts={"torch_dtype": "float32", "device_map": "cpu"})

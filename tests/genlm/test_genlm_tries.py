@@ -108,7 +108,7 @@ def weights_for(decode: list[Any], seed: int) -> NDArray[np.float32]:
     return np.stack([draws, logs, np.where(np.arange(len(decode)) % 3, 0.25 - draws, 0)]).astype(np.float32)
 
 
-# Structure
+# Node numbers of tries
 
 
 @given(vocabularies)
@@ -154,7 +154,7 @@ def test_a_token_may_be_longer_than_the_recursion_limit() -> None:
     assert trie.weight_sum([1.0, 2.0])[[trie.root, 30_000, trie.word2leaf[b"a" * 20_000, 1]]].tolist() == [3, 1, 2]
 
 
-# Weights
+# Weights of nodes
 
 
 @both_ops
@@ -249,7 +249,7 @@ def test_invalid_weights_are_refused(ours: Any, theirs: Any, ws: Any, message: s
         ours(DECODE).batch_weight_max(ws if ws is None else [ws])
 
 
-# Vocabularies
+# Accepted and refused vocabularies
 
 
 @both_classes
@@ -305,7 +305,7 @@ def test_torch_is_not_loaded_for_a_trie() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Tokens
+# Comparison and use of tokens
 
 
 def test_tokens_are_compared_by_their_ids_and_used_as_bytes() -> None:
@@ -337,7 +337,7 @@ def test_a_token_needs_an_int_and_bytes() -> None:
         Token(1, "x")  # type: ignore[arg-type]
 
 
-# Drawing
+# The drawing of a trie
 
 
 @pytest.mark.parametrize("values", [None, [0.25, 0.5], [0.0], [1.0]])
@@ -357,7 +357,7 @@ def test_drawing_needs_a_weight_for_each_node_and_graphviz(monkeypatch: pytest.M
         trie.visualize()
 
 
-# Asynchronous
+# Asynchronous tries
 
 
 def counted(trie: AsyncTokenCharacterTrie, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:

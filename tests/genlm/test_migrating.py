@@ -1,4 +1,4 @@
-"""docs/migrating-from-genlm.md is complete, and all names in it exist."""
+"""docs/migrating-from-genlm.md lists every public name of genlm-backend, and all names on the page exist."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ async def finished(call: Callable[[], Any]) -> Any:
     return await result if asyncio.iscoroutine(result) else result
 
 
-# Results
+# Results of every method
 
 
 async def test_every_method_returns_the_row_of_the_pool(small: PooledLM) -> None:
@@ -158,7 +158,7 @@ async def test_without_a_seed_workers_draw_and_no_row_is_cached(small: PooledLM)
     assert await small.sample(IDS, 1, [], temperature=0.001) == [most_likely]
 
 
-# Caches
+# Temperatures, statistics and caches
 
 
 async def test_a_temperature_of_zero_takes_the_most_likely_tokens_with_and_without_a_seed(small: PooledLM) -> None:
@@ -203,7 +203,7 @@ def test_an_uncached_row_is_the_same_row(small: PooledLM) -> None:
         small.next_token_logprobs_uncached([])
 
 
-# Errors
+# Errors of PooledLM
 
 
 async def test_an_unknown_adapter_is_an_error_of_both_libraries(small: PooledLM) -> None:
@@ -296,7 +296,7 @@ def test_unknown_and_malformed_options_are_refused(small_pool: Pool, tokenizer: 
         connect(small_pool, tokenizer, timeout=-1)
 
 
-# Callers
+# Callers in several event loops, threads and processes
 
 
 def test_one_model_serves_one_event_loop_after_another(small: PooledLM) -> None:
@@ -406,7 +406,7 @@ def test_llamppl_treats_it_as_an_async_transformer(small: PooledLM) -> None:
     model.reset_async_queries()
 
 
-# Closing
+# Closing of a model
 
 
 async def test_a_closed_model_raises_producer_closed(

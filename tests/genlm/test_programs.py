@@ -43,7 +43,7 @@ async def both(call: Callable[[Any], Awaitable[Any]], ours: Any, theirs: Any) ->
     return await call(ours), await call(theirs)
 
 
-# genlm-backend
+# Programs of genlm-backend
 
 
 async def test_rows_equal_those_of_genlm_backend(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> None:
@@ -68,7 +68,7 @@ def test_vocabularies_are_equal(real: PooledLM, theirs: Any) -> None:
     assert real.str_vocab == theirs.str_vocab
 
 
-# genlm-control
+# Programs of genlm-control
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def test_potentials_of_other_processes_use_the_same_pool(
     assert np.array_equal(here, there)
 
 
-# genlm-bytes
+# Programs of genlm-bytes
 
 
 async def test_beams_over_bytes_are_equal(small: PooledLM, tokenizer: Any) -> None:
@@ -175,7 +175,7 @@ async def test_beams_over_bytes_are_equal(small: PooledLM, tokenizer: Any) -> No
     assert np.allclose(rows[0], rows[1], atol=1e-6)
 
 
-# llamppl
+# Programs of llamppl
 
 
 async def test_contexts_of_llamppl_are_equal(real: PooledLM, theirs: Any) -> None:

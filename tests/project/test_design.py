@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DESIGN = ROOT / "docs/design.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FURTHER = sorted((ROOT / "docs/design").glob("*.md"))
-# Folders with pages for users.
+# Pages for users: guides, reference and tutorials.
 BESIDE = [path for name in ("guides", "reference", "tutorials") for path in sorted((ROOT / "docs" / name).glob("*.md"))]
 PAGES = [DESIGN, *FURTHER, CONTRIBUTING]
 # Benchmark pages are left out: they name texts in the output of benchmarks.
@@ -141,7 +141,7 @@ def test_the_hooks_before_a_commit_run_what_lint_runs() -> None:
     assert [" ".join(words).strip() for words in entries] == re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE)
 
 
-# The picture
+# The picture of the architecture
 
 
 def test_the_picture_shows_what_its_source_says() -> None:

@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, on one worker with a real model."""
+"""The programs of examples/ run as a user runs them, on one worker with a real model."""
 
 from __future__ import annotations
 

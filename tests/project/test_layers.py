@@ -109,7 +109,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    """Every module that a file imports, anywhere in it, with the statement.
+    """The modules that a file imports in any place, each with the import statement.
 
     `from a import b` counts as `a` and as `a.b`, because b may be a module.
     """
@@ -159,7 +159,7 @@ def test_the_parts_are_there() -> None:
     assert owners == [SHARED]
 
 
-# Layers
+# Allowed imports of each part
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
     assert {"typer", "rich"} <= loaded_after("import lmpool.producer.cli.commands")
 
 
-# No format that runs code
+# The code uses no data format that can run code
 
 
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:
@@ -377,7 +377,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
     assert {name for name in catching if not name.startswith(name_of(HF))} <= allowed
 
 
-# Keys and scripts
+# Redis keys and Lua scripts
 
 
 def test_all_redis_keys_are_made_in_one_file() -> None:
@@ -426,7 +426,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
     assert violations == []
 
 
-# Public names
+# The public names of the package
 
 
 def test_the_public_names_of_the_client_are_pinned() -> None:

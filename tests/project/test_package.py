@@ -1,4 +1,4 @@
-"""The contents of an installation: the wheel and its entry points."""
+"""The wheel of lmpool has the right files, and its entry points exist."""
 
 from __future__ import annotations
 

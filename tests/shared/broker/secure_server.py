@@ -77,7 +77,7 @@ class SecureServer:
             self._bus_port: int = bus.getsockname()[1]
 
     def certify(self, name: str, authority: trustme.CA, *hosts: str, **options: Any) -> None:
-        """Write an authority's certificate (NAME.ca.crt), and a certificate that it issues with its key (NAME.crt, .key)."""
+        """Write an authority's certificate (NAME.ca.crt), a certificate from it (NAME.crt), and its key (NAME.key)."""
         issued = authority.issue_cert(*hosts, **options)
         authority.cert_pem.write_to_path(str(self.folder / f"{name}.ca.crt"))
         issued.cert_chain_pems[0].write_to_path(str(self.folder / f"{name}.crt"))
@@ -102,7 +102,7 @@ class SecureServer:
         return spoken(f"rediss://{user}@{host}:{self.port}/0?{urlencode(query)}")
 
     def client(self, role: str) -> redis.Redis:
-        """A client of a user.
+        """A redis-py client that connects as the user of a role.
 
         The client tries once: with redis-py's default of eleven times eleven attempts, a silent server would hold up
         the test for too long, and the error would not show the cause.
@@ -144,7 +144,7 @@ class SecureServer:
             until(lambda: admin.cluster("info")["cluster_state"] == "ok", "the cluster is whole")
 
     def command(self) -> list[str]:
-        """The command that starts the server: the shipped settings, with the paths of this machine."""
+        """The command that starts the server with the settings of docker/redis and paths in the test's folder."""
         files = {"aclfile": "users.acl", "tls-ca-cert-file": "server.ca.crt", "tls-cert-file": "server.crt"}
         files["tls-key-file"] = "server.key"
         places = {name: str(self.folder / file) for name, file in files.items()}

@@ -37,7 +37,7 @@ LEASE = ("--lease-s", "3")
 PATIENT: dict[str, Any] = {"when_absent": "wait", "timeout": 60.0}
 SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V), *LEASE)
 
-# Commands that no worker and no producer may run.
+# Commands that neither workers nor producers may run.
 FORBIDDEN = (
     "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG GET *", "CONFIG SET maxmemory 1", "SCRIPT FLUSH", "SCRIPT LOAD x",
     "DEBUG JMAP", "ACL LIST", "ACL SETUSER x", "SHUTDOWN", "MONITOR", "CLIENT LIST", "CLIENT KILL TYPE normal",

@@ -1,4 +1,4 @@
-"""Control messages: round trips, exact bytes, and ProtocolError for all malformed input."""
+"""Jobs and failures as messages: round trips, exact bytes, and ProtocolError for all malformed input."""
 
 from __future__ import annotations
 

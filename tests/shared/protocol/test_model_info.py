@@ -137,7 +137,7 @@ def test_encodings_are_identified_by_their_codes() -> None:
     assert encodings == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
 
 
-# Malformed infos
+# Malformed model infos
 
 
 def packed(**changed: Any) -> bytes:
@@ -249,7 +249,7 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
         assert type(getattr(info, name)) in {declared, int if declared is float else declared}
 
 
-# Other releases
+# Model infos of other releases
 
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])

@@ -47,7 +47,7 @@ def sample(encoding: Encoding, vocab_size: int = 5) -> bytes:
     return block_of(encoding, numbers, 1.5).encode(0)
 
 
-# The layout
+# The layout of a row
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_one_entry_is_read_in_place_from_its_own_bytes(encoding: Encoding) -> No
         assert row[i] == np.float32(value) - np.float32(log_z)
 
 
-# Round trips
+# Round trips of rows
 
 
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=float32s))
@@ -179,7 +179,7 @@ def test_rows_of_two_bytes_are_widened_into_memory_of_their_own() -> None:
         assert not np.shares_memory(decode_row(data, 5), data)
 
 
-# Many small rows at once
+# Many small rows that are decoded at once
 
 
 @encodings
@@ -221,7 +221,7 @@ def test_rows_of_a_chunk_with_an_invalid_row_are_decoded_one_by_one(encoding: En
         assert decode_rows(entries, 5) is None
 
 
-# Damage
+# Damaged rows
 
 
 def with_header(
@@ -310,7 +310,7 @@ def test_a_changed_header_is_refused_or_changes_log_z_alone(data: st.DataObject,
             decode_row(received(bytes(bad)), 5)
 
 
-# Blocks
+# Blocks of rows
 
 
 @encodings

@@ -195,7 +195,7 @@ async def test_lost_bytes_of_a_value_are_not_replaced_by_bytes_of_the_next_reply
     assert_broken(connection, replies, ProtocolError)
 
 
-# Large values: errors of the server
+# Large values: errors that the server returns
 
 
 async def test_a_refused_mget_raises_and_the_next_one_gets_its_values() -> None:
@@ -248,7 +248,7 @@ async def test_the_reply_of_a_cancelled_request_goes_to_no_other_request() -> No
     assert plain(after) == [b"x"]
 
 
-# Commands and writes
+# Connections for commands and writes
 
 NESTED = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=12),
@@ -382,7 +382,7 @@ async def test_a_lost_connection_fails_all_commands_and_a_closed_one_sends_nothi
             await reply
 
 
-# On the wire
+# Bytes that connections send
 
 
 async def test_the_protocol_is_changed_while_reading_is_paused() -> None:

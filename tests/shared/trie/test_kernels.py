@@ -98,7 +98,7 @@ def some_weights(rows: int, tokens: int, seed: int = 0) -> Weights:
     return weights
 
 
-# Equal to brute force
+# Values equal brute force
 
 
 @everywhere
@@ -190,7 +190,7 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
         np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
-# Special numbers
+# Special numbers as weights
 
 
 @everywhere
@@ -240,7 +240,7 @@ def test_a_maximum_of_negative_numbers_is_negative(make: Maker) -> None:
     assert make(trie).values("max", np.array([[-3, -2, -7]], np.float32))[0, :2].tolist() == [-2, -2]
 
 
-# Batches, threads and runs
+# Same bits in every batch, thread and run
 
 
 @everywhere
@@ -342,7 +342,7 @@ def test_no_more_buffers_are_kept_than_threads(monkeypatch: pytest.MonkeyPatch) 
     assert bytes_held(kernels) - empty == buffer_size
 
 
-# Refusals
+# Refused weights
 
 
 @everywhere
@@ -381,7 +381,7 @@ def test_an_unknown_operation_is_refused(make: Maker) -> None:
         make(Trie(EXAMPLE)).inner("mean", np.ones((1, 7), np.float32))  # type: ignore[arg-type]
 
 
-# Torch
+# Kernels of torch
 
 
 @every_op
@@ -393,7 +393,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
     assert kernels.inner(op, weights).tobytes() == whole.tobytes()
 
 
-# Opening
+# The choice of kernels
 
 
 def test_the_device_decides_which_kernels_compute() -> None:

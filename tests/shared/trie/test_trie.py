@@ -16,7 +16,7 @@ from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from tests.support.tries import EXAMPLE, arrays_of, assert_same, reference, sums, tekken, vocabularies
 
-# Numbering
+# Numbers of nodes
 
 
 def test_nodes_are_numbered_by_prefix_and_inner_nodes_with_them() -> None:
@@ -186,7 +186,7 @@ def test_a_trie_is_shown_by_its_sizes() -> None:
     assert trie.nbytes == sum(array.nbytes for array in arrays_of(trie).values()) + trie.vocabulary.nbytes
 
 
-# Requested nodes
+# Lookups of nodes
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_unknown_nodes_are_refused_together(nodes: Any) -> None:
         Trie(EXAMPLE).check_nodes(nodes)
 
 
-# Values
+# Values of nodes
 
 
 @given(vocabularies, st.integers(0, 3), st.data())

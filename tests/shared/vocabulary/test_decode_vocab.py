@@ -58,7 +58,7 @@ class Slow:
         return {i: piece for piece, i in self.get_vocab().items()}[token]
 
 
-# Equal to genlm-backend
+# Byte strings equal to those of genlm-backend
 
 
 @pytest.mark.parametrize("make", real.READABLE.values(), ids=real.READABLE)
@@ -97,7 +97,7 @@ def test_any_byte_level_pieces_are_read_as_genlm_reads_them(tokens: set[bytes], 
     assert decoded.tokens[: 256 + len(tokens)] == [*BYTES, *tokens]
 
 
-# Other libraries
+# Tokenizers of other libraries
 
 
 def test_tekken_is_the_same_from_mistral_common_and_from_transformers() -> None:
@@ -144,7 +144,7 @@ def test_a_processor_is_read_by_its_tokenizer() -> None:
     assert decode_vocab(Processor()) == decode_vocab(real.gpt2())
 
 
-# WordPiece, which genlm-backend refuses
+# WordPiece tokenizers, which genlm-backend refuses
 
 
 def test_wordpiece_continuations_lose_their_prefix_and_words_stay_unchanged() -> None:
@@ -171,7 +171,7 @@ def test_a_real_wordpiece_is_read() -> None:
     assert b"".join(tokens[i] for i in ids).decode() == "".join(texts[i] for i in ids) == "नेपालीहरूका"
 
 
-# Duplicates, gaps, added tokens
+# Duplicate tokens, unused ids and added tokens
 
 
 def test_duplicates_are_kept_apart() -> None:
@@ -231,7 +231,7 @@ def test_the_end_of_a_word_is_a_space_as_in_its_decoder() -> None:
     assert decode_vocab(backend).tokens == [b"the", b"the ", b" "]
 
 
-# Slow tokenizers
+# Slow tokenizers of transformers
 
 
 def test_a_slow_tokenizer_is_read_by_its_own_byte_decoder() -> None:

@@ -31,7 +31,7 @@ def peak_of(action: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-# Contents
+# Contents of a vocabulary
 
 
 @given(vocabularies)
@@ -79,7 +79,7 @@ def test_a_later_change_of_the_list_changes_nothing() -> None:
     assert vocabulary.tokens == TOKENS
 
 
-# The digest
+# The digest of a vocabulary
 
 
 def test_the_digest_is_pinned() -> None:
@@ -156,7 +156,7 @@ def test_a_vocabulary_at_a_limit_is_accepted_and_one_above_it_refused() -> None:
         Vocabulary([b"", longest + b"x"])
 
 
-# Packed
+# Packed vocabularies
 
 
 def test_the_layout_is_pinned() -> None:

@@ -64,7 +64,7 @@ class Replicated:
         self.replica.replicaof("127.0.0.1", "1")
 
     async def fail_over(self) -> None:
-        """Kill the primary, and lead all clients to the replica."""
+        """Kill the primary, and connect all clients to the replica."""
         os.kill(self._primary.pid, signal.SIGKILL)
         self.replica.replicaof("NO", "ONE")
         self._proxy.redirect(self._folder / "redis.sock")

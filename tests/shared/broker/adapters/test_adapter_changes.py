@@ -383,7 +383,7 @@ async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path)
         await asyncio.wait_for(change, DEADLINE_S)
 
 
-# Refusals
+# Refused changes of adapters
 
 
 async def test_an_adapter_that_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool, tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ async def serving(
     await asyncio.wait_for(running, DEADLINE_S)
 
 
-# Rows
+# Rows of several adapters
 
 
 async def test_rows_of_adapters_are_never_mixed(pool: Pool, folders: list[str]) -> None:
@@ -142,7 +142,7 @@ async def test_adapters_without_asyncio(pool: Pool, folders: list[str]) -> None:
         assert np.array_equal(rows, wanted)
 
 
-# Refusals
+# Refused adapters
 
 Query = Callable[[Producer, str], Any]
 
@@ -261,7 +261,7 @@ async def test_adapters_leave_the_fingerprint_as_it_is(folders: list[str]) -> No
     assert adapted(folders).info.fingerprint == adapted([]).info.fingerprint
 
 
-# Names
+# Names of adapters
 
 
 def test_the_digest_of_a_prompt_is_another_one_for_each_adapter() -> None:

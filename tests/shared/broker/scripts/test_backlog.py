@@ -266,7 +266,7 @@ async def test_a_mark_does_not_prevent_replacing_a_damaged_row(redis: redis_asyn
     assert await submit(redis, 1, check_rows=False) == "Q"
 
 
-# A single client
+# A client that is alone in the queue
 
 
 async def test_a_client_that_asks_alone_passes_the_backlog(redis: redis_async.Redis) -> None:

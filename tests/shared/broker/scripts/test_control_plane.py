@@ -62,7 +62,7 @@ async def let_pass(redis: redis_async.Redis, *workers: str) -> None:
     await redis.zadd(MODEL.workers, dict.fromkeys(workers, 1))
 
 
-# Polling workers
+# The cost of a poll with many workers
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -323,7 +323,7 @@ async def test_infos_of_unserved_models_are_removed_by_workers_of_other_models(r
     assert await redis.hexists(KEYS.models(), "m")
 
 
-# Bounded calls: the next calls do the rest
+# Each call of a script does a bounded part of the work, and later calls continue
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)

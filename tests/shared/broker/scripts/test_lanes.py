@@ -83,7 +83,7 @@ async def die(redis: redis_async.Redis, worker: str) -> None:
             await redis.xclaim(stream, GROUP, worker, 0, [entry["message_id"]], idle=LEASE_MS + 1, justid=True)
 
 
-# Placement
+# Placement of prompts in lanes
 
 
 async def test_a_round_of_prompts_without_homes_spreads_evenly(lanes: redis_async.Redis) -> None:
@@ -205,7 +205,7 @@ async def entries_at(redis: redis_async.Redis, entry: bytes) -> dict[bytes, byte
     return dict(entries[0][1])
 
 
-# Taking and ending
+# Taking and ending jobs of lanes
 
 
 async def test_clients_receive_the_worker_that_computed_their_prompt(lanes: redis_async.Redis) -> None:
@@ -249,7 +249,7 @@ async def test_a_lost_job_of_a_lane_is_queued_when_its_client_submits_again(lane
     assert await lane(lanes, "w1") == [1]
 
 
-# Stealing
+# Stealing jobs from lanes
 
 
 async def test_an_idle_worker_steals_half_of_the_jobs_behind_a_full_batch(
@@ -308,7 +308,7 @@ async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> 
     assert await steal(lanes, "w2", patience_ms=0) == 0
 
 
-# Workers that end
+# Lanes of workers that stop or crash
 
 
 async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: redis_async.Redis) -> None:
@@ -404,7 +404,7 @@ async def test_a_worker_that_wakes_up_keeps_its_lane_and_loses_claimed_jobs(lane
     assert await lane(lanes, "w1") == [1, 2, 3]
 
 
-# Foreign values
+# Foreign values in the keys of lanes
 
 
 @pytest.mark.parametrize("junk", ["string", "full"])

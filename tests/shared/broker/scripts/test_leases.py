@@ -18,7 +18,7 @@ from tests.shared.broker.scripts.script_calls import (
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
 
-# claim
+# Scripts that claim jobs
 
 
 async def test_jobs_are_claimed_only_after_their_lease(redis: redis_async.Redis) -> None:
@@ -128,7 +128,7 @@ async def test_deleted_entries_are_acknowledged_and_not_claimed(redis: redis_asy
     assert set(await pending(redis)) == {second}
 
 
-# renew
+# The script that renews leases
 
 
 async def test_renewing_keeps_a_lease_and_counts_no_delivery(redis: redis_async.Redis) -> None:

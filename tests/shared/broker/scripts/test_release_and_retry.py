@@ -67,7 +67,7 @@ async def bury(redis: redis_async.Redis, number: int = 1, reply: bytes = B) -> b
     return (await entries_of(redis, DEAD))[-1][0]
 
 
-# release
+# The script that releases jobs
 
 
 async def test_released_jobs_can_be_claimed_at_once_and_keep_their_deliveries(
@@ -139,7 +139,7 @@ async def test_no_job_is_released_after_the_server_lost_the_queue(redis: redis_a
     assert not await redis.exists(JOBS)
 
 
-# finish, by a worker that was silent for long
+# The script that ends jobs, called by a worker whose leases have ended
 
 
 async def test_a_job_that_another_worker_claimed_does_not_fail(redis: redis_async.Redis) -> None:
@@ -173,7 +173,7 @@ async def test_a_late_row_ends_the_job(redis: redis_async.Redis) -> None:
     assert await pending(redis) == {}
 
 
-# retry
+# The script that retries a dead letter
 
 
 async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(

@@ -44,7 +44,7 @@ from tests.shared.broker.scripts.script_calls import (
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
 
-# submit
+# The script submit.lua
 
 
 async def test_the_first_client_queues_the_job_and_the_second_joins_it(redis: redis_async.Redis) -> None:
@@ -200,7 +200,7 @@ async def test_joining_for_a_short_time_does_not_shorten_the_lifetime_for_others
     assert 10_000 < await redis.pttl(waiting(1)) <= 90_000
 
 
-# cancel
+# The script cancel.lua
 
 
 async def test_the_last_client_to_leave_removes_a_job_that_no_worker_has(redis: redis_async.Redis) -> None:
@@ -250,7 +250,7 @@ async def test_a_job_is_removed_before_any_worker_has_joined(redis: redis_async.
     assert await entries_of(redis) == []
 
 
-# finish
+# The script finish.lua
 
 
 async def assert_queue_is_empty(redis: redis_async.Redis) -> None:
@@ -535,7 +535,7 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     await assert_queue_is_empty(redis)
 
 
-# swap
+# The script swap.lua
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ async def test_swap_changes_a_field_only_from_the_value_that_was_seen(
     assert await redis.hget(key, "other") == b"kept"
 
 
-# Script
+# The class Script
 
 
 async def test_the_text_of_a_script_is_sent_only_if_the_server_does_not_have_it(redis: redis_async.Redis) -> None:

@@ -55,7 +55,7 @@ class QueueMachine(RuleBasedStateMachine):
     """A queue with four clients, two of them bulk clients, and four workers that join and leave.
 
     Args:
-        caller: runs scripts on a server that no other test uses.
+        caller: object that runs scripts on a server that no other test uses.
         seen: counts the events of each kind, so that a test can check that all kinds have occurred.
     """
 
@@ -160,7 +160,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.submitted(client, numbers, outcome, again=again)
 
     def expire(self, prompts: list[tuple[int, str]]) -> None:
-        """A client submits with a short deadline, and disconnects."""
+        """Let a client submit prompts with a short deadline and disconnect."""
         numbers = [number for number, _ in prompts]
         self._submit(GUEST, numbers, [home for _, home in prompts], lifetime_ms=1)
         end = time.monotonic() + 0.003
@@ -420,7 +420,7 @@ class QueueMachine(RuleBasedStateMachine):
     # Steps of operators, and of a server that is short of memory
 
     def retry(self, pick: int) -> None:
-        """Queue a dead letter again."""
+        """Queue the job of a dead letter again."""
         letters: Any = self.redis.xrange(DEAD)
         if letters:
             entry, fields = letters[pick % len(letters)]
@@ -500,7 +500,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen["replaced"] += 1
         self.model.lose_stream(name)
 
-    # The end
+    # The end of a run
 
     def teardown(self) -> None:
         """Let all workers crash and a new worker join, and check that every waiting client gets a result."""

@@ -1,4 +1,4 @@
-"""A model of a queue: the results that clients and workers may expect after their actions."""
+"""A model of a queue that predicts the results which clients and workers may expect after their actions."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class QueueModel:
     Attributes:
         waits: (client's reply key, prompt) -> whether a result is certain; after the server has lost a key of the
             prompt, the client must submit the prompt again.
-        pending: entries that were delivered to workers.
+        pending: entry that was delivered to a worker -> its delivery.
         loose: prompts that may have several jobs, or a job without a client, because a key was lost or has expired, or
             a worker that counted as dead has published the row.
         dangling: prompts whose waiting keys may name a job that the server has lost.
-        miscounted: see `State.check_alone`.
-        is_sum_known: see `State.check_alone`.
+        miscounted: names of workers, as the argument of `State.check_alone`.
+        is_sum_known: whether the sum of lengths is right, as the argument of `State.check_alone`.
         has_lost_lanes: whether the server has lost the lengths of all lanes, and some are not restored yet.
         limit: max jobs of the queue; 0 (no limit) after the server has lost the lengths of lanes.
         last: the state of the queue after the previous step.

@@ -18,7 +18,7 @@ _SIZES = st.sampled_from([1, 1, 1, 2, 8])
 _PICKS = st.integers(0, 2**12 - 1)
 _HOMES = st.sampled_from(["", "", *WORKERS, "w9"])
 _PROMPT = st.tuples(st.sampled_from(PROMPTS), _HOMES)
-# Many prompts fill the streams, so that more prompts go to the backlog.
+# Long lists of prompts fill the streams, so that some prompts go to the backlog.
 _PROMPTS = st.lists(_PROMPT, min_size=1, max_size=4) | st.lists(_PROMPT, min_size=8, max_size=20)
 _ENDINGS = st.lists(st.sampled_from(["row", "row", "row", "missing", "failed", "dead"]), min_size=1, max_size=3)
 
