@@ -1,4 +1,4 @@
-"""A small tokenizer, one token for every byte and an end of sequence, and random rows over it."""
+"""A small tokenizer for tests, with one token per byte and an end of sequence, and random rows for its vocabulary."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def entry_point(target: str) -> list[str]:
 
 
 def options_of(words: list[str]) -> set[str]:
-    """The options that the command accepts which a command line calls."""
+    """The options that the command in a command line accepts."""
     commands = dict(command_line.all_commands())
     called = next(name for name in (" ".join(words[:3]), " ".join(words[:2]), words[0]) if name in commands)
     options = command_line.options_of(commands[called])
@@ -403,7 +403,7 @@ def addresses(secured: Path) -> dict[str, str]:
 
 
 def seen(secured: Path, service: str) -> set[str]:
-    """The files below POOL_SECURE and in docker/ that are mounted into a container."""
+    """The paths in a container of the files below POOL_SECURE and in docker/ that are mounted into the container."""
     found = set()
     for volume in read(DOCKER / "compose.secure.yaml")["services"][service]["volumes"]:
         source, target = re.sub(r"\$\{POOL_SECURE:-([^}]*)\}", r"\1", volume).split(":")[:2]

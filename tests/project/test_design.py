@@ -32,7 +32,7 @@ PICTURE = ROOT / "docs/design/architecture.svg"
 SOURCE = PICTURE.with_suffix(".dot")
 MAX_LINES = {DESIGN: 120, CONTRIBUTING: 120, **dict.fromkeys(FURTHER, 200)}
 MAX_COLUMNS = 120
-# Max pages in each folder; docs itself has more, because other sites link to its pages.
+# Max pages in each folder; docs itself may have more, for pages to which links from elsewhere lead.
 MAX_PAGES = {"docs": 24, "design": 12, "guides": 12, "reference": 12, "tutorials": 12}
 # Class names of other packages that pages may name.
 FOREIGN_NAMES = {"AsyncLM", "AsyncTransformer", "BufferedProtocol", "InprocClient"}
@@ -129,7 +129,7 @@ def test_make_lists_its_targets_with_a_sentence_each() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     listed = re.findall(r"^## ([a-z-]+): .{10,}$", makefile, re.MULTILINE)
     phony = re.findall(r"[\w-]+", makefile.partition(".PHONY:")[2].partition("\n\n")[0].replace("$(VLLM_RUNS)", ""))
-    # The workflow's step for `collect` has another name.
+    # The target `collect`, a step of other targets, has no sentence.
     assert set(listed) == set(phony) - {"collect"}
     assert len(listed) == len(set(listed))
 

@@ -32,7 +32,7 @@ ENGINES = {
     "checkpoint.py": {"huggingface_hub"},
     "tokenizer.py": {"transformers"},
 }
-# File -> packages that only this file may import.
+# File outside the backends -> packages of engines that this file may import.
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},

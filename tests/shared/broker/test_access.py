@@ -183,7 +183,7 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
     rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
     async with Producer("syn", redis=server.url("producer"), cache_bytes=0, **PATIENT) as producer:
         assert "s3cr3t" not in repr(producer)
-        for _ in range(2):  # First computed, then cached.
+        for _ in range(2):  # The rows are computed first, and then come from the cache.
             assert np.array_equal(await producer.batch_logprobs(prompts), rows)
         many = [[7, i] for i in range(100)]
         assert np.array_equal((await producer.batch_logprobs(many))[99], synthetic_row(many[99], vocab_size=V))
@@ -402,7 +402,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     # The guest need not name the model "mine", because it may use only this model.
     async with Producer(redis=server.url(guest), **PATIENT) as producer:
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
-    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, without a wait of 20 s.
+    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # The error comes at once, not after 20 s.
         await Producer("theirs", redis=server.url(guest), timeout=20).logprobs([1])
     for name in (guest, guest_worker):
         with server.client(name) as client:
@@ -536,7 +536,7 @@ def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
 def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
     server = SecureServer(tmp_path, tls=tls)
     shipped = (SHIPPED / "users.acl").read_text()
-    for number, role in enumerate(ROLES, 1):  # This role has no password.
+    for number, role in enumerate(ROLES, 1):  # Only this role's user has no password.
         users = re.sub(rf"#SHA256-OF-THE-PASSWORD-OF-(?!{role} )[a-z-]+", f"#{'0' * 64}", shipped)
         (tmp_path / "users.acl").write_text(users)
         done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=DEADLINE_S)

@@ -70,7 +70,7 @@ def gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except ProcessLookupError:
         return True
-    except FileNotFoundError:  # No /proc on this system, or the process has just ended.
+    except FileNotFoundError:  # This system has no /proc, or the process has just ended.
         return False
 
 

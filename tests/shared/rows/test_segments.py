@@ -200,7 +200,7 @@ except OSError as error:
 
 
 def test_python_without_sealed_memory_raises_an_os_error(place: Path) -> None:
-    """Python lacks memfd_create and the names of seals on macOS, and in builds for old systems."""
+    """A segment cannot be made where Python lacks memfd_create, as on macOS, or the names of seals."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
     assert "memfd_create" in done.stdout
 

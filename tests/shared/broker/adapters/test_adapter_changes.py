@@ -97,10 +97,10 @@ async def test_after_a_replacement_no_client_gets_a_row_of_the_old_weights(
 async def replaced_while_known(
     pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Producer, Path, Callable[[], Awaitable[None]]]]:
-    """Yield a client, new weights for "poet", and a check that a client that cached the old entry gets them."""
+    """Yield a client, new weights for "poet", and a check that a client with a cached old entry gets the new rows."""
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for module in (adapters_module, registries):
-        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Two unhindered changes take less time.
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Two unhindered changes take less than 16 s.
     pool.start(*QUICK)
     old, new = write(folder, "old", "1"), write(folder, "new", "2")
     async with two_clients(pool) as (changing, asking):
@@ -262,7 +262,7 @@ async def test_an_adapter_in_service_is_not_replaced_by_one_of_a_worker_s_option
 
 
 async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
-    worker = pool.start(*QUICK, "--lease-s", 6)  # Stopping may take 6 s.
+    worker = pool.start(*QUICK, "--lease-s", 6)  # The worker may take 6 s to stop.
     async with pool.producer("syn") as producer:
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGTERM)

@@ -204,7 +204,7 @@ async def test_a_bulk_client_that_has_just_given_way_does_not_count_as_alone(red
     assert await redis.get(MODEL.sole_client) != X
     await cancel(redis, *range(40), reply=X)
     await compute(redis)
-    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # No client counts as alone.
+    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # Now no client counts as alone in the queue.
     await submit(redis, *range(40), reply=X)
     assert await in_stream(redis) == [0, 1]
 

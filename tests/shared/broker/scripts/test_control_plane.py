@@ -247,7 +247,7 @@ async def test_batch_sizes_add_up_when_workers_join_change_and_leave(redis: redi
     await let_pass(redis, "w2", "w3")
     await heartbeat(redis, "w0", 10).sweep()
     assert await capacity(redis) == 34
-    await redis.delete(MODEL.capacity)  # As a server that is short of memory evicts it.
+    await redis.delete(MODEL.capacity)  # Simulate an eviction by a server that is short of memory.
     for number in (0, 4, 5):
         await register(redis, f"w{number}", 4)
     assert await capacity(redis) == 12

@@ -106,7 +106,7 @@ async def test_all_other_keys_expire_after_any_order_of_calls_and_evictions(
             case "release":
                 tail = [rnd.choice((1, 9)), "it broke", LIFETIME_MS, 5, ""]
                 await scripts.RELEASE(queue, [JOBS, MODEL.reasons], [GROUP, "w1", LEASE_MS + 1, 500, "-", *tail])
-            case "drop":  # As a server that is short of memory evicts keys.
+            case "drop":  # Simulate evictions by a server that is short of memory.
                 await queue.delete(*map(waiting, numbers), MODEL.sole_client)
             case "keep":
                 await scripts.KEEP_QUEUE(queue, MODEL.queue, [GROUP, HOUR_MS])

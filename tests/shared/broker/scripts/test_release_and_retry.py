@@ -194,7 +194,7 @@ async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(
 async def test_only_a_dead_letter_of_a_bulk_client_yields_when_it_is_retried(
     redis: redis_async.Redis, reply: bytes
 ) -> None:
-    await submit(redis, 9)  # Another client waits, too.
+    await submit(redis, 9)  # Client A waits for another prompt.
     letter = await bury(redis, reply=reply)
     assert await retry(redis, letter) == "Q"
     _, fields = (await entries_of(redis))[-1]

@@ -151,7 +151,7 @@ class State:
         if is_sum_known:
             _check_sum("lanes", self.lanes)
         _check_sum("capacities", self.capacity)
-        # A lane that was lost and then gets jobs before its worker polls may expire, as all lanes may.
+        # A lane that was lost and is created again by new jobs gets an expiry only when its worker polls.
         undying = set(self.forever) - {*MODEL.queue, *map(MODEL.lane, (*WORKERS, RESCUER))}
         assert not undying, f"keys that never expire: {undying}"
 
