@@ -196,7 +196,7 @@ async def test_the_limit_counts_the_backlog_too(redis: redis_async.Redis) -> Non
 async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -> None:
     await register(redis, "w2", 4)
     await submit(redis, *range(50))
-    # Workers with lanes may have up to two batches of held jobs in addition.
+    # In addition to the prompts of the stream, the lanes may have two batches, held jobs included.
     assert await count_queued(redis, "w1", "w2") == 5 * (IN_STREAM + 2)
     await take(redis, count=5)
     await submit(redis, 60, reply=B)
