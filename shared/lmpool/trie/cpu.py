@@ -7,7 +7,7 @@ single row every addition waits for the result of the previous one.
 
 First the weights of a block are sorted into the order of the sweep, then the sweep computes the inner nodes, and then
 the result is gathered from both. All sums are float64, in an order that depends neither on the width of the block nor
-on the number of threads: the lanes of a block never mix.
+on the number of threads: the rows of a block never mix.
 
 A pool of threads processes the blocks, because the compiled loops release the interpreter lock. Numba's parallel loops
 are no alternative: their default threading layer ends the process when two threads use it at once, and the other layers
@@ -144,7 +144,7 @@ def block_loops(width: int) -> dict[str, Callable[..., Any]]:
     @_compiled(_INTS, _WEIGHTS, _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
         """Sort weights into the order of the sweep."""
-        # A loop of its own, not part of `interleave`: a processor overlaps random reads, but not random writes.
+        # This loop is not part of `interleave`: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
             token = order[rank]
             for lane in range(width):
