@@ -192,7 +192,7 @@ class Connection(Generic[Raw]):
             del self._awaited[reply]
 
     def distrust(self, reply: object) -> ProtocolError:
-        """Close the connection after a reply that does not fit its command, and return the error: no later reply fits."""
+        """Close the connection after a reply that does not fit its command: no later reply fits. Returns the error."""
         error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
         self.hang_up(error)
         return error
