@@ -30,8 +30,8 @@ from rich.text import Text
 from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json, use_options
 from lmpool.settings import set_openmp_defaults
 
-LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # The program of a child process, for `python -c`.
-FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Environment variable: folder to remove when the parent ends.
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # Code that `python -c` runs in a child process.
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Environment variable: folder to remove when the parent process ends.
 # Environment variable: file descriptor to which a process writes a line for its parent once the process serves.
 READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
 INTERRUPTED = 130  # The exit code after Ctrl-C.
@@ -41,7 +41,7 @@ _CALLED = {"when_absent": "--no-wait"}  # Argument of a Python function -> its c
 # Some releases of typer carry their own copy of click: take the classes from typer itself.
 _UsageError, _ClickException = cast(tuple[type[Exception], type[Exception]], typer.BadParameter.__mro__[1:3])
 _STDIN = 0  # The descriptor of standard input.
-_UNLIMITED_COLUMNS = 1_000_000  # Columns of a table that is not printed to a terminal: more than any table has.
+_UNLIMITED_COLUMNS = 1_000_000  # Width of a table that is printed to a pipe or a file: wider than any table.
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -122,10 +122,10 @@ def main(*, is_interruptible: bool = False) -> None:
     except _ClickException as error:
         code = _fail(str(error))
     except BrokenPipeError:
-        # The program that reads our output has closed the pipe, as `| head` does. Print nothing more, not even at exit.
+        # The program that reads our output has closed the pipe, as `| head` does. Print nothing else, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except Exception as error:  # noqa: BLE001 Print a bug as one line too.
+    except Exception as error:  # noqa: BLE001 An error in lmpool itself also prints one line.
         if os.environ.get(_TRACEBACK_VARIABLE):
             for line in traceback.format_exc().splitlines():
                 say(line, err=True)

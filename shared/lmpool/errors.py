@@ -6,7 +6,7 @@
     │   ├── EmptyPrompt                 the prompt has no ids
     │   ├── TokenOutOfRange (IndexError)  an id is below 0, or not below V
     │   └── PromptTooLong               the prompt has more ids than the model accepts
-    ├── TrieError (ValueError)          a call of a trie is malformed; nothing was computed
+    ├── TrieError (ValueError)          arguments for a trie are invalid; nothing was computed
     │   ├── InvalidVocabulary           a token is no byte string, or tokens are missing or too many
     │   ├── UnknownVocabulary (LookupError)  the model publishes no vocabulary, or it has expired
     │   ├── InvalidWeights              weights have the wrong length or dtype, or contain NaN
@@ -14,7 +14,7 @@
     ├── SettingsError (ValueError)      a setting is unknown or malformed; the text names the field
     ├── ServerError (ConnectionError)   Redis cannot be used
     │   ├── ServerUnreachable           no server answers at the address
-    │   └── AuthenticationFailed        wrong user or password, or the ACL forbids it
+    │   └── AuthenticationFailed        wrong user or password, or the ACL forbids a command
     ├── ModelError (LookupError)
     │   ├── UnknownModel                no model of that name is served, or no model at all
     │   ├── AmbiguousModel              several models are served and no model was named

@@ -128,7 +128,7 @@ def set_openmp_defaults() -> None:
 def cpu_limit(root: Path = Path("/")) -> float | None:
     """The number of cores that this process's control groups allow (set by `docker run --cpus`); None for no limit."""
     limits: list[float] = []
-    with suppress(OSError):  # Only Linux has these files.
+    with suppress(OSError):  # Only Linux has the files of control groups.
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):

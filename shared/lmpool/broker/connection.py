@@ -138,7 +138,7 @@ class Connection(Generic[Raw]):
     """A connection that opens on demand by `connect`, and opens again after it broke."""
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
-        self.reply_timeout_s = REPLY_TIMEOUT_S  # Seconds without a reply after which it is broken; may change.
+        self.reply_timeout_s = REPLY_TIMEOUT_S  # Max seconds without a reply before the connection is closed.
         self._server = server
         self._connect = connect
         self._raw: Raw | None = None

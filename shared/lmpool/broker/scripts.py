@@ -26,7 +26,7 @@ MAX_AT_ONCE = 200  # Max prompts in one call of a script: while a script runs, t
 # Max lease of any worker, in ms: released jobs look idle for that long, so that a worker with any lease claims them.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why jobs were released; dead letters contain them.
-_MAX_REASONS = 1000  # Max reasons kept per model.
+_MAX_REASONS = 1000  # Max reasons for the release of jobs that are kept per model.
 _MAX_REASON_TEXT = 500  # Max characters of a reason.
 # Name of a Lua file -> its text; names are unique across the folders. Read all files when this module is imported: an
 # installation may be replaced while the program runs.
@@ -93,10 +93,10 @@ CLOSE_LANE = Script("close_lane")
 Fields = dict[bytes, bytes]  # The fields of an entry of a stream.
 Entries = list[tuple[bytes, Fields]]  # Entries of a stream: id, fields.
 MAX_FIELD_BYTES = 1024 * 1024  # Max bytes of a field of a heartbeat; the names and refusals of all adapters take less.
-MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more are only counted.
+MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more workers are only counted.
 _MAX_FIELDS = 4096  # Max fields of a hash whose fields are all read.
-_MAX_LANE = 1e9  # Max jobs that a lane counts with: clients may write larger numbers.
-# Error texts that begin so mean that no worker has served the model yet: its stream or consumer group does not exist.
+_MAX_LANE = 1e9  # Max jobs that are reported for a lane: clients may write any number.
+# Beginnings of the error texts for a model that no worker has served yet: its stream or consumer group does not exist.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 

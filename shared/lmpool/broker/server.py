@@ -46,13 +46,13 @@ _ADVICE = ": start one with `lmpool up MODEL`, or set "
 _CONNECT_TIMEOUT_S = 5.0  # Seconds to connect and authenticate; a server on the same continent takes far less.
 _CLUSTER_TIMEOUT_S = 5.0  # Seconds for one node to report which master serves which slots.
 _MAX_NODES = 100  # Max nodes of a cluster that lmpool records, in case the first nodes disappear.
-_MAX_CUTS = 8  # Max retries of a TLS connection that a server cuts: on a busy machine, half of the cuts hide why.
+_MAX_CUTS = 8  # Max retries of a TLS connection that a server cuts: on a busy machine, half of the cuts lose the reason.
 # Connection options of a given redis-py client that lmpool does not copy.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler",
              "driver_info", "lib_name", "lib_version")  # fmt: skip
-# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients of redis-py hold them, empty.
+# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have these options, but empty.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
 # Options of a given cluster client that are copied to the connections to each node.
@@ -63,7 +63,7 @@ _SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
 # The parts of an address that may be shown: a host, a numeric port, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-# redis-py's default for checking the host in a certificate; version 5 does not check it.
+# redis-py's default for checking the host in a certificate; version 5 does not check the host.
 _CHECKS_HOST: bool = inspect.signature(redis_sync.Redis).parameters["ssl_check_hostname"].default
 
 

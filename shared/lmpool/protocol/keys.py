@@ -22,10 +22,10 @@ If the job may have to move to another stream or back to the backlog, a space an
 """
 
 SINCE_FIELD = b"t"
-"""Field of a stream entry whose job came from another stream or the backlog: ms since 1970 when it was first queued."""
+"""Field of a stream entry that came from another stream or the backlog: ms since 1970 when the job was first queued."""
 
 PRIORITY_FIELD = b"p"
-"""Field of a stream entry: `BULK` or `CONTINUED` for a job that yields to others (docs/design/queue.md: Priorities)."""
+"""Priority field of a stream entry whose job yields to other jobs: `BULK` or `CONTINUED`. See docs/design/queue.md."""
 
 BULK = b"bulk"
 """Priority of jobs that only bulk clients wait for; the reply keys of bulk clients contain "reply:bulk:"."""
@@ -133,7 +133,7 @@ class ModelKeys:
         self.workers: Final = base + b":workers"
         """Sorted set: worker id -> server time in ms after which the worker counts as lost; expires."""
         self.loading: Final = base + b":loading"
-        """Sorted set: id of a worker that loads this model -> time after which the worker counts as lost; expires."""
+        """Sorted set: id of a worker that loads this model -> time in ms after which it counts as lost; expires."""
         self.claim_cursor: Final = base + b":claim_cursor"
         """String: id of the stream entry at which the next search for jobs of silent workers begins; expires."""
         self.dead: Final = base + b":dead"
@@ -145,7 +145,7 @@ class ModelKeys:
 
         If one client waits, the key is a string: the client's reply key, a newline, and the entry or "later". Otherwise
         the key is a hash {"job": entry or "later", reply key: ""}. For an entry of a lane, a space and the lane's
-        worker follow the entry's id. "later": the job is in the backlog; "done": its row was just stored.
+        worker follow the entry's id. "later" stands for a job in the backlog, "done" for a row that was just stored.
         The field "keep" stands for an operator who has queued the job again.
         """
         self.wanted: Final = base + b":wanted"

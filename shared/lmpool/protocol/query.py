@@ -105,7 +105,7 @@ def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] 
         with np.errstate(over="ignore"):  # A tiny temperature overflows all but the largest entry to -inf.
             # A temperature beyond these bounds gives the same result as the bound, which float32 can represent.
             weights /= np.float32(min(max(temperature, 1e-30), 1e30))
-    np.exp(weights, out=weights)  # float32 is as exact as the row; sums use float64.
+    np.exp(weights, out=weights)  # float32 is as exact as the row; sums of weights use float64.
     if top_p == 1:
         return None, weights
     # Keep the fewest tokens whose weights sum to at least `top_p` of the total.
@@ -251,7 +251,7 @@ class SentWeights:
     """
 
     values: NDArray[np.float32]  # float32 (V,), C-contiguous.
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))  # Random bytes, used once.
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))  # Random bytes, for this job only.
 
     @property
     def name(self) -> bytes:
@@ -322,7 +322,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
     Attributes:
         start: the first position. The prediction at position i is about the token after the tokens 0 to i.
-        top: number of the most likely tokens to return at each position, by `pack_top`; 0 for none.
+        top: number of the most likely tokens to return at each position (see `pack_top`); 0 for none.
         targets: little-endian uint32 ids of the entries to return if `top` is 0; b"" for whole rows.
         values: kind of the values. "scores": only the log-probability of the token that follows (the last position has
             none). "score_logits": only that token's logit. "logz": only the logarithm of the sum of the exponentials of

@@ -217,7 +217,7 @@ def check_regex(pattern: str) -> None:
         if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
             raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an unknown escape")
     at, repeats, choices, previous = 0, 0, 0, ""
-    # Whether the whole pattern (first) and each open group match a fixed number of characters, as far as read.
+    # Whether the whole pattern (first) and each open group have matched a fixed number of characters so far.
     fixed = [True]
     while at < len(pattern):
         character = pattern[at]

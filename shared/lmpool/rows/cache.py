@@ -211,7 +211,7 @@ class RowCache:
         self.queue: Call = self._queue.call
 
     def ttl_ms(self, block: Block) -> int:
-        """The lifetime of a block in milliseconds."""
+        """How long Redis keeps the results of a block, in milliseconds."""
         return self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
 
     async def put(
@@ -225,7 +225,7 @@ class RowCache:
         Returns digest -> reason, for the rows that the server refused.
         """
         references, replaced = shared.references, set(overwrite)
-        # Encode no row if all of them are in shared memory.
+        # Encode no rows if all rows are in shared memory.
         encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
         writes = [
             RowWrite(self._prefix + digest, references[digest], _NOTHING, digest in replaced)

@@ -2,7 +2,7 @@
 
 hiredis parses the replies to `RawRowCommands`. Redis runs commands in their order, so a script that is sent after a
 write finds the row. hiredis makes two more copies of a received value than `RawRowReceiver`: rows of 128 KiB and above
-would take about twice the processor time, while rows up to 4 KiB take about 15 % less with hiredis.
+would take about twice the processor time, while rows up to 4 KiB take about 15 % less time with hiredis.
 """
 
 from __future__ import annotations

@@ -37,12 +37,12 @@ _NONCE_SIZE = 8  # Bytes of the random part of a segment's name, so that all nam
 _MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows per segment; with too few slots, rows are overwritten before they are read.
 _NAME_CHECK_S = 1.0  # Seconds between two checks that the worker's socket still exists.
 _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values of these names in Linux's headers.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values of these constants in Linux's headers.
 _STEP_BYTES = 64 * 2**20  # Bytes to allocate between two checks that the segment is wanted and fits into free memory.
 _RESERVE_SHARE = 16  # 1/16 of the free memory stays free, even if many workers create segments at once.
 _DEFAULT_SHARE = 8  # A segment takes 1/8 of the free memory by default: other programs need memory too.
 _MAX_DEFAULT_BYTES = 4 * 2**30  # Max default size of a segment; --shm-bytes can set more.
-_CONNECT_S = 0.1  # Timeout of a connection to a worker; a live worker accepts within 1 ms.
+_CONNECT_S = 0.1  # Timeout in seconds of a connection to a worker; a live worker accepts within 1 ms.
 _BACKLOG = 64  # Max readers that wait for a connection at once.
 _OLD_S = 0.1  # Min age in seconds of a socket to remove; a worker listens microseconds after creating its socket.
 # Files with a container's used memory, and with the part that is file cache (reclaimable): cgroups version 2 and 1.
@@ -121,7 +121,7 @@ class Segment:
         self._numbers: dict[bytes, int] = {}  # Digest -> number of the row.
         self._replaced: list[bytes] = []
         self._stored: set[bytes] = set()  # Digests of rows that Redis stores too.
-        self._last = layout.slots - 1  # The first row is in the first slot then, and no row has number 0.
+        self._last = layout.slots - 1  # Start value: the first row is in slot 0, and no row has number 0.
         # Slots that `new_rows` handed out, ordered by row number: first row number, weak reference to the memory.
         self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
@@ -152,7 +152,7 @@ class Segment:
             return None
         with self._lock:
             first = self._last + 1
-            if (beyond := first % layout.slots + count) > layout.slots:  # Rows of a batch are contiguous: use slot 0.
+            if (beyond := first % layout.slots + count) > layout.slots:  # Use adjacent slots: begin at slot 0.
                 first += layout.slots - (beyond - count)
             if not self._take(first, count):
                 return None
@@ -173,7 +173,7 @@ class Segment:
         for number in range(first, first + count):
             before, digest = self._held[slot := number % self.slots]
             self._held[slot] = number, b""
-            if digest and self._numbers.get(digest) == before:  # The row was not written to another slot.
+            if digest and self._numbers.get(digest) == before:  # The row has no newer copy in another slot.
                 del self._numbers[digest]
                 if digest in self._stored:
                     self._stored.discard(digest)

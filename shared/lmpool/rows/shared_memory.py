@@ -72,9 +72,9 @@ _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1  # A reference of another version counts as no row.
 _PLACE = struct.Struct("<8sQ")
 _MAX_NAME = 255  # Max bytes of a worker's name in a reference.
-_MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row costs no more than a reference and a slot.
-_ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
-_ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
+_MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row in Redis costs no more than a reference.
+_ANSWER_S = 0.1  # Max seconds to wait for one worker's segment; a live worker sends its segment within 1 ms.
+_ALL_ANSWER_S = 1.0  # Max seconds to wait for all segments together, even if many workers are frozen.
 _MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
 
 

@@ -99,7 +99,7 @@ def logs(sums, out):  # type: ignore[no-untyped-def]
 
 @_compiled(*[types.float64] * 4, returns=types.UniTuple(types.float64, 2))  # type: ignore[no-untyped-call]
 def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
-    """mass * exp(peak) + other_mass * exp(other_peak) as (peak, mass), with the larger peak."""
+    """Add mass * exp(peak) and other_mass * exp(other_peak); returns the sum as (peak, mass), with the larger peak."""
     if other_peak > peak:
         peak, mass, other_peak, other_mass = other_peak, other_mass, peak, mass
     if np.isinf(peak) or other_peak == -np.inf:
@@ -252,7 +252,7 @@ class CpuKernels:
         check_choice("op", op, OPS)
         weights = check_weights(weights, self._plan.n_tokens, batch=True, may_have_nan=True)
         out = np.empty((len(weights), len(source)), np.float32)
-        # Choose blocks as wide as possible while every thread has work: they take less time per row, but more in total.
+        # Choose blocks as wide as possible while every thread has work: a wide block takes less time per row.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
         todo = iter(firsts := range(0, len(weights), widest))
 

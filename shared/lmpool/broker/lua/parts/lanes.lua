@@ -7,7 +7,7 @@
 -- include streams
 -- include time
 
-local BATCHES = 3 -- Waiting batches per worker in the streams: enough until a batch ends and prompts move there from the backlog.
+local BATCHES = 3 -- Max waiting batches per worker in the streams: enough until a batch ends and the backlog refills the streams.
 local HELD_BATCHES = 2 -- Batches per worker that count as held: lengths of lanes include held jobs, and reading each lane takes long.
 local WITHOUT_WORKERS = 128 -- Max waiting jobs in the streams while no worker is known.
 local BULK_BATCHES = 2 -- Max batches per worker, waiting and held, to which bulk clients add jobs: one is computed, one is next.
@@ -17,9 +17,9 @@ local FACTOR, SLACK = 1.25, 2
 local UNEVEN = 0.5 -- Homes give up jobs to a lane that is shorter than this share of the mean length.
 local MAX_READ = 1000 -- Max lanes read per call.
 local MORE = 8 -- Number of lanes read in addition to one per job, because some of the workers may have ended.
-local MAX_LENGTH = 100000 -- Max length that a lane counts with: clients may write any number there.
+local MAX_LENGTH = 100000 -- Max recorded length of a lane; a larger number counts as this length, because clients may write any number.
 
--- Number of workers that take jobs: `capacities` has a field for each worker and one for the sum. A single worker has no lane.
+-- Number of workers that take jobs: `capacities` has a field for each worker and one for the sum. A single worker uses no lane.
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local has_lanes = worker_count > 1
 -- By worker: `open`: whether it takes jobs; `length`: jobs in its lane after this call; `added`: jobs that this call added to its lane.
@@ -29,7 +29,7 @@ local shortest, mean, max_length, opened_at = {}, 0, 0, nil
 -- Worker that got the previous siblings of the next job; nil if these siblings went to their home.
 local sibling_worker
 
--- Returns by kind how many more jobs the streams may take (negative: they have too many), and how many jobs the streams have.
+-- Returns by kind how many more jobs the streams may take (negative: the streams have too many), and how many jobs the streams have.
 local function spare_capacity()
   local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
   local depth = waiting + laned

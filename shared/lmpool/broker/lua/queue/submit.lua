@@ -180,7 +180,7 @@ end
 local function is_cached(row)
   local head = row_check == 'rows' and redis.pcall('GETRANGE', row, 0, 20) or ''
   if type(head) == 'table' then
-    -- No row can be stored over a value of another type, so remove it. If this client may not remove it, a worker does.
+    -- No row can be stored over a value of another type, so remove the value. If this client may not remove it, a worker does.
     redis.pcall('UNLINK', row)
     return false
   end
@@ -204,7 +204,7 @@ local function join(i, waiting)
     redis.call('HSET', waiting, reply, '')
   end
   if job == LATER then
-    -- A prompt of another client in the backlog moves to the start time of this client, if that is earlier.
+    -- A prompt of another client in the backlog moves to the start time of this client, if this start time is earlier.
     local digest = string.sub(waiting, -16)
     local start = tonumber(redis.call('ZSCORE', backlog, digest))
     if start and next_start(i) < start then
