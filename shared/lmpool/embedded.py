@@ -1,7 +1,7 @@
 """The embedded server: a private Redis-compatible server on a Unix socket, for one user of one machine.
 
-A keeper process (`python -m lmpool.embedded`) runs the server, and stops it when no process uses it any more. Programs
-and `lmpool up` start or join the server in a folder that only this user can enter. Clients find the server there.
+A keeper process (`python -m lmpool.embedded`) runs the server, and stops it when no process uses the server. Programs
+and `lmpool up` start or join the server in a folder that only this user can enter. Clients find its socket there.
 
     state         records of JSON, one per process; record 0 is the server's. Each process holds a POSIX lock on its own
                   record. The kernel releases the lock when the process ends, and no fork inherits it.
@@ -9,7 +9,7 @@ and `lmpool up` start or join the server in a folder that only this user can ent
     redis.sock    the socket
     logs/         the logs of `lmpool up --detach`
 
-Another lock, the mutex, is held by a process that starts, joins or leaves the server, and by a keeper that stops it.
+A process that starts, joins or leaves the server, and a keeper that stops the server, holds another lock, the mutex.
 """
 
 from __future__ import annotations

@@ -334,7 +334,7 @@ def decode_vocab(
             one of these. Byte-level BPE, SentencePiece with or without byte fallback, and WordPiece are supported.
         byte2str_fallback: the text of a token that is not UTF-8: "tokenizer" (the tokenizer's name for it; like
             "replace" for a tokenizer without names, such as tiktoken), "latin1", or "replace" (U+FFFD for each byte).
-        vocab_size: V of the model, if it differs from the tokenizer's. Ids that only the model has get b"", so their
+        vocab_size: V of the model, if it differs from the tokenizer's V. Ids that only the model has get b"", so their
             weight is added to the root of a trie; ids that only the tokenizer has are removed.
 
     Returns:

@@ -34,7 +34,7 @@ from lmpool.rows.shared_memory import BUCKET, PAGE, SLOT, WORD, Layout, Shared, 
 _log = logging.getLogger("lmpool.worker")
 
 _NONCE_SIZE = 8  # Bytes of the random part of a segment's name, so that all names differ.
-_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows per segment; with too few slots, rows are overwritten before they are read.
+_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Min and max rows per segment; fewer rows are overwritten before they are read.
 _NAME_CHECK_S = 1.0  # Seconds between two checks that the worker's socket still exists.
 _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
 _MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values of these constants in Linux's headers.
