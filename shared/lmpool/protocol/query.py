@@ -428,7 +428,7 @@ def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
 
 
 class HeadQuery(Message, frozen=True, tag="head"):
-    """A part of the model's head (`lmpool.protocol.row.Head`), which turns hidden states into rows, for any prompt.
+    """A part of the model's head (`protocol.row.Head`), which turns hidden states into rows; a job may name any prompt.
 
     Attributes:
         part: "facts": the result of `pack_facts`. "bias": float32 (V,). "weights": `count` rows of the head's weights
