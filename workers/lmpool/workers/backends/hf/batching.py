@@ -54,7 +54,7 @@ class PromptChunk:
     begun: bool = False  # Whether an earlier step has computed a chunk of the prompt.
     mark: int = 0  # State of `path`, from `PrefixSlots.mark`.
     max_new: int = 0  # Value of `BatchRules.chunk` for which this chunk was made; 0 after the chunk's step.
-    # Number of tokens that the step must compute. This number does not change during the step, as `path` does.
+    # Number of tokens that the step must compute; `path` changes during the step, this number does not.
     new: int = field(init=False)
 
     def __post_init__(self) -> None:
