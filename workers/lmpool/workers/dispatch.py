@@ -456,7 +456,7 @@ class Dispatcher:
         """Drop prompts that no client waits for any more, so that the backend does not compute them.
 
         Each call checks the prompts whose last check is the longest ago. Usually a client that disconnects has many
-        jobs, so after a drop the call checks all prompts. Prompts younger than a second are not checked, so a worker
+        jobs, so after a drop the call checks all prompts. Prompts younger than a second start no check, so a worker
         that answers within a second checks no prompts.
 
         Returns:
