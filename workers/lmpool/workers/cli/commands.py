@@ -174,7 +174,7 @@ def _backends() -> dict[str, type]:
 def _with_settings(
     command: Callable[..., None], classes: Mapping[str, type], leave_out: Collection[str] = ()
 ) -> Callable[..., None]:
-    """Replace a command's `**given` by the options of settings classes."""
+    """Replace a command's parameter `**given` by one option for each field of settings classes."""
     declared = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [parameter for parameter in declared if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     parameters += option_parameters(classes, leave_out)

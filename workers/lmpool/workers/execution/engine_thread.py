@@ -38,7 +38,7 @@ _STEP_TIME_DECAY = 0.9
 # at most three batches of these prompts in a worker's streams, so a fourth lets the worker reach the rows behind them.
 # A bulk client that was alone may have put more batches into the streams: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
-# Max batches of bulk prompts and continuations of a worker that takes single entries to reach a row behind them.
+# Max batches of bulk prompts and continuations that a worker holds while it takes single entries to reach a row.
 _MAX_BATCHES_BEFORE_ROWS = 8
 # Seconds between two entries that a worker reads beyond `_MAX_YIELDING_BATCHES` while only bulk clients are active.
 _BEYOND_LIMIT_S = 1.0

@@ -33,7 +33,7 @@ MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
 
 # Factor by which the token limit of bulk steps grows after a bulk step that took less time than allowed.
 _GROWTH = 1.25
-# Number of interactive steps over which a longer duration of interactive steps is averaged.
+# Number of interactive steps over which their duration is averaged if steps become longer.
 _AVERAGED_STEPS = 8
 
 
