@@ -160,7 +160,7 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
         raise SettingsError(f"{misfit} {model}, which has no place for {(unknown or ['any LoRA weights'])[0]}")
     for name, tensor in tensors.items():
         held = (tensor.get_shape() or [0])[0]
-        # The file's rank must equal the rank in the config, for which engines reserve memory; a tensor may stack experts.
+        # The file's rank must equal the config's rank, for which engines reserve memory. Tensors may stack experts.
         is_stacked = config.get("target_parameters") and held and any(held % rank == 0 for rank in ranks)
         if any(part in name for part in _FIRST_FACTORS) and held not in ranks and not is_stacked:
             named = ", ".join(map(str, sorted(ranks)[:5]))
