@@ -1,6 +1,6 @@
 """Pytest fixtures for programs that use a pool: one in-memory pool per test.
 
-pytest loads this module in every environment with lmpool, so it imports lmpool only when a fixture is used.
+pytest loads this module in every environment that has lmpool, so the module imports lmpool only in its fixtures.
 """
 
 from __future__ import annotations
@@ -33,6 +33,6 @@ def lmpool_pool(lmpool_models: Sequence[SyntheticModel]) -> Iterator[MemoryPool]
 
 @pytest.fixture
 def lmpool_environment(lmpool_pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> MemoryPool:
-    """The pool `lmpool_pool`, with its URL in LMPOOL_REDIS_URL: for code that does not name a server."""
+    """The pool `lmpool_pool`; its URL is set as LMPOOL_REDIS_URL, so that code that names no server uses this pool."""
     monkeypatch.setenv("LMPOOL_REDIS_URL", lmpool_pool.url)
     return lmpool_pool

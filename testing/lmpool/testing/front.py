@@ -16,11 +16,11 @@ from fakeredis._helpers import NoResponse, SimpleError, SimpleString
 from fakeredis.aioredis import AsyncFakeSocket
 from redis.asyncio import Redis
 
-_NOTHING: tuple[Any, ...] = (None, {})  # What commands return without a result: XREADGROUP {}, others None.
+_NOTHING: tuple[Any, ...] = (None, {})  # fakeredis's values for "no result": {} for XREADGROUP, else None.
 
 
 def encode_reply(value: Any, protocol: int) -> bytes:
-    """Encode a reply of fakeredis in RESP, version 2 or 3.
+    """Encode a reply of fakeredis in RESP (the protocol of Redis), version 2 or 3.
 
     Raises:
         TypeError: RESP has no form for the value.
@@ -55,10 +55,10 @@ def encode_reply(value: Any, protocol: int) -> bytes:
 
 
 class FakeClient(AsyncFakeSocket, asyncio.Protocol):
-    """The state of a connected client in fakeredis. Replies go to a transport instead of a queue.
+    """A connected client of fakeredis. Its replies are written to an asyncio transport, not to fakeredis's queue.
 
     Args:
-        front: the server of the client.
+        front: the server that the client is connected to.
     """
 
     transport: asyncio.Transport
@@ -96,10 +96,10 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
     def _blocking(
         self, timeout: float | None, func: Callable[[bool], Any], shape: Callable[[Any], Any] | None = None
     ) -> Any:
-        """Reply to a blocking command at once, when there is a result, or after `timeout` seconds (0: never).
+        """Reply to a blocking command as soon as there is a result, or after `timeout` seconds (0: no limit).
 
         Unlike in fakeredis, the command ends when its client disconnects, as a closed client must not receive jobs;
-        the client that has waited longest is served first; and XREADGROUP with COUNT waits too.
+        the client that has waited longest is served first; and XREADGROUP with COUNT blocks too.
         """
         shaped = shape or (lambda value: value)
 
@@ -127,14 +127,14 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
         return NoResponse()
 
     def _stop_waiting(self) -> None:
-        """Discard the command that waits, if there is one."""
+        """Discard the client's pending blocking command, if there is one."""
         self._blocked = False
         self._front.waiting.pop(self, None)
         if self._timer is not None:
             self._timer.cancel()
 
     def xreadgroup(self, *args: bytes) -> Any:
-        """As in fakeredis, but with the error of real servers for a missing stream."""
+        """Run XREADGROUP as fakeredis does, but return the error of real servers for a missing stream."""
         try:
             return super().xreadgroup(*args)
         except SimpleError as error:
@@ -145,7 +145,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
     def kill(self) -> None:
         """CLIENT KILL: close the connection now, not when the client next sends something."""
         super().kill()
-        # Close in the next tick, so that a client that kills itself gets its reply.
+        # Close the connection in the next tick of the event loop, so that a client that kills itself gets its reply.
         asyncio.get_running_loop().call_soon(self.transport.close)
 
 
@@ -173,12 +173,12 @@ class Front:
         self._server.close()
         for client in list(self.clients):
             client.transport.abort()
-        await asyncio.sleep(0)  # Aborted transports close in the next tick.
+        await asyncio.sleep(0)  # Wait for the next tick of the event loop, in which aborted transports close.
         await self._server.wait_closed()
 
     def retry_soon(self) -> None:
         """Run the blocking commands again, because a key has changed."""
-        # Run in the next tick: the engine's lock is held here, and the command that changes the key has not ended.
+        # Run these commands in the next tick: the command that changes the key has not ended, and holds a lock.
         if self.waiting and not self._is_retrying:
             self._is_retrying = True
             self._loop.call_soon(self._retry_all)

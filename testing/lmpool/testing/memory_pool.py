@@ -30,8 +30,8 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieSettings
 from lmpool.workers.worker import Worker
 
-_DEFAULT_V = 512  # V of a model without `vocab_size` and `vocabulary`.
-_SHM_BYTES = 128 * 2**20  # Bytes of shared memory for rows: enough for a test, and quick to allocate.
+_DEFAULT_V = 512  # Vocabulary size of a model that sets neither `vocab_size` nor `vocabulary`.
+_SHM_BYTES = 128 * 2**20  # Bytes of a worker's shared memory for rows: enough for a test, and quick to allocate.
 _MAX_FOLDER_BYTES = 75  # Max bytes of the temporary folder's path: the path of a socket has at most about 100 bytes.
 # The fields of `SyntheticModel` that are settings of its backend (first tuple) or of its worker (second tuple).
 _OF_BACKEND = ("name", "vocab_size", "seed", "step_ms", "max_batch", "max_prompt_tokens", "encoding", "fail_token")
@@ -50,11 +50,11 @@ class SyntheticModel:
         seed: number that selects the rows: models with different seeds have different rows.
         step_ms: duration of a step of the backend, in ms.
         max_batch: max prompts in one step.
-        max_prompt_tokens: longest accepted prompt.
+        max_prompt_tokens: tokens of the longest prompt that the model accepts.
         encoding: "f32" or "bf16", the encoding of rows on the wire; clients receive the same rows with both.
-        fail_token: prompts that contain this id end in `WorkerError`; -1 for none.
+        fail_token: prompts that contain this token id fail with `WorkerError`; -1 for no such token.
         lease_s: seconds after which other workers take over the jobs of a killed worker.
-        queue_limit: max waiting prompts; more end in `QueueFull`.
+        queue_limit: max waiting prompts; further prompts fail with `QueueFull`.
         row_ttl_s: seconds that a row stays in the pool's cache.
         with_trie: whether its worker answers trie calls by reference (`prompt=`) without trie workers; needs numba.
 
@@ -97,13 +97,13 @@ class SyntheticModel:
 
     @property
     def backend(self) -> SyntheticSettings:
-        """Settings of the backend."""
+        """Settings of the synthetic backend that serves this model."""
         return SyntheticSettings(**{name: getattr(self, name) for name in _OF_BACKEND})
 
     def worker(self, prefix: str) -> WorkerSettings:
-        """Settings of a worker, in a pool with this prefix."""
+        """Settings of a worker of this model, in a pool whose Redis keys begin with `prefix`."""
         settings = {name: getattr(self, name) for name in _OF_WORKER}
-        # A stalled worker must stay stalled while the user debugs.
+        # Set no real step timeout: a stalled worker must stay stalled while the user debugs.
         return WorkerSettings(prefix=prefix, step_timeout_s=1e9, shm_bytes=_SHM_BYTES, **settings)
 
     def row(self, prompt: Iterable[int]) -> NDArray[np.float32]:
@@ -122,10 +122,10 @@ class SyntheticModel:
 
 
 class MemoryWorker:
-    """A worker that runs in the pool's thread. Its methods block until they are done; call them from other threads.
+    """A worker that runs in the pool's thread. Each method blocks until it is done, so call it from another thread.
 
     Attributes:
-        info: the info of its model.
+        info: the info of the model that the worker serves.
     """
 
     info: ModelInfo
@@ -136,7 +136,7 @@ class MemoryWorker:
         self._is_open.set()
 
     async def start(self, worker: Worker) -> None:
-        """Start the worker in the running event loop; return when it takes prompts. Raises errors as `Worker.run`."""
+        """Start the worker in the running event loop; return when it takes prompts. Raises as `Worker.run` does."""
         self._loop = asyncio.get_running_loop()
         ready: asyncio.Future[ModelInfo] = self._loop.create_future()
         self._worker = worker
@@ -153,7 +153,7 @@ class MemoryWorker:
         return not self._task.done()
 
     def stall(self) -> None:
-        """Let no step end any more, as if the model hung: the worker takes prompts, but does not answer them."""
+        """Make all steps hang, as if the model hung: the worker takes prompts, but does not answer them."""
         self._is_open.clear()
 
     def resume(self) -> None:
@@ -177,7 +177,7 @@ class MemoryWorker:
         asyncio.run_coroutine_threadsafe(self.end(), self._loop).result()
 
     async def end(self, *, drains: bool = False) -> None:
-        """As `kill`, or as `stop` if `drains`; called in the pool's event loop."""
+        """End the worker as `stop` does if `drains`, else as `kill` does; called in the pool's event loop."""
         had_ended = self._task.done()
         if drains:
             self._worker.stop()
@@ -190,7 +190,7 @@ class MemoryWorker:
 
 
 class _GatedSynthetic(SyntheticBackend):
-    """A synthetic backend that is its own settings, with the user's vocabulary; its worker decides when a step ends."""
+    """A synthetic backend, with the user's vocabulary, whose steps hang while its worker is stalled."""
 
     def __init__(self, model: SyntheticModel, worker: MemoryWorker) -> None:
         super().__init__(replace(model.backend, step_ms=0.0))
@@ -215,13 +215,13 @@ class _GatedSynthetic(SyntheticBackend):
 
 
 class MemoryPool:
-    """A pool that lives while its context (`with` or `async with`) is open, and leaves nothing behind.
+    """A pool that exists while its `with` or `async with` block runs; the end of the block removes all its files.
 
     Any number of pools may be open at once, separate from each other and from all other servers of the user. Other
     processes of the same user connect to a pool by its URL. The methods of a pool may be called from any thread.
 
     Args:
-        models: the models that are served from the start, each by one worker; by default one `SyntheticModel()`.
+        models: the models that the pool serves from the start, each by one worker; by default one `SyntheticModel()`.
         prefix: prefix of the pool's Redis keys.
 
     Raises:
@@ -262,7 +262,7 @@ class MemoryPool:
 
     @property
     def model(self) -> SyntheticModel:
-        """The first of the pool's models."""
+        """The first model that the pool serves."""
         return self.models[0]
 
     @property
@@ -305,10 +305,10 @@ class MemoryPool:
         def run() -> None:
             try:
                 self._ended.set_result(asyncio.run(self._serve()))
-            except BaseException as error:  # noqa: BLE001  reported to the thread that waits
+            except BaseException as error:  # noqa: BLE001  the thread that waits receives the error
                 self._ended.set_exception(error)
 
-        # A daemon thread: a notebook that is closed must not wait for the pool.
+        # Use a daemon thread: a notebook that is closed must not wait for the pool.
         self._thread = threading.Thread(target=run, name="lmpool-testing", daemon=True)
         self._thread.start()
         wait([self._is_open, self._ended], return_when=FIRST_COMPLETED)
@@ -342,10 +342,10 @@ class MemoryPool:
 
     async def _serve(self) -> None:
         """Run the server until the pool is closed; then end the workers and remove all files of the server."""
-        for name in ("fakeredis", "lupa"):  # Without lupa, fakeredis has no scripts.
+        for name in ("fakeredis", "lupa"):  # Without lupa, fakeredis cannot run Lua scripts.
             if find_spec(name) is None:
                 raise SettingsError(f"an in-memory pool needs {name}: pip install 'lmpool[testing]'")
-        from lmpool.testing.front import Front  # Imported late: fakeredis is optional and slow to import.
+        from lmpool.testing.front import Front  # Import late: fakeredis is optional and slow to import.
 
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
         is_long = len(os.fsencode(tempfile.gettempdir())) > _MAX_FOLDER_BYTES
@@ -362,13 +362,13 @@ class MemoryPool:
                     self._redis.close()
                     self._redis = None
                 ends = await asyncio.gather(*(worker.end() for worker in workers), return_exceptions=True)
-                for end in ends:  # Raise the error of a worker that had failed before.
+                for end in ends:  # Raise the error of a worker that failed before the pool was closed.
                     if isinstance(end, BaseException):
                         raise end
 
 
 def pool(*models: SyntheticModel, prefix: str = "lmpool") -> MemoryPool:
-    """An in-memory pool, open as long as its context: `with pool() as memory:` or `async with pool() as memory:`.
+    """An in-memory pool that is open during its block: `with pool() as memory:` or `async with pool() as memory:`.
 
     See `MemoryPool` for the arguments and errors.
     """

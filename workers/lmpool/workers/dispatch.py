@@ -36,10 +36,10 @@ MAX_CHECKED = 64
 # Seconds between two log lines about dropped prompts.
 _LOG_DROPPED_INTERVAL_S = 60.0
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
-_MAX_JOINED_STEPS = 8  # Max steps whose results are published together; the first result must not wait for long.
-_MIN_BLOCK_MS = 4  # Min ms that a read for jobs blocks: short, because another worker's lane may have jobs to steal.
-_MAX_BLOCK_MS = 500  # Max ms that a read for jobs blocks; a worker that stops waits for its last read.
-# Max seconds that the fetch loop pauses when the backend's thread begins to work, to leave it the interpreter.
+_MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
+_MIN_BLOCK_MS = 4  # Min ms that a read for jobs blocks: short, so that an idle worker soon steals other workers' jobs.
+_MAX_BLOCK_MS = 500  # Max ms that a read for jobs blocks: a worker that is stopped waits for the end of its last read.
+# Max seconds that the fetch loop pauses when the backend's thread begins to work, so that this thread gets the GIL.
 _GIVE_WAY_S = 0.001
 # Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
 # With longer steps, a worker takes one batch per call, and leaves the other prompts to other workers.
@@ -48,13 +48,13 @@ _SHORT_STEP_S = 0.001
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024
 # Max batches of prompts that a worker holds before their results are published.
 _MAX_UNPUBLISHED_BATCHES = 4
-# Max part of a lease for which a worker takes no new prompts, to become empty for a prompt that must run alone. It
-# tries again a third of a lease later, so it takes new prompts for at least half of the time.
+# Max part of a lease for which a worker takes no new prompts, to become empty for a prompt that must run alone. The
+# worker tries again a third of a lease later, so the worker takes new prompts for at least half of the time.
 _DRAIN_SHARE = 1 / 3
 
 
 class Lifecycle:
-    """State of a worker: running, stopping or broken. Wakes the worker's tasks after a change.
+    """State of a worker: running, stopping or broken. Each change of the state wakes the worker's tasks.
 
     Attributes:
         stopping: set when the worker must take no more jobs, and finish the prompts that it holds.
@@ -72,7 +72,7 @@ class Lifecycle:
         self.notify()
 
     def notify(self) -> None:
-        """Wake all tasks that wait for a change."""
+        """Wake all tasks that wait for a change of the worker's state."""
         self._changed.set()
 
     async def wait_for(self, condition: Callable[[], bool]) -> None:
@@ -81,7 +81,7 @@ class Lifecycle:
             await self.wait_for_change()
 
     async def wait_for_change(self, timeout_s: float | None = None) -> None:
-        """Wait for the next change, for at most `timeout_s` seconds."""
+        """Wait for the next change of the worker's state, for at most `timeout_s` seconds."""
         self._changed.clear()
         timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
         await self._changed.wait()
@@ -93,7 +93,7 @@ class ResultQueue:
     """Queue of step results to publish: large results one by one, small results of several steps together.
 
     Args:
-        lifecycle: is notified of each result, because the backend then has capacity again.
+        lifecycle: is notified of each result, because each result frees capacity of the backend.
     """
 
     def __init__(self, lifecycle: Lifecycle) -> None:
@@ -111,8 +111,8 @@ class ResultQueue:
     async def run(self, publish: Callable[[Sequence[StepResult]], Awaitable[None]], *, small: bool) -> None:
         """Publish results; never returns.
 
-        A call of the server costs as much as dozens of small results. So one task publishes small results: each call
-        publishes the small results that are ready, of at most `_MAX_JOINED_STEPS` steps.
+        A call of the server costs as much as dozens of small results. So one task publishes all small results: each
+        call publishes the small results that are ready, of at most `_MAX_JOINED_STEPS` steps.
         """
         queue, max_steps = (self._small, _MAX_JOINED_STEPS) if small else (self._large, 1)
         while True:
@@ -138,40 +138,40 @@ class FetchLoop:
         self.lifecycle, self.in_flight = dispatcher.lifecycle, dispatcher.in_flight
         self.engine_thread, info = dispatcher.engine_thread, dispatcher.info
         self._claim_wait_s = _DRAIN_SHARE * info.lease_s
-        # Max bytes of a job. Trie jobs have no useful limit: their inputs are larger than their prompt.
+        # Max bytes of a job. Trie jobs have no useful limit, because their inputs are larger than their prompts.
         self._max_job_bytes = float("inf") if info.is_trie else 4 * info.max_prompt_tokens
-        # Locked from reading jobs until they are in `in_flight`: earlier, the worker does not renew their leases.
+        # Locked from the read of jobs until they are in `in_flight`: the worker renews leases only of jobs in flight.
         self._taking = asyncio.Lock()
         self._block_ms = _MAX_BLOCK_MS  # Ms for which the next read for jobs may block.
 
     async def fetch(self) -> None:
-        """Take jobs until the worker stops: a batch when the backend is idle, the next batch while it computes."""
+        """Take jobs until the worker stops: a batch for an idle backend, the next batch while the backend computes."""
         lifecycle = self.lifecycle
         while not lifecycle.stopping.is_set():
             await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
             if await self.dispatcher.publisher.retry(self._take):
-                # The backend's thread begins to work: leave the interpreter to it, and publish its first results before
+                # Pause when the backend's thread begins to work: it needs the GIL, and its first results go out before
                 # the next fetch.
                 await lifecycle.wait_for_change(_GIVE_WAY_S)
                 await asyncio.sleep(0)
 
     async def _take(self) -> bool:
-        """Take new jobs; return whether they are the first after an idle time."""
+        """Take new jobs; return whether these jobs are the first after an idle time."""
         consumer, engine_thread = self.consumer, self.engine_thread
         async with self._taking:
-            # Check again: a prompt that must run alone may have begun while this task waited for the lock.
+            # Check the capacity again: a prompt that must run alone may have begun while this task waited for the lock.
             if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                 return False
             taken = await consumer.take(self._count_to_take(capacity), self._block_ms)
-            if not taken:  # Move jobs from the backlog or from other lanes.
+            if not taken:  # Move jobs here from the backlog, or from other workers' lanes (streams of one worker).
                 await consumer.refill()
                 if not self.in_flight:
                     await consumer.steal(min(capacity, engine_thread.batch), engine_thread.step_s)
             if consumer.is_alone:
                 self._block_ms = _MAX_BLOCK_MS
-            elif taken:  # Other lanes may soon have jobs to steal.
+            elif taken:  # Block the next read only briefly: other workers may soon have jobs to steal.
                 self._block_ms = _MIN_BLOCK_MS
-            elif self.in_flight:  # Block until about the end of the running step.
+            elif self.in_flight:  # Block the next read until about the end of the running step.
                 self._block_ms = int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * engine_thread.step_s)))
             else:
                 self._block_ms = min(4 * self._block_ms, _MAX_BLOCK_MS)
@@ -203,7 +203,7 @@ class FetchLoop:
                     # The prompt may have crashed other workers, so it runs alone in this worker.
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
-                    # Leave the prompt: another worker may become empty sooner. Otherwise the next claim takes it.
+                    # Do not take the prompt: another worker may become empty sooner, or a later claim takes the prompt.
                     break
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -225,11 +225,11 @@ class FetchLoop:
         return capacity // batch * batch if is_short and capacity > batch else min(capacity, batch)
 
     def _capacity_for_new(self) -> int:
-        # Take only whole batches: a part of a batch would be published alone, and free only a part again.
+        # Take only whole batches: the result of a partial batch would free capacity for only a partial batch again.
         return self._capacity() if self._unpublished_capacity() >= self.engine_thread.batch else 0
 
     def _unpublished_capacity(self) -> int:
-        # Prompts that yield to rows do not count: they may take hundreds of steps until they are published.
+        # Do not count prompts that yield to rows: hundreds of steps may pass until these prompts are published.
         unpublished = len(self.in_flight) - self.engine_thread.yielding
         return _MAX_UNPUBLISHED_BATCHES * self.engine_thread.batch - unpublished
 
@@ -256,10 +256,10 @@ class Dispatcher:
         self._dropped, self._logged_at = 0, -_LOG_DROPPED_INTERVAL_S
         self.failures = 0
 
-    # From the queue to the backend
+    # Methods that pass prompts from the queue to the backend
 
     async def accept(self, taken: Taken) -> None:
-        """Send new prompts to the backend, and fail refused entries. An entry for a prompt in flight joins it."""
+        """Send new prompts to the backend, add entries to prompts in flight, and fail refused entries."""
         fresh, later, joined = list[InFlightPrompt](), list[InFlightPrompt](), list[InFlightPrompt]()
         for prompt in taken.prompts:
             held = self.in_flight.get(prompt.digest)
@@ -269,13 +269,13 @@ class Dispatcher:
                     joined.append(held)
                 continue
             self.in_flight[prompt.digest] = prompt
-            # Prepare prompts that need inputs before the backend, or that may be answered without the backend.
+            # Prepare a prompt if its inputs must be fetched first, or if it may be answered without the backend.
             must_prepare = self._is_trie or (
                 prompt.has_query and (not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt))
             )
             (later if must_prepare else fresh).append(prompt)
         if later:
-            # Another task prepares these prompts: fetching inputs takes time, and the next jobs must not wait.
+            # Let another task prepare these prompts: fetching inputs takes time, and the next jobs must not wait.
             self._to_prepare.put_nowait(later)
         cached: dict[InFlightPrompt, RowBlock] = {}
         if self.segment.segment is not None:
@@ -291,14 +291,14 @@ class Dispatcher:
             await self._publish_rows(block, {prompt.digest: prompt})
 
     def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
-        """Whether the query is for logits or logZ after the whole prompt: a 16-bit row in shared memory has both."""
+        """Whether the query is for logits or logZ after the whole prompt, which a 16-bit row in shared memory has."""
         query = prompt.positions
         if query is None or query.values not in ("logits", "logz") or self.segment.segment is None:
             return False
         return len(prompt.span) == 1 and not self.info.lossy
 
     def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
-        """The row `digest` if this worker computed it before, still holds it, and no client found it damaged."""
+        """The row `digest`, if this worker has computed the row, still holds it, and no client found it damaged."""
         block = self.segment.find(digest)
         is_damaged = prompt.is_damaged or any(entry.overwrite for entry in prompt.entries.values())
         return None if block is None or is_damaged else block
@@ -307,7 +307,7 @@ class Dispatcher:
         return self.in_flight.get(prompt.digest) is prompt
 
     def _held_entries(self, prompts: Iterable[InFlightPrompt]) -> dict[InFlightPrompt, list[StreamEntry]]:
-        """The prompts that the worker still holds, each with its present entries; more entries may join later."""
+        """The prompts that the worker still holds, each with its present entries; more entries may be added later."""
         return {prompt: list(prompt.entries.values()) for prompt in prompts if self._holds(prompt)}
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:
@@ -338,7 +338,7 @@ class Dispatcher:
 
     async def _prepare_queries(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Answer queries without the backend where that is possible, and submit the other prompts."""
-        # If a request for the row has joined, the backend computes the row, and all queries are answered from the row.
+        # If a client requests the row of the prompt too, the backend computes the row, which then answers all queries.
         queried = [prompt for prompt in prompts if self._holds(prompt) and not prompt.wants_row]
         answered = await self.queries.answer_from_cache(queried)
         self.release(answered)
@@ -360,7 +360,7 @@ class Dispatcher:
             await self._publish_answers(vectors, {prompt.digest: prompt for prompt in answers})
         return answers
 
-    # From the backend to the clients
+    # Methods that pass results from the backend to the clients
 
     async def publish(self, results: Sequence[StepResult]) -> None:
         """Publish the results of some steps together."""
@@ -370,7 +370,7 @@ class Dispatcher:
                 if traces := [entry.trace for entry in entries if entry.trace is not None]:
                     self.traces.stepped(traces, result.step, len(result.prompts))
         finished = _joined(results)
-        # Skip results of aborted prompts. A prompt that was requested again is another object with its own result.
+        # Skip results of aborted prompts. A prompt that is requested again after an abort is a new object.
         prompts = {prompt.digest: prompt for result in results for prompt in result.prompts if self._holds(prompt)}
         stale = [prompt for result in results for prompt in result.stale if self._holds(prompt)]
         failures = {prompt: self.adapters.failure_of(prompt.adapter) for prompt in stale}
@@ -385,7 +385,7 @@ class Dispatcher:
         if failures:
             await self._fail_prompts(failures)
         for result in results:
-            # Skip prompts that were submitted again: the memory of their answers was released then.
+            # Skip prompts that were submitted again: the new submission has released the memory of their answers.
             ended = [prompt for prompt in (*result.prompts, *result.stale) if prompt.status == "ended"]
             self.engine_thread.published(ended)
 
@@ -450,13 +450,13 @@ class Dispatcher:
         del self.in_flight[prompt.digest]
         return True
 
-    # Prompts that no client waits for
+    # Methods that drop prompts that no client waits for
 
     async def drop_unwanted(self) -> int:
         """Drop prompts that no client waits for any more, so that the backend does not compute them.
 
-        Each call checks the prompts whose last check is the longest ago. A client that leaves often leaves many jobs:
-        after a drop, the call checks all prompts. Prompts that have just arrived are not checked at first, so a worker
+        Each call checks the prompts whose last check is the longest ago. Usually a client that disconnects has many
+        jobs, so after a drop the call checks all prompts. Prompts younger than a second start no check, so a worker
         that answers within a second checks no prompts.
 
         Returns:
@@ -465,7 +465,7 @@ class Dispatcher:
         now = time.monotonic()
         held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
-        # A prompt without a check counts from its arrival, so that new prompts are not checked before old ones.
+        # Sort a prompt that was never checked by its arrival, so that new prompts are not checked before old prompts.
         first = nsmallest(
             MAX_CHECKED, due, lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values())
         )
@@ -491,7 +491,7 @@ class Dispatcher:
         for prompt, entries in checked.items():
             kept = {entry.id for entry in wanted.get(prompt.digest, ())}
             removed = [entry for entry in entries if entry.id not in kept]
-            # Keep a prompt that was answered during the check: its result is about to be published.
+            # Do not drop a prompt that was answered during the check: its result is about to be published.
             if removed and prompt.is_owed and self._holds(prompt) and self._remove(prompt, removed):
                 dropped.append(prompt)
         if dropped:
@@ -511,7 +511,7 @@ def _joined(results: Sequence[StepResult]) -> Finished:
     blocks = [block for step in finished for block in step.blocks]
     digests = [digest for block in blocks for digest in block.digests]
     is_alike = len({(block.encoding, block.numbers.shape[1]) for block in blocks}) == 1
-    # Keep the blocks separate if a prompt has two rows, because it was aborted and computed again.
+    # Keep the blocks separate if a prompt has two rows: it was aborted, submitted again, and computed twice.
     if len(blocks) > 1 and is_alike and len(set(digests)) == len(digests):
         blocks = [RowBlock.joined(blocks)]
     vectors: dict[bytes, NDArray[np.float32]] = {}

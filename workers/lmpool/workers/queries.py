@@ -37,7 +37,7 @@ _ROW_MISSING = (errors.SourceMissing.__name__, errors.CorruptRow.__name__)
 
 Answer = NDArray[np.float32] | Failure
 TokenIds = NDArray[np.int64]
-TokenSets = Mapping[bytes, TokenIds | LMPoolError]  # By the set as packed in a query.
+TokenSets = Mapping[bytes, TokenIds | LMPoolError]  # Set of tokens, as packed in a query -> token ids or error.
 
 
 @dataclass(eq=False)
@@ -47,7 +47,7 @@ class QueryAnswerer:
     trie_inputs: TrieInputs  # Fetches rows and tries.
     publisher: Publisher
     info: ModelInfo
-    redis: Redis  # The server that has the sets of tokens that queries name.
+    redis: Redis  # Client of the server that stores the sets of tokens that queries name.
     keys: Keys
 
     def __post_init__(self) -> None:
@@ -58,7 +58,7 @@ class QueryAnswerer:
         """Answer queries from rows in the cache, and mark the prompts whose cached row is damaged.
 
         Returns:
-            prompt -> its ended entries. The other prompts must be computed.
+            prompt -> its ended entries. The backend must compute the prompts that are not in this mapping.
         """
         waiting = {prompt.digest: list(prompt.entries.values()) for prompt in prompts}
         ended, damaged = await self._answer(waiting, None)
@@ -142,7 +142,7 @@ class QueryAnswerer:
     async def _answer_tries(
         self, queries: Mapping[bytes, TrieQuery], rows: Mapping[bytes, Row] | None, damaged: set[bytes]
     ) -> dict[bytes, Answer]:
-        """Answer trie queries, by digest of the answer. Leave out queries whose cached row is missing or damaged."""
+        """Answer trie queries (by digest of the answer), except queries whose cached row is missing or damaged."""
         if not self.info.answers_tries:
             return dict.fromkeys(queries, _NO_TRIES)
         fill = partial(self.trie_inputs.fill, queries, rows, vocab_size=self._vocab_size)
@@ -166,7 +166,7 @@ def allowed_in(job: BackendJob) -> bytes:
 
 
 def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPrompt, NDArray[np.float32]]:
-    """Answer queries for logits and logZ from 16-bit rows. A query that raises is left to the backend."""
+    """Answer queries for logits and logZ from 16-bit rows. A query that fails here is left to the backend."""
     answers = {}
     for prompt, block in rows.items():
         try:
@@ -179,7 +179,7 @@ def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPr
 
 
 def _pick_all(queries: Mapping[bytes, tuple[PickQuery, Row]], sets: TokenSets) -> dict[bytes, Answer]:
-    """Answer queries, by digest of the answer. Call it in a thread: a row of a large vocabulary takes a millisecond."""
+    """Answer queries, by digest of the answer. Call it in a thread: a query about a large row takes a millisecond."""
     answers: dict[bytes, Answer] = {}
     for digest, (query, row) in queries.items():
         try:

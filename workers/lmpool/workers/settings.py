@@ -1,4 +1,4 @@
-"""Settings of a worker, except those of its backend."""
+"""Settings of a worker, except the settings of its backend."""
 
 from __future__ import annotations
 

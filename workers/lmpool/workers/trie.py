@@ -1,6 +1,6 @@
 """Trie workers: fetch the inputs of trie jobs, cache these inputs within byte limits, and answer the jobs in batches.
 
-The event loop fetches tries, weights and rows (`TrieInputs`). The backend's thread computes (`answer`).
+The event loop fetches tries, weights and rows (`TrieInputs`). The backend's thread computes answers (`answer`).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ REVISION: Final = "1"
 
 _BYTES_A_NODE = 25  # Bytes of a trie's arrays per node; a trie has at most one node for each byte of its vocabulary.
 _BYTES_A_TOKEN = 16  # Bytes of a trie's arrays per token.
-_OUT_OF_MEMORY = "OutOfMemoryError"  # Name of torch's error: a trie worker may have no torch to import it from.
+_OUT_OF_MEMORY = "OutOfMemoryError"  # Name of torch's error class, which a trie worker without torch cannot import.
 
 _log = logging.getLogger("lmpool.worker")
 
 
-# Inputs
+# Inputs of trie jobs
 
 
 K = TypeVar("K", bound=Hashable)
@@ -56,7 +56,7 @@ T = TypeVar("T", bound="NDArray[Any] | LazyTrie")
 class ByteLRU(Generic[K, T]):
     """A thread-safe cache that evicts the least recently used values beyond a limit of bytes.
 
-    The newest value stays whatever its size.
+    The newest value stays in the cache, even if it alone exceeds the limit.
     """
 
     def __init__(self, limit: int) -> None:
@@ -65,7 +65,7 @@ class ByteLRU(Generic[K, T]):
         self._lock = threading.Lock()
 
     def get(self, key: K) -> T | None:
-        """The value of a key, which becomes the most recently used value; None if there is none."""
+        """The value of a key, which becomes the most recently used value; None if the key has no value."""
         with self._lock:
             if (value := self._values.get(key)) is not None:
                 self._values.move_to_end(key)
@@ -82,11 +82,11 @@ class ByteLRU(Generic[K, T]):
 
 
 ValuesCache = ByteLRU[tuple[str, str, bytes, str], Values]
-"""(op, fingerprint of the model, digest of the prompt, digest of the vocabulary) -> [M inner values | V weights]."""
+"""Cache: (op, model's fingerprint, prompt's digest, vocabulary's digest) -> values of M inner nodes and V weights."""
 
 
 class LazyTrie:
-    """A vocabulary whose trie is built at its first use, with the cache of the values computed for it.
+    """A vocabulary whose trie is built at the first use, with a cache of values computed for this trie.
 
     `nbytes` is an upper limit for the bytes of the vocabulary, its trie and its kernels.
     """
@@ -178,9 +178,9 @@ class TrieInputs:
     ) -> tuple[dict[bytes, TrieInput], dict[bytes, Failure]]:
         """Fetch the inputs of trie queries, given as digest of the answer -> query. Raises `ServerError`.
 
-        `rows` are not fetched: prompt's digest -> row (V,). `vocab_size` is V if all queries are about one model.
+        `rows`: prompt's digest -> row (V,) that is not fetched. `vocab_size`: V if all queries are about one model.
 
-        Returns the inputs, and the failures of queries without inputs, both by the digest of the answer.
+        Returns two mappings by the digest of the answer: the inputs, and the failures of queries without inputs.
         """
         known = rows or {}
         failed: dict[bytes, errors.LMPoolError] = {}
@@ -211,7 +211,7 @@ class TrieInputs:
         return inputs, {digest: Failure(type(error).__name__, str(error)) for digest, error in failed.items()}
 
     async def rows(self, fingerprint: str, prompts: Iterable[bytes], vocab_size: int) -> dict[bytes, Found]:
-        """Rows of a model from the cache: digest of the prompt -> row, or the reason for no row.
+        """Rows of a model from the cache: digest of the prompt -> row, or the reason why there is no row.
 
         Raises `ServerError` when the server cannot be used.
         """
@@ -230,7 +230,7 @@ class TrieInputs:
             vocabulary = await asyncio.to_thread(unpack_known, packed, digest)
         except errors.UnknownVocabulary as error:
             return error
-        # A concurrent `fill` may have fetched this vocabulary too.
+        # Check the cache again: a concurrent `fill` may have fetched this vocabulary too.
         trie = self._tries.get(digest) or LazyTrie(vocabulary, self.device, self._values)
         self._tries.put(digest, trie)
         return trie
@@ -265,18 +265,18 @@ class TrieInputs:
         self._connections.close()
 
 
-# Answers
+# Answers of trie jobs
 
 
 def warm_up(device: str) -> None:
-    """Compile the kernels before the first job needs them; raises `SettingsError` as `open_kernels`."""
+    """Compile the kernels before the first job needs them; raises the `SettingsError` of `open_kernels`."""
     open_kernels(Trie([b"a", b"b"]), device)
 
 
 def answer(jobs: Jobs) -> tuple[VectorBlock | None, dict[bytes, str]]:
     """Answer trie queries, given as digest of the answer -> inputs, in batches of one vocabulary and operation.
 
-    Returns the answers, and digest -> reason (the name of the error and its text) for the other jobs.
+    Returns the answers, and digest -> reason (the name of the error and its text) for the jobs without an answer.
     """
     batches: dict[tuple[str, Op, bool], dict[bytes, TrieInput]] = defaultdict(dict)
     for digest, job in jobs.items():
@@ -299,8 +299,8 @@ def answer(jobs: Jobs) -> tuple[VectorBlock | None, dict[bytes, str]]:
 
 
 def _sweep(trie: Trie, kernels: Kernels, batch: Jobs, failures: dict[bytes, str]) -> dict[bytes, Values]:
-    """The values of jobs of one vocabulary and operation: [M inner values | V weights], or only the M inner values."""
-    # Jobs about the same row share one sweep.
+    """The values of jobs of one vocabulary and operation: M values of inner nodes, followed by V weights or nothing."""
+    # Compute all jobs about one row in one sweep over the trie.
     sources: dict[tuple[str, bytes], list[bytes]] = defaultdict(list)
     for digest, job in batch.items():
         sources[(job.query.rows, job.query.source) if job.query.rows else ("", digest)].append(digest)
@@ -309,11 +309,11 @@ def _sweep(trie: Trie, kernels: Kernels, batch: Jobs, failures: dict[bytes, str]
         return _compute(trie, kernels, batch, groups)
     except (errors.LMPoolError, *contract.QUERY_ERRORS) as error:
         reason = _reason(error, f"a single row of {trie.n_tokens} weights does not fit: free some of it")
-    # Go on outside of the handler: while the exception exists, it keeps the device memory of its frames.
+    # Continue outside of the `except` block: an exception that exists keeps the device memory of its frames.
     if len(groups) == 1:
         failures |= dict.fromkeys(batch, reason)
         return {}
-    # Halve the batch: half of it may fit in memory, and the input of one client must not fail other clients' jobs.
+    # Halve the batch: each half may fit in memory, and the input of one client must not fail other clients' jobs.
     middle, values = (len(groups) + 1) // 2, dict[bytes, Values]()
     for half in (groups[:middle], groups[middle:]):
         values |= _sweep(trie, kernels, {digest: batch[digest] for digest in chain(*half)}, failures)
@@ -326,7 +326,7 @@ def _compute(trie: Trie, kernels: Kernels, batch: Jobs, groups: list[list[bytes]
     for out, digests in zip(weights, groups, strict=True):
         job = batch[digests[0]]
         assert job.vector is not None
-        if job.query.rows and job.query.op != "logsumexp":  # Use the probabilities of a row.
+        if job.query.rows and job.query.op != "logsumexp":  # Compute probabilities.
             np.exp(job.vector, out=out)
         else:
             out[:] = job.vector
@@ -335,7 +335,7 @@ def _compute(trie: Trie, kernels: Kernels, batch: Jobs, groups: list[list[bytes]
     for inner_values, row, digests in zip(inner, weights, groups, strict=True):
         values = inner_values
         if any(batch[digest].query.select != "inner" for digest in digests):
-            # Copy: a cached array must not keep the whole batch in memory.
+            # Copy the values: a cached array must not keep the whole batch in memory.
             values = np.concatenate((inner_values, row))
             query = batch[digests[0]].query
             if query.rows:
@@ -345,7 +345,7 @@ def _compute(trie: Trie, kernels: Kernels, batch: Jobs, groups: list[list[bytes]
 
 
 def _reason(error: Exception, too_large: str = "") -> str:
-    """The reason for no answer, beginning with the name of the error; raises `error` itself if the device is broken.
+    """Why a job has no answer: the name of the error and a text. Raises `error` itself if the device is broken.
 
     `too_large` is the text for an out-of-memory error: what does not fit, and what to do.
     """
@@ -365,7 +365,7 @@ def _select(trie: Trie, query: TrieQuery, values: Values) -> Values:
     return values[trie.value_of[nodes]]
 
 
-# The backend
+# The backend of trie workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +382,7 @@ class TrieSettings:
 
     @property
     def served_as(self) -> str:
-        """The name of all trie workers."""
+        """The name under which all trie workers serve."""
         return TRIE_SERVICE
 
     def open(self) -> contract.Backend:

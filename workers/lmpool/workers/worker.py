@@ -1,4 +1,4 @@
-"""A worker: registers for a model, runs the tasks that serve the model until it is told to stop, and deregisters."""
+"""A worker: registers for a model, runs the tasks that serve the model until a stop is requested, and deregisters."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ OnReady = Callable[[ModelInfo], None] | None
 
 _log = logging.getLogger("lmpool.worker")
 
-# Number of tasks that publish large rows: while one task waits for the server, the other encodes.
+# Number of tasks that publish large rows: while one task waits for the server, the other task encodes rows.
 _PUBLISHERS = 2
-# Max seconds to deregister, and to publish the last results after the backend broke.
+# Max seconds for a worker to deregister, and to publish the last results after the backend broke.
 _LEAVE_S = 10.0
 
 
 class Serving:
-    """The objects with which a worker serves its model. Making them does not use the server.
+    """The objects with which a worker serves its model. Creating these objects sends nothing to the server.
 
     Raises:
         SettingsError: the model has the name of the trie workers, or a package for tracing is missing.
@@ -74,7 +74,7 @@ class Serving:
         )
         keys = Keys(settings.prefix)
         model = keys.model(info.name)
-        # Wait half a lease for a reply, so that a renewal without a reply is sent again before the lease expires.
+        # Wait half a lease for a reply, so that a lease renewal without a reply is sent again before the lease expires.
         redis = self.redis = server.client(reply_timeout_s=reply_timeout(info.lease_s / 2))
         self.connection = CommandConnection(server, model.jobs)
         self.connection.reply_timeout_s = reply_timeout(info.lease_s)
@@ -120,7 +120,7 @@ class Worker:
 
     Attributes:
         worker_id: id of the worker in Redis.
-        is_hung: `run` has returned, but the backend's thread still runs: only the end of the process ends the thread.
+        is_hung: whether the backend's thread still runs after `run` returned; only the process's end ends this thread.
         health: whether the worker is alive and takes jobs.
     """
 
@@ -161,12 +161,12 @@ class Worker:
 
         Args:
             on_ready: called once with the model's info when the worker takes jobs.
-            guard: context manager, entered when the backend is open and left when it is closed; see `watching_process`.
+            guard: context manager that is open while the backend is open, for example `watching_process`.
 
         Raises:
             ModelMismatch: other workers serve the model with other weights.
             SettingsError: an adapter lies outside of the allowed folders, or the registry of adapters is full.
-            ServerError: the server cannot be used at the start. Later the worker waits for the server instead.
+            ServerError: the server cannot be used at the start. A worker that serves waits for the server instead.
             WorkerError: the backend broke or hangs: see `is_hung`.
         """
         await check_before_loading(self.server, self._backend, self.settings)
@@ -225,7 +225,7 @@ class Worker:
                 await serving.consumer.close_lane()
                 if released := await serving.leases.release_all(reason, entry_ids(serving.in_flight)):
                     _log.info("released %d prompts for other workers", released)
-                if not is_broken:  # Else keep the note of an adapter load that may have broken the backend.
+                if not is_broken:  # If the backend broke, keep the note of the adapter load that may have broken it.
                     await serving.adapters.leave()
                 await serving.heartbeat.leave(for_good=not is_broken)
         except (RedisError, OSError, ProtocolError) as error:
@@ -233,7 +233,7 @@ class Worker:
             _log.warning("cannot deregister: %s", self.server.explain(error))
 
     async def _serve(self, serving: Serving) -> None:
-        """Run all tasks until the worker is told to stop and holds no prompts."""
+        """Run all tasks until a stop is requested and the worker holds no prompts."""
         settings, dispatcher, never = self.settings, serving.dispatcher, asyncio.Event()
 
         async def every(pause_s: float, action: Callable[[], Awaitable[object]], soon: asyncio.Event = never) -> None:
@@ -261,16 +261,16 @@ class Worker:
             every(STALE_S, dispatcher.drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
-        # Watch all tasks until the end: if a task failed, the drain could wait forever for its work.
+        # Watch all tasks during the drain: if a task failed unnoticed, the drain could wait forever for that task.
         await await_beside(self._drain(serving, fetching), tasks)
         if self._lifecycle.broken is not None:
             prefix = "" if serving.engine_thread.is_hung else "the backend broke: "
             raise WorkerError(f"{prefix}{_reason(self._lifecycle.broken)}") from self._lifecycle.broken
 
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
-        """Wait until the worker is told to stop and has finished the prompts in flight.
+        """Wait until a stop is requested and the worker has finished the prompts in flight.
 
-        The backend may take any time. The server must accept the results within a lease and a heartbeat interval, or
+        The backend may run for any time. The server must accept the results within a lease and a heartbeat interval, or
         sooner after the backend broke, because other workers then wait for the prompts in flight.
         """
         in_flight, engine_thread, lifecycle = serving.in_flight, serving.engine_thread, self._lifecycle
@@ -292,7 +292,7 @@ class Worker:
 
     async def _claim(self, serving: Serving) -> None:
         await serving.fetch_loop.claim()
-        # Count this worker even if its own deadline has just passed.
+        # Count this worker even if its own heartbeat has just expired.
         self.counters.serving = max(1, await serving.heartbeat.sweep())
 
     async def send_heartbeat(self, serving: Serving) -> None:
@@ -309,7 +309,7 @@ class Worker:
                 await serving.adapters.renew()
             await serving.consumer.keep_queue()
             await serving.consumer.measure()
-            if self.settings.metrics_port:  # Only the metrics need the server's memory.
+            if self.settings.metrics_port:  # Only the metrics show the server's memory use.
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self.server.explain(error))
@@ -317,10 +317,10 @@ class Worker:
         self.health.answered()
 
     async def _show_draining(self, serving: Serving) -> None:
-        """When the worker is told to stop, report that it drains and close its lane, before the next heartbeat."""
+        """When a stop is requested, report that the worker drains, and close its lane (its own stream of jobs)."""
         await self._lifecycle.stopping.wait()
         try:
-            # Close the lane last: by then, a heartbeat in flight that reports "ready" has arrived.
+            # Close the lane after this heartbeat, so that no heartbeat in flight reports "ready" afterwards.
             await self.send_heartbeat(serving)
             await serving.consumer.close_lane()
         except (RedisError, OSError, LMPoolError) as error:
@@ -347,7 +347,7 @@ class Worker:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
     def _break(self, error: BaseException, hung: EngineThread | None = None) -> None:
-        """Stop, because the backend broke, or because its thread `hung`; keep the first reason."""
+        """Stop the worker, because the backend broke or its thread `hung`; keep the reason of the first call."""
         if hung is None:
             _log.error("the backend broke", exc_info=error)
         else:

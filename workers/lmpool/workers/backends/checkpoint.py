@@ -1,4 +1,4 @@
-"""Finds a model's checkpoint (folder, or download from the hub), checks its files, and computes its digest."""
+"""Finds a model's checkpoint (a folder, or a download from the hub), checks its files, and computes its digest."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.settings import shown
 
 HUB_TIMEOUT_S = 4.0
-"""Max seconds to wait until the hub answers a test request; the package `huggingface_hub` would wait much longer."""
+"""Max seconds to wait until the hub answers a test request; `huggingface_hub` itself would wait much longer."""
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weight files, most preferred first: engines load the first format that exists."""
 
 _HUB_WEIGHTS = _WEIGHTS[:3]
-"""Suffixes of weight files to download, only the first that the repository has. GGUF needs the name of the file."""
+"""Suffixes of weight files to download: the first that the repository has. For GGUF, the user must name the file."""
 
 _MODEL_CONFIGS = ("config.json", "params.json")
-"""Files that describe the architecture, in the format of transformers and in Mistral's."""
+"""Files that describe a model's architecture, in the formats of transformers and of Mistral."""
 
 _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json", "vocab.json")
@@ -47,7 +47,7 @@ _MAX_CONFIG_BYTES = 1 << 26  # Max size of a config file, 64 MiB: no real config
 _MAX_NAMED = 3  # Max folders that an error message suggests.
 _MAX_LISTED = 1000  # Max folder entries that are compared with a misspelt name.
 
-# A digest views a file as tables of 64-bit words, and sums rows and columns. A table (2 MiB) fits a processor's cache.
+# Words in a row of a table: a digest views files as tables of 64-bit words (2 MiB, to fit the CPU's cache).
 _ROW = 512
 _TABLE = _ROW * _ROW
 
@@ -58,7 +58,7 @@ def checkpoint_folder(
     """The folder of a checkpoint: `model` itself, or its copy in the hub's cache, which is downloaded if needed.
 
     Args:
-        field: name of the setting that names the checkpoint, for messages.
+        field: name of the setting that names the checkpoint, for error messages.
         model: folder or hub name.
         revision: branch, tag or commit on the hub.
         only: files to download; empty for all files that engines may read.
@@ -107,7 +107,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     """Digest of a checkpoint: equal on every machine, and different if a single weight differs.
 
     The digest includes name, size and sums of 64-bit words of each weight file. Each word is in a row sum and a column
-    sum, so swapped words change the digest too. The files are read once, and then are in the page cache for the engine.
+    sum, so swapped words change the digest too. Each file is read once, and then is in the page cache for the engine.
 
     Args:
         folder: folder with weights and `config.json` (or `adapter_config.json`).
@@ -160,7 +160,7 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
 
 
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
-    """Refuse a path that exists and holds no model. With `has_gguf`, a folder needs no config.json."""
+    """Refuse a path that exists and holds no model. With `has_gguf`, the folder needs no config.json."""
     path = local_path("model", model)
     try:
         reason = _why_no_model(path, has_gguf)
@@ -217,7 +217,7 @@ def hub_problem() -> str:
         error.close()
     except (HTTPException, ValueError, OSError) as error:
         reason = getattr(error, "reason", error)
-        # If Python does not trust the certificate, the server did answer, and `huggingface_hub` may trust it.
+        # If Python does not trust the hub's certificate, the hub did answer, and `huggingface_hub` may trust it.
         if not isinstance(reason, ssl.SSLError):
             return f"{constants.ENDPOINT} cannot be reached ({reason})"
     return ""
@@ -247,7 +247,7 @@ def _nearest(field: str, model: str) -> str:
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()
-    except OSError:  # The name is too long for a path.
+    except OSError:  # The model's name is too long for a path.
         return False
 
 

@@ -31,12 +31,12 @@ from lmpool.workers.execution.engine_thread import check_answers
 _log = logging.getLogger(__name__)
 
 _MAX_STEPS = 1000  # Max steps that an engine may take for a handful of prompts; a slower engine is broken.
-_SUM_TOLERANCE = 1e-2  # Largest |log of the sum of a row's probabilities|.
-# By dtype: largest root mean square difference of two rows of a prompt, divided by the row's standard deviation.
+_SUM_TOLERANCE = 1e-2  # Largest accepted |log of the sum of a row's probabilities|.
+# Dtype -> largest accepted RMS difference of two rows of one prompt, divided by the row's standard deviation.
 _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
-_OTHER_TOLERANCE = 0.25  # Largest difference, in the unit of `_ROW_TOLERANCE`, for dtypes not listed there.
+_OTHER_TOLERANCE = 0.25  # Tolerance for dtypes that are not in `_ROW_TOLERANCE`.
 _MAX_ADAPTERS = 3  # Max adapters whose rows the canary checks.
-_MIN_VOCAB_SIZE = 64  # Min tokens to check that rows of two prompts differ; with fewer they may be equal by chance.
+_MIN_VOCAB_SIZE = 64  # Min vocabulary size to check that two prompts' rows differ; smaller rows may be equal by chance.
 
 
 class EngineBackend(TellsTexts, ABC):
@@ -48,7 +48,7 @@ class EngineBackend(TellsTexts, ABC):
 
     batch: int
     _folder: Path  # The model's folder, or its hub name if `_weights` is set.
-    _weights: Mapping[str, Any] | None = None  # See `check_adapter`.
+    _weights: Mapping[str, Any] | None = None  # The model's weights; see `check_adapter`.
     _encoder: RowEncoder
 
     def __init__(self, settings: ModelSettings) -> None:
@@ -73,7 +73,7 @@ class EngineBackend(TellsTexts, ABC):
         self._info = ModelInfo(settings.served_as, settings.kind, lossy=lossy, **facts)
 
     def _prepare(self, dtype: object, **facts: Any) -> None:
-        """Set the info, load the adapters of the settings, and check the first rows. Close the backend at an error."""
+        """Set the info, load the adapters of the settings, and check the first rows. Close the backend on an error."""
         backend = cast(Backend, self)
         try:
             self._set_info(dtype, **facts)
@@ -127,9 +127,9 @@ def check_canary(backend: Backend) -> None:
     """Have a backend compute rows with known properties. Call it in the backend's thread before the backend serves.
 
     Several prompts run together, with adapters and without, and then each alone. Each row must be a distribution over V
-    tokens, equal in both runs except for rounding, and different if the last token is different. One prompt then grows
-    token by token. This finds engines whose rows are captured at the wrong place, assigned to the wrong prompt, or
-    computed from the wrong keys and values.
+    tokens, must be equal in both runs except for rounding, and must change with the last token. One prompt then grows
+    token by token. These checks find engines whose rows are captured at the wrong place, assigned to the wrong prompt,
+    or computed from the wrong keys and values.
 
     Raises:
         SettingsError: a row is wrong or missing.
@@ -145,7 +145,7 @@ def check_canary(backend: Backend) -> None:
     for index, prompt in enumerate(prompts):
         (alone,) = _rows(backend, [prompt], f"alone-{index}")
         for row in (batched[index], alone):
-            with np.errstate(invalid="ignore"):  # A row with NaN fails the check below.
+            with np.errstate(invalid="ignore"):  # Ignore NaN here: a row with NaN fails the check below.
                 total = float(np.logaddexp.reduce(row.astype(np.float64)))
             if not abs(total) < _SUM_TOLERANCE:
                 raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
@@ -176,7 +176,7 @@ def _steps(backend: Backend, jobs: Sequence[BackendJob]) -> Iterator[Finished]:
 
 
 def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) -> list[Row]:
-    """The rows of prompts (ids, adapter) that run together. `run` makes their digests differ from other runs."""
+    """The rows of prompts (ids, adapter) that run together. `run` makes the digests differ from other runs."""
     jobs = []
     for index, (ids, adapter) in enumerate(prompts):
         encoded = np.asarray(ids, "<u4").tobytes()
@@ -216,7 +216,7 @@ def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
 
 
 def _tolerance(backend: Backend, spread: float) -> float:
-    """The largest difference that rounding explains, in proportion to the spread of a row's entries."""
+    """The largest difference of two rows that rounding explains, in proportion to the spread of a row's entries."""
     return _ROW_TOLERANCE.get(backend.info.dtype, _OTHER_TOLERANCE) * spread + 1e-6
 
 

@@ -34,7 +34,7 @@ WEIGHTS = "adapter_model.safetensors"
 
 _DEFAULT_RANK = 8  # The rank that peft uses for a config without a rank.
 _MAX_CONFIG_BYTES = 1 << 20  # Max size of an adapter's config; a typical config has 1 KB.
-_MAX_FLOAT = sys.float_info.max  # Max absolute value of an adapter's alpha: it must be a finite number.
+_MAX_FLOAT = sys.float_info.max  # Max absolute value of an adapter's alpha, which must be finite.
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
 
 PEFT_PREFIX = "base_model.model."
@@ -46,7 +46,7 @@ HARMLESS_INITS = (True, False, "gaussian", "eva", "orthogonal")
 BASE_WEIGHT = ".base_layer.weight"
 """Name suffix of a copy of the model's own weight, which peft saves with an adapter of the head or the embedding."""
 
-_COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once: about 20 MB of a large output head.
+_COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once: about 20 MB of a large head.
 _COMPARED_DTYPES = ("F64", "F32", "F16", "BF16")  # Dtypes of safetensors in which peft saves weights.
 
 # Max relative difference between a weight and its copy that was saved in bfloat16, which has 8 significant bits.
@@ -55,13 +55,13 @@ _COPY_TOLERANCE = 2.0**-8
 # Max absolute difference between a weight and its copy saved in float16: the smallest float16 number above 0.
 _MIN_FLOAT16 = 2.0**-24
 
-# Parts of the names of weights whose first dimension is the adapter's rank.
+# Name parts of the LoRA weights whose first dimension is the adapter's rank.
 _FIRST_FACTORS = (".lora_A.weight", ".lora_embedding_A")
 
-# Number of last parts of a module's name that are compared (layers.0.self_attn.q_proj); longer prefixes may differ.
+# Number of last parts of modules' names that are compared (layers.0.self_attn.q_proj); earlier parts may differ.
 _MODULE_PARTS = 4
 
-# Names of modules that are accepted; any other name could be a regular expression. A dot as a pattern is harmless.
+# Accepted names of modules; any other name could be a regular expression. A dot in a regular expression is harmless.
 _MODULE = re.compile(r"[A-Za-z0-9_.-]{1,300}")
 
 # Config fields that list modules -> max names in the field, because peft compares each name with each module.
@@ -78,7 +78,7 @@ _REFUSED = ("layer_replication", "megatron_config", "arrow_config")
 
 
 def read_adapter_folders(given: Sequence[str]) -> dict[str, str]:
-    """Read texts of the form name=source: name -> folder or hub name.
+    """Read texts of the form name=source; returns name -> folder or hub name.
 
     Raises:
         SettingsError: a text is not name=folder, a name is invalid or occurs twice, or there are too many adapters.
@@ -107,7 +107,7 @@ def content_digest(place: Path) -> str:
     """Digest of a file, or of the files in a folder and their names: 32 hexadecimal digits.
 
     Raises:
-        SettingsError: there is no file, or it cannot be read.
+        SettingsError: there is no file, or a file cannot be read.
     """
     state, is_folder = blake2b(digest_size=16), place.is_dir()
     try:
@@ -132,8 +132,8 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
     Args:
         source: folder or hub name of the adapter.
         model: folder of the model, or its hub name if `weights` is given.
-        weights: the model's weights (`weights_of`), by default those of its safetensors files. If there are none, all
-            names of weights are accepted.
+        weights: the model's weights (`weights_of`), by default from its safetensors files. If there are no weights,
+            all names of weights are accepted.
     """
     folder = adapter_folder(str(source))
     if weights is None:
@@ -160,7 +160,7 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
         raise SettingsError(f"{misfit} {model}, which has no place for {(unknown or ['any LoRA weights'])[0]}")
     for name, tensor in tensors.items():
         held = (tensor.get_shape() or [0])[0]
-        # The rank in the file must match the config's, for which engines reserve memory. A tensor may stack experts.
+        # The file's rank must equal the config's rank, for which engines reserve memory. Tensors may stack experts.
         is_stacked = config.get("target_parameters") and held and any(held % rank == 0 for rank in ranks)
         if any(part in name for part in _FIRST_FACTORS) and held not in ranks and not is_stacked:
             named = ", ".join(map(str, sorted(ranks)[:5]))
@@ -181,7 +181,7 @@ def _is_copy(saved: Any, own: Any) -> bool:
         return False
     if saved.get_dtype() not in _COMPARED_DTYPES:
         return False  # Do not read a tensor of another dtype: reading may fail with exceptions of several kinds.
-    # Compare one row more than the saved weight has, to notice a model's weight that has more rows.
+    # Compare one row beyond the saved weight, to notice that the model's weight has more rows.
     for first in range(0, shape[0] + 1, _COMPARED_ROWS):
         left, right = (weight[first : first + _COMPARED_ROWS].float().cpu() for weight in (saved, own))
         if left.shape != right.shape or not torch.allclose(left, right, rtol=_COPY_TOLERANCE, atol=_MIN_FLOAT16):
@@ -204,7 +204,7 @@ def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def weights_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Name of each module -> its weight, or another of its tensors if the module has no tensor named weight."""
+    """Name of each module -> the tensor named weight, or another tensor of the module if there is none."""
     names = sorted(tensors, key=lambda name: name.endswith(".weight"))
     return {_module_of(name): tensors[name] for name in names}
 
@@ -220,14 +220,14 @@ def ranks_of(config: Mapping[str, Any]) -> set[int]:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """Refuse regular expressions in place of modules' names: matching one can block the interpreter for years."""
+    """Refuse regular expressions in place of modules' names: a match can block the interpreter for years."""
     for field in _REFUSED:
         if config.get(field):
             raise SettingsError(f"{field} is set, and workers serve no adapters that use it: train it without")
     for field, most in _MODULE_LISTS.items():
         names = config.get(field)
         if field == "layers_pattern" and names and isinstance(names, str):
-            names = [names]  # A text is one name in this field; in others, a regular expression.
+            names = [names]  # In `layers_pattern`, a string is a name; in other fields, a string is a pattern.
         is_all = field == "target_modules" and isinstance(names, str) and names.lower() == "all-linear"
         # A list in `trainable_token_indices` holds tokens of the embedding, and no names of modules.
         if not names or is_all or (field == "trainable_token_indices" and isinstance(names, list)):

@@ -1,4 +1,4 @@
-"""Makes encoded rows from logits, bit for bit; extracts values at positions; and picks the torch device."""
+"""Encodes logits as rows without changing a bit, extracts values at positions, and picks the torch device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CACHED_NUMBERS = 1 << 19
 """Logits per slice on a CPU (2 MiB in float32): few enough that the slice stays in the processor's cache."""
 
 _SLICED_NUMBERS = 1 << 24
-"""Logits per slice on an accelerator (64 MiB in float32): few, because engines leave little memory free there."""
+"""Logits per slice on an accelerator (64 MiB in float32): few, because engines leave little device memory free."""
 
 _PORTABLE = 1  # cudaHostRegister flag: register the memory for all devices.
 _REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this process has registered the memory already.
@@ -42,7 +42,7 @@ class EncodedRows(NamedTuple):
 
 
 class _Numbers(NamedTuple):
-    """Rows on the device: numbers (n, V), logZ (n,) or None for F32, and whether each row is a distribution (n,)."""
+    """Rows on the device: numbers (n, V); logZ (n,), or None for F32; whether each row is a distribution (n,)."""
 
     encoding: Encoding
     numbers: Tensor
@@ -68,7 +68,7 @@ class RowEncoder:
         self._dtype = dtype
         self._lossy = lossy
         self.new_rows: NewRows = no_new_rows
-        # Address and size of each memory that the GPU can write to; None after CUDA has refused to register memory.
+        # Address and size of each memory that the GPU can write to; None after CUDA refused to register memory.
         self._mapped: set[tuple[int, int]] | None = set()
 
     def encoding_of(self, logits: Tensor) -> Encoding:
@@ -87,7 +87,7 @@ class RowEncoder:
         if not digests:
             return EncodedRows(None, failures)
         if encoding is Encoding.BF16:
-            numbers = numbers.view(torch.int16)  # numpy has no bfloat16.
+            numbers = numbers.view(torch.int16)  # View bfloat16 as integers, because numpy has no bfloat16.
         rows = self._copied_to_new_rows(numbers, encoding) if numbers.is_cuda else None
         if rows is None and numbers.is_cuda:
             # Copy without blocking, so that torch uses pinned memory, which is several times as fast.
@@ -110,7 +110,7 @@ class RowEncoder:
             return None
         self._mapped.add(whole)
         memory = _as_tensor(rows, numbers.dtype)
-        # Copy row by row: with gaps between the rows, torch would copy all through a temporary buffer.
+        # Copy row by row: with gaps between the rows, torch would copy the whole batch through a temporary buffer.
         for row, target in zip(numbers, memory, strict=True):
             target.copy_(row, non_blocking=True)
         torch.cuda.current_stream(numbers.device).synchronize()
@@ -135,9 +135,9 @@ class RowEncoder:
         return _Numbers(Encoding.F16, (logprobs + log_z[:, None]).half(), log_z, sound)
 
     def _narrowed(self, logits: Tensor) -> _Numbers | None:
-        """The logits in the model's 16-bit dtype; None if they do not fit it without loss.
+        """The logits in the model's 16-bit dtype; None if the dtype would lose bits.
 
-        The logits are processed in slices: on a CPU this takes half the time of operations on the whole batch.
+        The logits are processed in slices: on a CPU, slices take half the time of operations on the whole batch.
         """
         if self._dtype not in _NARROW:
             return None
@@ -148,7 +148,7 @@ class RowEncoder:
             if not is_narrow and not _is_exact(part, self._dtype):
                 return None
             if numbers is None:
-                # Reserve shared memory only after the first slice fits: the logits of some models never fit.
+                # Reserve shared memory only after the first slice fits the dtype: the logits of some models never fit.
                 memory = self._memory_for(logits, self._dtype)
                 made = logits if is_narrow else torch.empty_like(logits, dtype=self._dtype)
                 numbers = made if memory is None else memory
@@ -204,7 +204,7 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
         if torch.empty(1, device=device).device.type != "meta":
             return device
-        reason = "it computes nothing"  # Tensors on "meta" have shapes and no numbers.
+        reason = "it computes nothing"  # Tensors on the device "meta" have shapes and no numbers.
     except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:
         reason = first_line(error)  # torch raises AssertionError for "cuda" if it was built without CUDA.
     found = ["'cpu'", *(f"'cuda:{index}'" for index in range(torch.cuda.device_count()))]
@@ -243,7 +243,7 @@ def _map_to_gpu(address: int, size: int, device: torch.device) -> bool:
 
 
 def _fault(logits: Tensor) -> str:
-    """Why one row of logits is not a distribution."""
+    """The reason why a row of logits is not a distribution."""
     values = logits.float().cpu().numpy()
     for name, faulty in (("NaN", np.isnan(values)), ("+inf", np.isposinf(values))):
         if faulty.any():
@@ -252,7 +252,7 @@ def _fault(logits: Tensor) -> str:
 
 
 def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
-    """The values (m, width) that a query requests at positions with logits (m, V); NaN where these are no distribution.
+    """The values (m, width) that a query requests at positions with logits (m, V); NaN for invalid logits.
 
     `following` holds the token after each position.
     """
@@ -272,7 +272,7 @@ def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequen
 
 
 def _values_at(logits: Tensor, query: PositionsQuery, following: Tensor) -> Tensor:
-    """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN where logits are no distribution.
+    """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN for logits that are no distribution.
 
     For a query about the next token of each position, return the values of the `following` tokens only, (m, 1).
     """
@@ -290,7 +290,7 @@ def _largest_of(rows: Tensor, k: int) -> TopK:
     """The `k` largest entries of each row, in the order of `lmpool.protocol.query.top`."""
     values, ids = torch.topk(rows, min(k + 1, rows.shape[1]), dim=-1)
     least = values[:, k - 1 : k]
-    # topk does not define which of several equal entries it returns. Where an entry that it left out equals the
+    # torch.topk does not define which of several equal entries it returns. If an entry that was left out equals the
     # smallest returned entry, choose the lowest ids among the equal entries.
     is_unsure = (values[:, k:] == least).any(dim=1)
     values, ids = values[:, :k], ids[:, :k]
@@ -310,13 +310,13 @@ class Piece(NamedTuple):
     """Consecutive positions of one prompt in a forward."""
 
     request: str  # The engine's request name of the prompt.
-    positions: range  # Consecutive positions in the prompt.
+    positions: range  # Range of positions in the prompt.
     row: int  # Index of the first position in the forward's logits or hidden states; the next positions follow it.
 
 
 @dataclass(slots=True)
 class _OpenAnswer:
-    """The incomplete answer of a prompt in flight: the values so far, or the reason of a failure."""
+    """The incomplete answer of a prompt in flight: the values computed so far, or the reason of a failure."""
 
     job: BackendJob
     query: PositionsQuery
@@ -342,9 +342,9 @@ class _OpenAnswer:
 
 
 class PositionAnswers:
-    """The answers of all jobs in flight that request values at positions, by the engine's request names.
+    """The incomplete answers of all jobs in flight that request values at positions, by the engine's request names.
 
-    A repeated position is ignored: an engine computes positions again after it has preempted a prompt.
+    Values of a position that has values already are ignored: engines compute preempted prompts again.
     """
 
     def __init__(self) -> None:
@@ -365,14 +365,14 @@ class PositionAnswers:
         return None if answer is None else answer.missing.start
 
     def wanted(self, request: str, computed: range, row: int) -> list[Piece]:
-        """The missing positions of a request among `computed`, which begin at row `row` of the forward's logits."""
+        """The positions of `computed` that a request still misses; `row`: row of the first position in the logits."""
         answer = self._open.get(request)
         missing = range(0) if answer is None else answer.missing
         wanted = range(max(missing.start, computed.start), min(missing.stop, computed.stop))
         return [Piece(request, wanted, row + wanted.start - computed.start)] if wanted else []
 
     def add(self, pieces: Sequence[Piece], first: int, logits: Tensor) -> None:
-        """Add the values of a slice of a forward's logits, whose first row has the index `first`.
+        """Add the values of a slice of a forward's logits; `first` is the index of the slice's first row.
 
         Raises:
             WorkerError: the engine has not computed the next missing position.

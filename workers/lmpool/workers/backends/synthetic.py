@@ -1,4 +1,4 @@
-"""The synthetic backend: rows from a generator, in place of a model, for tests and load tests.
+"""The synthetic backend: generates rows without a model, for tests and load tests.
 
 A step sleeps for the simulated time: `step_ms`, plus `token_ms` for each token that the step computes. A simulated
 prefix cache of `kv_cache_tokens` tokens holds recent prompts. Tokens that a prompt shares with a held prompt are free.
@@ -30,10 +30,10 @@ from lmpool.workers.backends.lora import content_digest, read_adapter_folders
 from lmpool.workers.backends.settings import max_adapters_option
 from lmpool.workers.execution.contract import QUERY_ERRORS, Backend, BackendJob, BackendStats, Finished, failure_of
 
-_TOGETHER = 4  # Min rows of a small vocabulary to draw together: for fewer rows, drawing one by one is faster.
+_TOGETHER = 4  # Min rows of a small vocabulary that are drawn together: for fewer rows, drawing one by one is faster.
 _CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
-_BLOCK_BYTES = 16 * _ID_BYTES  # The simulated prefix cache has blocks of 16 tokens.
+_BLOCK_BYTES = 16 * _ID_BYTES  # Bytes of the token ids of a block in the simulated prefix cache: 16 tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class PrefixMemory:
     """A simulated prefix cache. It stores hashes of prefixes instead of keys and values.
 
     For each recent prompt, the cache holds every prefix of whole 16-token blocks, and every prefix that ends after the
-    last whole block. So a prompt that extends a held prompt reuses all its tokens. A prompt that branches off earlier
-    reuses all shared tokens except at most 15.
+    last whole block. So a prompt that extends a held prompt reuses all tokens of the held prompt. A prompt that
+    branches off earlier reuses all shared tokens except at most 15.
 
     Args:
         capacity: max tokens to hold; the least recently used tokens are evicted first.
@@ -106,7 +106,7 @@ class PrefixMemory:
         self._prefixes: OrderedDict[int, int] = OrderedDict()
 
     def note(self, ids: bytes, adapter: str = "") -> int:
-        """Add the prefixes of a prompt; returns the number of its first tokens that were held before."""
+        """Add the prefixes of a prompt; returns the number of its first tokens that the cache held before."""
         prefixes, last_block = self._prefixes, len(ids) - _BLOCK_BYTES
         key, start, path = hash(adapter), 0, []
         while start <= last_block and (block := hash((key, ids[start : start + _BLOCK_BYTES]))) in prefixes:
@@ -120,13 +120,13 @@ class PrefixMemory:
         while start <= last_block:
             path.append(key := hash((key, ids[start : start + _BLOCK_BYTES])))
             start += _BLOCK_BYTES
-            # Do not count the block's first tokens again: prefixes that end within the block hold them already.
+            # Do not count the block's first tokens again if prefixes that end within the block hold them already.
             prefixes[key] = (start - max(start - _BLOCK_BYTES, known)) // _ID_BYTES
         for end in range(max(known, start) + _ID_BYTES, len(ids) + 1, _ID_BYTES):
             path.append(part := hash((key, ids[start:end])))
             prefixes[part] = 1
         self.held += (len(ids) - known) // _ID_BYTES
-        # Mark the longest prefix as used first, so that it is evicted first: it is found only by way of shorter ones.
+        # Mark the longest prefix as used first, so that it is evicted first: it is found only through shorter prefixes.
         for key in reversed(path):
             prefixes.move_to_end(key)
         while self.held > self._capacity:
@@ -170,7 +170,7 @@ class SyntheticBackend:
         )
 
     def vocabulary(self) -> Vocabulary:
-        """See `Backend.vocabulary`; the tokens are those of `lmpool.synthetic.synthetic_vocabulary`."""
+        """See `Backend.vocabulary`; returns `lmpool.synthetic.synthetic_vocabulary`."""
         return synthetic_vocabulary(self._settings.vocab_size, self._settings.seed)
 
     def capacity(self) -> int:
@@ -206,7 +206,7 @@ class SyntheticBackend:
         return Finished(blocks, failures, VectorBlock(list(vectors), list(vectors.values())) if vectors else None)
 
     def _injected_failures(self, jobs: list[BackendJob]) -> dict[bytes, str]:
-        """Fail as the settings specify: return digest -> message of failed prompts, raise, hang, or end the process."""
+        """Fail as the settings say: return digest -> message of failed prompts, raise, hang, or end the process."""
         settings, failures = self._settings, {}
         for job in jobs:
             tokens = set(decode_ids(job.ids).tolist())

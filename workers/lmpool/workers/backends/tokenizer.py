@@ -13,7 +13,7 @@ from lmpool.vocabulary import Vocabulary, decode_vocab
 from lmpool.workers.backends.checkpoint import hub_problem
 from lmpool.workers.backends.settings import ModelSettings
 
-# Exceptions for missing or broken files, unknown tokenizers and missing packages: transformers has no common type.
+# Exceptions of transformers for missing or broken files, unknown tokenizers and missing packages; no common type.
 _TOKENIZER_ERRORS = (
     InvalidVocabulary, OSError, ValueError, TypeError, LookupError, AttributeError, ImportError, RuntimeError,
     AssertionError,
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 class Texts(NamedTuple):
-    """The vocabulary and the tokenizer of a checkpoint, each None if the checkpoint has none that clients can use."""
+    """The vocabulary and the tokenizer of a checkpoint; each is None if it is missing or clients cannot use it."""
 
     vocabulary: Vocabulary | None
     tokenizer: PackedTokenizer | None
@@ -66,7 +66,7 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
     """Read the tokenizer of a checkpoint. If the vocabulary or the tokenizer is missing, log the reason.
 
     Args:
-        info: facts of the model, of which the source of the checkpoint and the vocabulary size are used.
+        info: the model's info; only the source of the checkpoint and the vocabulary size are used.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the tokenizer.
     """
@@ -80,7 +80,7 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
             gguf_file=info.gguf_file or None,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            # Do not look up on the hub a file that is missing in a local folder.
+            # Do not search the hub for a file that is missing in a local folder.
             local_files_only=Path(info.source).is_dir() or bool(hub_problem()),
         )
         # Without tokenizer files, transformers makes up a tokenizer of special tokens for some architectures.

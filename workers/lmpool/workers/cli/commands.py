@@ -36,7 +36,7 @@ ALIASES = {
     "max_batch": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
 }
-"""Setting -> name of the same option in vLLM, which lmpool accepts too."""
+"""Name of a setting -> vLLM's name of the same option; lmpool accepts both names."""
 
 SHORT = {
     "name", "dtype", "device", "max_prompt_tokens", "max_batch", "kv_cache_bytes", "adapters", "metrics_port",
@@ -54,7 +54,7 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
     if wanted:
         for parameter in context.command.params:
             parameter.hidden = False  # type: ignore[attr-defined]
-        if text := context.get_help():  # With rich installed, typer has printed the help already.
+        if text := context.get_help():  # If rich is installed, typer has printed the help already.
             say(text)
         raise typer.Exit
 
@@ -82,7 +82,7 @@ def worker(
     model: Model, backend: BackendName = "hf", redis: RedisUrl = None, help_all: HelpAll = False, **given: Any
 ) -> None:
     """Serve MODEL from this process, until Ctrl-C, SIGTERM or SIGHUP."""
-    from lmpool.workers.cli.serve import serve  # This loads the whole worker, which other commands do not need.
+    from lmpool.workers.cli.serve import serve  # Import here, because other commands do not need the worker's code.
 
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
@@ -161,7 +161,7 @@ def _backends() -> dict[str, type]:
                         raise SettingsError(f"{field.name}: the command has an option of this name; rename the field")
                 app = typer.Typer()
                 app.command()(_with_settings(lambda **given: None, {point.name: kind}))
-                typer.main.get_command(app)  # Fails if typer cannot use the type of a field.
+                typer.main.get_command(app)  # This raises an error if typer cannot use the type of a field.
         except Exception as error:  # noqa: BLE001  Any error of another package disables only the package's backend.
             package = f" ({point.dist.name})" if point.dist is not None else ""
             text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
@@ -174,7 +174,7 @@ def _backends() -> dict[str, type]:
 def _with_settings(
     command: Callable[..., None], classes: Mapping[str, type], leave_out: Collection[str] = ()
 ) -> Callable[..., None]:
-    """Replace a command's `**given` by the options of settings classes."""
+    """Replace a command's parameter `**given` by one option for each field of settings classes."""
     declared = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [parameter for parameter in declared if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     parameters += option_parameters(classes, leave_out)
@@ -186,7 +186,7 @@ def _with_settings(
 def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = ()) -> list[inspect.Parameter]:
     """Make typer parameters for the fields of settings classes; `classes`: label of the class in the help -> class.
 
-    A field of several classes becomes one option, with the first description among them. The parameters are
+    A field that several classes have becomes one option, with the help text of the first class. The parameters are
     keyword-only; their default None means "not given".
     """
     owners: dict[str, dict[str, Field[Any]]] = defaultdict(dict)
@@ -200,10 +200,10 @@ def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = 
     for name, labelled in owners.items():
         hint, labels_of = hints[name], defaultdict[Any, list[str]](list)
         for label, field in labelled.items():
-            # Not `in (None, "", False)`: 0 equals False, and a zero is worth showing.
+            # Compare False with `is`: 0 equals False, but the help must show a default of 0.
             if field.default is not False and field.default not in (None, "", MISSING):
                 labels_of[field.default].append(label)
-        if list(labels_of.values()) == [list(labelled)]:  # All classes have one default.
+        if list(labels_of.values()) == [list(labelled)]:  # All classes have the same default.
             defaults = [str(value) for value in labels_of]
         else:
             defaults = [f"{value} for {', '.join(labels)}" for value, labels in labels_of.items()]
@@ -234,7 +234,7 @@ def parse_size(text: str | int) -> int:
     """A number of bytes or tokens: 4096, 128k, 8g; 8K, 8Ki and 8KiB have units of 1,024."""
     text = str(text).strip()
     if re.fullmatch(r"-\d+", text):
-        return int(text)  # The setting itself refuses negative numbers.
+        return int(text)  # Accept negative numbers here: the class of the settings refuses them.
     if (match := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"{shown(text)} is no size: write 4096, 128k, 8g, or 8GiB")
     number, unit, suffix = match[1], match[2], match[3] or ""

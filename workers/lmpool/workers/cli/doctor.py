@@ -30,14 +30,14 @@ from lmpool.workers.cli.supervisor import query_gpus
 
 _TIMEOUT_S = 10.0  # Max seconds for a reply of the server, which may be slow when it is first used.
 _MIN_SHARED_BYTES = 1 << 28  # Min bytes of shared memory: with less, most rows are replaced before clients read them.
-_TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary size and bytes of a test segment.
-_TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines put tensors in /dev/shm; Docker's default is 64 MiB.
+_TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary size and bytes of a shared-memory segment made as a test.
+_TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines use /dev/shm, of which Docker gives only 64 MiB.
 _ENGINES = ("vllm", "sglang")
 _MAX_MODELS = 20  # Max models in the list, about one line of a terminal.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
 _LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Packages listed with version.
 _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
-_IN_CLONE = "in the clone:"  # Advice begins so, because no package index has lmpool.
+_IN_CLONE = "in the clone:"  # Beginning of advice to install lmpool, which no package index has.
 
 
 RedisUrl = Annotated[
@@ -49,7 +49,7 @@ class Finding(NamedTuple):
     """The result of one check."""
 
     check: str  # Name of the check.
-    state: Literal["ok", "look", "wrong"]  # "wrong": pool or model cannot work; "look": the user should check it.
+    state: Literal["ok", "look", "wrong"]  # "wrong": pool or model cannot work; "look": the user should check.
     found: str
     advice: str = ""  # What the user should do.
 
@@ -62,7 +62,7 @@ def doctor(
 ) -> None:
     """Check this machine, the server and a model's folder, and print advice; exits 1 when something is wrong."""
     check_name("prefix", prefix)
-    listed = query_gpus("name", "memory.total", "memory.free")  # Memory in MiB.
+    listed = query_gpus("name", "memory.total", "memory.free")  # The amounts of memory are in MiB.
     gpus = [(name, int(total) << 20, int(free) << 20) for name, total, free in listed if (total + free).isdecimal()]
     findings = [*_installed(), *asyncio.run(_server(redis, Keys(prefix))), *_machine(), _gpu(gpus)]
     if model is not None:
@@ -76,7 +76,7 @@ def doctor(
         for finding in findings:
             table.add_row(*finding)
         terminal.print(table)
-    else:  # Without a table: in a file, a table would be as wide as its longest cell.
+    else:  # Print no table: in a file, a table would be as wide as its longest cell.
         for check, state, found, advice in findings:
             say(f"{check}: {state}: {found}{f' — {advice}' if advice else ''}")
     raise typer.Exit(int(is_wrong))
@@ -170,7 +170,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Finding:
-    """Whether a worker can share rows with programs on this machine: makes a small segment as a test."""
+    """Whether a worker can share rows with programs on this machine; a small segment is made as a test."""
     place = shared_memory.folder()
     try:
         if made := segment.make_segment("", _TRIED_VOCABULARY, _TRIED_BYTES, lambda: True):

@@ -1,4 +1,4 @@
-"""Runs a worker as a process, with event loop, signal handlers, memory allocator and log."""
+"""Runs a worker as a process: sets up its event loop, signal handlers, memory allocator and log."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _log = logging.getLogger("lmpool.worker")
 
 _PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)  # Errors that need no traceback.
 _FAILED = 2  # Exit code after an error, and after the backend hangs.
-_SWITCH_INTERVAL_S = 0.0005  # Seconds between thread switches: a step can take less than the default of 5 ms.
-_REPEAT_S = 5.0  # Seconds between two warnings of a kind: often enough to show that a problem persists.
-_MAX_KINDS = 1000  # Max kinds of warnings in the filter's memory, because clients can cause new kinds.
+_SWITCH_INTERVAL_S = 0.0005  # Seconds between thread switches: a step can take less than Python's default of 5 ms.
+_REPEAT_S = 5.0  # Seconds between two log lines of one kind of warning: often enough to show that a problem persists.
+_MAX_KINDS = 1000  # Max kinds of warnings that the filter remembers, because clients can cause new kinds.
 _DIGITS = re.compile(r"\d+")
 # Parameters of mallopt, from <malloc.h>, and their values: no mmap for rows, no trimming, 64 MiB per growth.
 _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-2, 64 * 1024 * 1024))
@@ -45,7 +45,7 @@ _MALLOPT = ((-4, 0), (-1, 2**31 - 1), (-2, 64 * 1024 * 1024))
 def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) -> None:
     """Run one worker in this process until SIGTERM, Ctrl-C or SIGHUP; a second signal stops it at once.
 
-    SIGUSR1 makes the worker claim the jobs of crashed workers now. If the backend hangs, the process ends with code
+    SIGUSR1 makes the worker claim the jobs of crashed workers at once. If the backend hangs, the process ends with code
     2, or with `watchdogs.EXIT_CODE` if the backend holds the interpreter lock.
 
     Raises:
@@ -66,9 +66,9 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
     try:
         from uvloop import new_event_loop
     except ImportError:
-        _log.warning("uvloop is not installed: rows are stored more slowly")  # Two to four times slower.
+        _log.warning("uvloop is not installed: rows are stored more slowly")  # uvloop stores 2 to 4 times faster.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        try:  # Inside of the runner, whose end waits for threads such as downloads: log the error before it.
+        try:  # Log the error before the runner ends, because its end waits for threads such as downloads.
             runner.run(_serve(server, backend, settings, log))
         except LMPoolError as error:
             if log is None:
@@ -100,7 +100,7 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
 
     def on_signal(number: int) -> None:
         nonlocal is_stopping
-        if is_stopping and number == signal.SIGHUP:  # Shell and kernel each send SIGHUP when a terminal closes.
+        if is_stopping and number == signal.SIGHUP:  # A closed terminal can cause two SIGHUP.
             return
         if is_stopping or not is_ready:
             _exit_now()
@@ -119,16 +119,16 @@ async def _serve(server: Server, backend: BackendSettings, settings: WorkerSetti
             if not worker.is_hung:
                 raise
             say(f"lmpool: {error}", err=True)
-        if worker.is_hung:  # The backend's thread runs, and an ordinary exit might wait for a lock of that thread.
+        if worker.is_hung:  # Exit at once: an ordinary exit might wait for a lock of the backend's thread.
             logging.shutdown()
             os._exit(_FAILED)
-    for number in _signals():  # Prompts are finished. A thread, such as a download, may still run: a signal ends it.
+    for number in _signals():  # Let a signal end the process now: a thread, such as a download, may still run.
         loop.add_signal_handler(number, os._exit, 0)
     _log.info("stopped; nothing was left unfinished")
 
 
 def _signals() -> list[signal.Signals]:
-    """The signals that stop a worker; under `nohup` SIGHUP does not."""
+    """The signals that stop a worker: SIGHUP is not among them under `nohup`."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
 
@@ -161,12 +161,12 @@ def start_log(log_format: str, model: str) -> Any:
         json_serializer=to_json,
     )
     handler.setFormatter(formatter)
-    logging.captureWarnings(True)  # Otherwise warnings of libraries are lines that are not JSON.
+    logging.captureWarnings(True)  # Without this call, warnings of libraries would be lines that are not JSON.
     return formatter
 
 
 class RepeatFilter(logging.Filter):
-    """Passes a warning at once, and repeats of it at most every `pause_s` seconds, with the number of omitted repeats.
+    """Passes a first warning, and then a repeat at most every `pause_s` seconds, with the number of omitted repeats.
 
     Two warnings are of one kind if they have the same format string and the same strings and errors as values. So
     warnings of several tasks about the same server are of one kind, and warnings about two adapters are not.
@@ -175,7 +175,7 @@ class RepeatFilter(logging.Filter):
     def __init__(self, pause_s: float = _REPEAT_S) -> None:
         super().__init__()
         self._pause_s = pause_s
-        self._seen: dict[object, tuple[float, int]] = {}  # Kind -> time when last shown, and number of repeats since.
+        self._seen: dict[object, tuple[float, int]] = {}  # Kind of warning -> time when last logged, and repeats since.
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether to log the record; adds the number of omitted repeats to its text."""

@@ -34,21 +34,21 @@ from lmpool.protocol.keys import GROUP, Keys
 from lmpool.settings import count_cores, count_threads, shown
 from lmpool.workers.settings import WorkerSettings
 
-_log = logging.getLogger("lmpool.up")  # This logger has no filter of repeated warnings.
+_log = logging.getLogger("lmpool.up")  # This logger does not suppress repeated warnings.
 
 LOG_VARIABLE = "LMPOOL_DETACHED_LOG"
 """Environment variable with the path of the log of `lmpool up --detach`, for the process in the background."""
 
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
-_NVIDIA_SMI_TIMEOUT_S = 10.0  # Max seconds of nvidia-smi, which takes a second if it must load the driver.
+_NVIDIA_SMI_TIMEOUT_S = 10.0  # Max seconds that nvidia-smi may run; it takes a second if it must load the driver.
 _POLL_S = 0.05  # Seconds between two checks of child processes and signals.
-_MIN_LIFE_S = 60.0  # Seconds; a worker or a server that ends sooner would probably end soon again.
-_MAX_QUICK_CRASHES = 5  # A worker that crashes so often in a row, each time within `_MIN_LIFE_S`, is given up.
+_MIN_LIFE_S = 60.0  # Seconds; a process that ended sooner after its start would probably end soon again.
+_MAX_QUICK_CRASHES = 5  # Number of crashes in a row, each within `_MIN_LIFE_S`, after which a worker is given up.
 _REFUSED = 2  # Exit code of a worker whose options are wrong.
 _GAVE_UP = 1  # Exit code of the supervisor when the server or a worker was given up.
-_SECOND_SIGNAL_S = 0.25  # Seconds between the two SIGTERM of `lmpool down --now`; the kernel merges pending signals.
+_SECOND_SIGNAL_S = 0.25  # Seconds between the two SIGTERM of `lmpool down --now`: the kernel would merge two at once.
 _KILL_S = 5.0  # Seconds after which `lmpool down --now` sends SIGKILL.
-_MAX_LOGS = 10  # Max logs kept of ended `lmpool up --detach`.
+_MAX_LOGS = 10  # Max log files that are kept of `lmpool up --detach` processes that have ended.
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes, as in `heartbeat.py`.
 _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the set of workers, longer than any lease, as in `heartbeat.py`.
 
@@ -56,13 +56,13 @@ _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the set of workers, longer 
 def plan_workers(wanted: str, backend: str, device: str | None) -> list[dict[str, str]]:
     """Environment variables for each worker: its device, or its share of the threads.
 
-    `wanted` is a number, or "all": one worker per GPU, or one worker on a machine without a GPU.
+    `wanted` is the number of workers, or "all": one worker per GPU, or one worker on a machine without a GPU.
     """
     gpus: list[str] = []  # The value of CUDA_VISIBLE_DEVICES for each GPU that this process may use.
     if backend != "synthetic" and device != "cpu":
         if (visible := os.environ.get(_VISIBLE)) is None:
             gpus = [index for (index,) in query_gpus("index") if index.isdecimal()]
-        else:  # The names are numbers, UUIDs of GPUs, or MIG instances. CUDA ignores all names behind an invalid name.
+        else:  # GPU names are numbers, UUIDs or MIG instances; CUDA ignores the names after an invalid name.
             gpus = list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
     if wanted != "all" and not (wanted.isdecimal() and int(wanted)):
         raise SettingsError(f"workers: {shown(wanted)} is neither a number of at least 1 nor `all`")
@@ -103,7 +103,7 @@ def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> 
     """Start Python with these arguments; returns the process, and a pipe in which it reports that it serves."""
     reader, ready = os.pipe()
     command, variables = [sys.executable, "-P", *words], {**os.environ, **environment, READY_VARIABLE: str(ready)}
-    # A new session: Ctrl-C in the terminal reaches only the supervisor, which signals its children.
+    # Start a new session: Ctrl-C in the terminal then reaches only the supervisor, which signals its children.
     process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
     os.close(ready)
     return process, reader
@@ -113,22 +113,22 @@ def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> 
 class SupervisedWorker:
     """A worker of `lmpool up`, which runs as one process at a time. Times are monotonic, in seconds."""
 
-    number: int  # Number of the worker, from 0.
+    number: int  # Number of the worker, counted from 0.
     arguments: list[str]  # Arguments of the command `lmpool`.
     environment: dict[str, str]  # Variables in addition to the supervisor's environment.
     process: subprocess.Popen[bytes] | None = None  # None before the first start and between two processes.
     worker_id: str = ""  # The worker's name in Redis; "" until it serves.
-    start_at: float = 0.0  # When its process was started, or when the next process will be started.
+    start_at: float = 0.0  # Time when the worker's process was started, or when the next one will be.
     is_gone: bool = False  # Whether no more processes are started for this worker.
-    has_served: bool = False  # Whether one of its processes has served.
-    serves_since: float = 0.0  # Time since when its process serves; 0 before.
-    quick_crashes: int = 0  # Number of crashes in a row, each before or soon after its process served.
+    has_served: bool = False  # Whether a process of this worker has served.
+    serves_since: float = 0.0  # Time when the worker's present process began to serve; 0 before.
+    quick_crashes: int = 0  # Number of crashes in a row, each before or soon after the process served.
     ready: int = -1  # Descriptor of the pipe in which the process reports that it serves.
 
     def start(self) -> None:
         """Start a process."""
         self.worker_id, self.start_at = "", time.monotonic()
-        # The worker ends when its standard input is closed, which happens however the supervisor ends.
+        # Give the worker a pipe as standard input: the pipe closes when the supervisor ends, and then the worker ends.
         self.process, self.ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
         os.set_blocking(self.ready, False)
 
@@ -166,8 +166,8 @@ class Supervisor:
     def run(self) -> int:
         """Run the workers; returns the exit code.
 
-        It is 0 after a drain, 1 if the server or a worker was given up, 2 if the options of a worker are wrong, and 130
-        after a second signal.
+        The exit code is 0 after a drain, 1 if the server or a worker was given up, 2 if the options of a worker are
+        wrong, and 130 after a second signal.
         """
         signals: list[int] = []
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -179,7 +179,7 @@ class Supervisor:
                 if not self.is_stopping:
                     _log.info("stopping: workers finish the prompts that they hold; a second signal ends them at once")
                     self._stop(0)
-                elif received != signal.SIGHUP:  # Shell and kernel each send SIGHUP when a terminal closes.
+                elif received != signal.SIGHUP:  # A closed terminal can cause two SIGHUP.
                     _log.info("stopped at once")
                     self._stop(INTERRUPTED, signal.SIGKILL)
             if self.has_server and not self.server.running:
@@ -211,7 +211,7 @@ class Supervisor:
             _log.info("your server runs again at %s", self.server.url)
 
     def _check(self, worker: SupervisedWorker) -> None:
-        """Start a worker, note that it serves, or handle its end."""
+        """Start a worker's process, record that the worker serves, or handle the end of the process."""
         if worker.process is None:
             if self.is_stopping:
                 worker.is_gone = True
@@ -236,7 +236,7 @@ class Supervisor:
             worker.is_gone = True
             return
         if code == _REFUSED and not worker.has_served:
-            if len(self.workers) > 1:  # A single worker has printed the reason in its last line.
+            if len(self.workers) > 1:  # A single worker itself logs the reason.
                 _log.critical("%s, before it served: stopping all workers", how)
             self._stop(_REFUSED)
         elif code == 0:
@@ -269,7 +269,7 @@ class Supervisor:
         keys, worker_id, moved = everything.model(self.user.model), worker.worker_id, 1
         try:
             async with Server(self.server.url).client() as redis:
-                # The worker may hold jobs of its own lane, of the shared stream, and of other lanes (claimed jobs).
+                # The worker may hold jobs of its lane (stream), of the shared stream, and claimed jobs of other lanes.
                 lanes = [worker_id.encode(), *cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))]
                 count = await scripts.release_jobs(redis, keys, worker_id, lanes, self.max_deliveries, reason)
                 await redis.delete(everything.worker(worker_id))
@@ -295,7 +295,7 @@ def supervise(
     Each worker gets the arguments of `lmpool`, the server's URL and a metrics port. `plan` has the environment of each
     worker (`plan_workers`), and `model` is the name under which the workers serve.
     """
-    from lmpool.workers.cli import serve  # This loads the whole worker, which other commands do not need.
+    from lmpool.workers.cli import serve  # Import here, because other commands do not need the worker's code.
 
     serve.start_log(settings.log_format, model)
     server = EmbeddedServer(None if memory_mb is None else memory_mb * 2**20)
@@ -303,7 +303,7 @@ def supervise(
     is_started = server.join(user)
     code = None
     try:
-        if settings.log_format == "text":  # The address is in JSON logs too, which must not contain other lines.
+        if settings.log_format == "text":  # JSON logs must have only JSON lines.
             say(f"your server runs {'' if is_started else 'already '}at {server.url}", err=True)
             if memory_mb is not None and not is_started:
                 say("--memory-mb has no effect on a server that runs already", err=True)
@@ -352,14 +352,14 @@ def start_detached(arguments: list[str], model: str) -> None:
         try:
             while not select.select([is_ready], [], [], _POLL_S)[0]:
                 print_more()
-            code = None if is_ready.read(1) else process.wait()  # The end of the process closes the pipe.
+            code = None if is_ready.read(1) else process.wait()  # The end of the process closes this pipe.
         except KeyboardInterrupt:
             say("stopping it; a second Ctrl-C kills it", err=True)
             try:
                 process.terminate()
                 process.wait()
             except KeyboardInterrupt:
-                process.kill()  # The children of this process end with it.
+                process.kill()  # The workers and the server end with this process.
             raise
         finally:
             print_more()

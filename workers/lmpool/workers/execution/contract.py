@@ -33,19 +33,19 @@ class BackendJob(msgspec.Struct, eq=False):
     """One prompt for a backend. The worker has checked it against the model info.
 
     Attributes:
-        digest: name of the prompt; unique among the jobs that the backend holds.
+        digest: digest that names the prompt; unique among the jobs that the backend holds.
         ids: token ids as little-endian uint32 bytes (`lmpool.protocol.job.decode_ids` reads them).
         adapter: one of the backend's adapters ("name@revision"), or "" for none.
         payload: input of a trie job, for the trie backend; None for a prompt.
-        fresh: compute the row without keys and values of earlier prompts, if the backend can.
+        fresh: whether to compute the row without keys and values of earlier prompts, if the backend can.
         positions: return these values of several positions in `Finished.answers`, not the row. None: return the row.
             Only backends whose info has `positions` get jobs with this field.
         generate: the client requested a continuation. Backends ignore the field and compute the row of `ids`: the
             worker draws the next token from the row, and submits the job again with the longer `ids`.
-        head: the client requested a part of the model's head. The worker calls `TellsHead.head` for it; the job itself
-            does not reach the backend.
-        bulk: only bulk clients wait for the prompt, so other prompts go first (`lmpool.workers.execution.yielding`).
-            When another client joins, the worker clears the field and submits the job again.
+        head: the client requested a part of the model's head. The worker calls `TellsHead.head`; `submit` does not get
+            the job.
+        bulk: whether only bulk clients wait for the prompt, so that other prompts go first (`execution.yielding`).
+            When an interactive client joins, the worker clears the field and submits the job again.
         state: any object that the backend stores here; None at the first submission.
     """
 
@@ -98,7 +98,7 @@ class BackendStats(NamedTuple):
         steps: number of forwards that were run.
         rows: number of computed rows.
         tokens: number of tokens of the prompts that were computed.
-        reused: number of tokens of these prompts that a prefix cache already held.
+        reused: number of tokens of the computed prompts that a prefix cache already held.
     """
 
     steps: int = 0
@@ -125,7 +125,7 @@ class BackendSettings(Protocol):
 
 
 class Backend(Protocol):
-    """Turns prompts into rows. The worker calls all methods in one thread, and reads `info` and `batch` in any."""
+    """Turns prompts into rows. One thread of the worker calls all methods; any thread reads `info` and `batch`."""
 
     @property
     def info(self) -> ModelInfo:
@@ -139,7 +139,7 @@ class Backend(Protocol):
 
     @property
     def batch(self) -> int:
-        """Prompts in a full step. The worker takes at most this many at once, unless steps are very short."""
+        """Number of prompts in a full step. A worker takes at most one full step at once, unless steps are short."""
         ...
 
     @property
@@ -148,7 +148,7 @@ class Backend(Protocol):
         ...
 
     def vocabulary(self) -> Vocabulary | None:
-        """The byte strings of the model's tokens; None without a tokenizer that has them."""
+        """The byte strings of the model's tokens; None if the model's tokenizer does not provide them."""
         ...
 
     def capacity(self) -> int:
@@ -218,7 +218,7 @@ class TellsTokenizer(Protocol):
     """An extra method of a backend whose model has a tokenizer that clients can download."""
 
     def tokenizer(self) -> PackedTokenizer | None:
-        """The model's tokenizer; None if it has no form that clients can use. Called once, after `vocabulary`."""
+        """The model's tokenizer; None if clients cannot use the tokenizer. Called once, after `vocabulary`."""
         ...
 
 
@@ -240,7 +240,7 @@ class WithoutAdapters:
     adapters: Mapping[str, str] = MappingProxyType({})
 
     def load_adapter(self, name: str, source: str) -> str:
-        """See `Backend.load_adapter`; refuses."""
+        """See `Backend.load_adapter`; refuses every adapter."""
         raise SettingsError(f"adapters: {name!r} cannot be loaded: this backend serves no adapters")
 
     def drop_adapter(self, adapter: str) -> None:

@@ -1,6 +1,6 @@
 """The thread of a backend: submits prompts, runs steps and returns results to the event loop.
 
-`EngineThread` is the event loop's side, `_Engine` the thread's side. They exchange calls and results through queues.
+The event loop uses `EngineThread`, and the thread uses `_Engine`. They exchange calls and results through queues.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from lmpool.workers.execution.in_flight import InFlightPrompt
 
 _log = logging.getLogger("lmpool.worker")
 
-# Decay per full step of the max step time; a max, because engines that compute ahead return some steps at once.
+# Factor per full step by which the recent max step time decays; a max is used, because some steps return at once.
 _STEP_TIME_DECAY = 0.9
 # Max batches of bulk prompts and continuations that a worker holds. While other clients are active, the Lua scripts put
 # at most three batches of these prompts in a worker's streams, so a fourth lets the worker reach the rows behind them.
-# A bulk client that was alone may have put more batches there: see `capacity`.
+# A bulk client that was alone may have put more batches into the streams: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
-# Max batches of bulk prompts and continuations of a worker that takes single entries to reach a row behind them.
+# Max batches of bulk prompts and continuations that a worker holds while it takes single entries to reach a row.
 _MAX_BATCHES_BEFORE_ROWS = 8
-# Seconds between two entries that a worker takes beyond `_MAX_YIELDING_BATCHES` while only bulk clients are active.
+# Seconds between two entries that a worker reads beyond `_MAX_YIELDING_BATCHES` while only bulk clients are active.
 _BEYOND_LIMIT_S = 1.0
 
 
@@ -85,7 +85,7 @@ class Call(NamedTuple):
 
 
 class _Capacity(NamedTuple):
-    """Number of rows that the backend accepts from interactive clients, counted after it had received `taken` rows."""
+    """Number of interactive rows that the backend accepts, counted when `taken` rows had arrived in its thread."""
 
     rows: int = 0
     taken: int = 0
@@ -99,16 +99,16 @@ class EngineThread:
         on_result: called in the event loop with the results of each step.
         on_broken: called in the event loop with the exception that ended the thread.
         on_step: called in the thread after each step, with its seconds and its number of results.
-        tells_steps: set `StepResult.step`.
+        tells_steps: whether to set `StepResult.step`.
 
     Attributes:
         batch: number of prompts in a full step.
         step_s: recent max seconds of a step; infinity before the first step.
         stats: the backend's counters after its last step.
         call: the call that the backend has not returned from; None if no call runs.
-        is_hung: the thread does not return from the backend; only the end of the process ends the thread.
+        is_hung: whether the thread does not return from the backend; only the end of the process ends the thread.
         owed: number of prompts that the backend has not answered yet.
-        yielding: number of owed prompts that give way to rows (`YieldingPrompts`).
+        yielding: number of unanswered prompts that wait while rows are computed (`YieldingPrompts`).
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class EngineThread:
         self._submitted_at = self._interactive_at = -math.inf
         self.owed, self.yielding, self.batch, self.step_s = 0, 0, 1, math.inf
         self.call: Call | None = None
-        # A daemon thread: a forward that never returns must not keep a process alive that was told to stop at once.
+        # Use a daemon thread: a forward that never returns must not keep the process alive after a stop.
         self._thread = threading.Thread(target=self._run, name="lmpool-backend", daemon=True)
 
     async def start(self) -> Opened:
@@ -148,9 +148,9 @@ class EngineThread:
     def capacity(self) -> int:
         """Number of prompts that the backend accepts now, in addition to the prompts that were sent to it.
 
-        Prompts that yield to rows have their own limit. At this limit, a worker still takes single entries, because
-        the next entry of the stream may be a row, and a bulk prompt may take long: one entry after another while
-        interactive clients are active, else one entry per second.
+        Prompts that yield to rows have their own limit. At this limit, a worker still takes single entries, because the
+        stream's next entry may be a row, and a bulk prompt may take long. The worker takes one entry after another
+        while interactive clients are active, else one entry per second.
         """
         free = _MAX_YIELDING_BATCHES * self.batch - self.yielding
         if free <= 0:
@@ -187,7 +187,7 @@ class EngineThread:
             self._send(self._memory.free(prompts))
 
     def abort(self, prompts: Iterable[InFlightPrompt]) -> None:
-        """Drop prompts before the backend's next step. The running step may still return results for them."""
+        """Drop prompts before the backend's next step. The running step may still return results for these prompts."""
         dropped = {prompt for prompt in prompts if prompt.is_owed}
         ready = self._memory.drop(dropped)
         self._end(dropped)
@@ -195,7 +195,7 @@ class EngineThread:
         self._send(ready)
 
     def promote(self, prompts: Iterable[InFlightPrompt]) -> None:
-        """Make bulk prompts interactive, because an interactive client has joined them."""
+        """Make bulk prompts interactive, because an interactive client waits for them too."""
         bulk = {prompt for prompt in prompts if prompt.bulk}
         pending = {prompt for prompt in bulk if prompt.status == "pending"}
         for prompt in bulk - pending:
@@ -213,7 +213,7 @@ class EngineThread:
         loaded = Future[str]()
 
         def load(engine: _Engine) -> None:
-            # The caller may have been cancelled, or `abandon` has ended the wait.
+            # The caller was cancelled, or `abandon` has ended the wait.
             if loaded.done() or not loaded.set_running_or_notify_cancel():
                 return
             with suppress(InvalidStateError):
@@ -234,7 +234,7 @@ class EngineThread:
             self._loads.discard(loaded)
 
     def drop_adapter(self, adapter: str) -> None:
-        """Drop an adapter. Prompts that name it become stale, now or when they are submitted."""
+        """Drop an adapter. Prompts that name the adapter are returned as `stale`, now or after their submission."""
         self._calls.put(Call(f"drop of the adapter {adapter!r}", lambda engine: engine.drop_adapter(adapter)))
 
     def write_to(self, new_rows: NewRows) -> None:
@@ -245,7 +245,7 @@ class EngineThread:
         """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
         self.is_hung = True
         for loaded in self._loads:
-            with suppress(InvalidStateError):  # The thread has just ended the wait.
+            with suppress(InvalidStateError):  # The thread has just returned the adapter.
                 loaded.set_exception(error)
 
     def stack(self) -> str:
@@ -266,7 +266,7 @@ class EngineThread:
 
     def _end(self, prompts: Iterable[InFlightPrompt]) -> None:
         for prompt in prompts:
-            if prompt.status != "ended":  # An ended prompt was aborted before.
+            if prompt.status != "ended":  # Skip prompts that were aborted before.
                 prompt.status = "ended"
                 self.owed -= 1
                 self.yielding -= prompt.yields
@@ -280,17 +280,17 @@ class EngineThread:
             self._end(result.stale)
             self._on_result(result)
 
-    # Methods that run in the backend's thread
+    # The methods below run in the backend's thread.
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
-        with suppress(RuntimeError):  # After the loop is closed, no task waits for the result.
+        with suppress(RuntimeError):  # If the loop is closed, no task waits for results.
             self._loop.call_soon_threadsafe(callback, *args)
 
     def _run(self) -> None:
-        # Report every failure to the event loop: it waits for `_ready` and for `_closed`.
+        # Report every failure to the event loop, because the event loop waits for `_ready` and `_closed`.
         try:
             if not self._ready.set_running_or_notify_cancel():
-                return  # The caller of `start` was cancelled.
+                return  # The caller of `start` was cancelled, so make no backend.
             began = time.monotonic()
             backend = self._make()
             try:
@@ -337,7 +337,7 @@ class EngineThread:
                 digests = check_answers(finished, engine.held, engine.info)
                 try:
                     for block in finished.blocks:
-                        if block.digests:  # One row shows whether a block has logits; clients check only some rows.
+                        if block.digests:  # Check one row per block: clients check only some rows.
                             check_row(block.row(0))
                 except ProtocolError as error:
                     raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
@@ -361,7 +361,7 @@ class EngineThread:
 
 
 class _Engine:
-    """The prompts that a backend's thread has, and the calls that it runs.
+    """The prompts in a backend's thread, and the calls of the backend that the thread runs.
 
     Attributes:
         held: the prompts that the backend holds, by digest.
@@ -386,7 +386,7 @@ class _Engine:
         self._send_result(result, self.backend.stats(), _Capacity(capacity, self._taken))
 
     def take(self, prompts: Sequence[InFlightPrompt], rows: int) -> None:
-        """Take prompts from the event loop; `rows`: number of prompts that do not yield."""
+        """Take prompts from the event loop; `rows`: number of these prompts that do not yield to rows."""
         self._taken += rows
         if rows:
             self.yielding.interactive_at = time.monotonic()
@@ -435,7 +435,7 @@ class _Engine:
             self._held_yielding.difference_update(prompts)
             if continuations := {prompt.digest: prompt for prompt in prompts if prompt.generate is not None}:
                 finished, longer = yielding.advance(finished, continuations)
-                # Rows that have arrived during the step go before the next tokens of continuations.
+                # Let rows that arrived during the step run before the next tokens of continuations.
                 self.yielding.keep_longer(longer)
                 prompts = [prompt for prompt in prompts if prompt not in longer]
         return StepResult(finished, prompts)
@@ -444,7 +444,7 @@ class _Engine:
         """Drop prompts that wait for the backend or that the backend holds."""
         self.yielding.drop(prompts)
         self._abort_held([prompt for prompt in prompts if self.held.get(prompt.digest) is prompt])
-        self.send(StepResult(contract.Finished([], {})))  # The capacity has changed.
+        self.send(StepResult(contract.Finished([], {})))  # Report the new capacity.
 
     def _abort_held(self, prompts: Sequence[InFlightPrompt]) -> None:
         self.backend.abort([prompt.digest for prompt in prompts])
@@ -458,7 +458,7 @@ class _Engine:
         for prompt in prompts:
             prompt.bulk = False
         self._held_yielding.difference_update(held)
-        # Backends that treat bulk prompts differently see the change in a second submission.
+        # Submit the held prompts again, because some backends treat bulk prompts differently.
         if rows := [*held, *self.yielding.promote(prompts)]:
             self._submit(rows)
 
@@ -498,7 +498,7 @@ def check_answers(finished: contract.Finished, held: Collection[bytes], info: Mo
         the digests that have a result.
 
     Raises:
-        WorkerError: a result for a prompt that was not submitted, two results for a prompt, or rows of another length.
+        WorkerError: a result for a prompt that was not submitted, two results for a prompt, or a row of a wrong length.
     """
     digests = [digest for block in finished.blocks for digest in block.digests]
     digests += [*(finished.answers.digests if finished.answers else ()), *finished.failures]

@@ -1,6 +1,6 @@
 """The prompts that a worker holds: one object per prompt, from reading its first stream entry to its result.
 
-The event loop and the backend's thread share the object. Each field belongs to one of the two, which alone writes it.
+The event loop and the backend's thread share the object of a prompt. Only one of these threads writes each field.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class JobTrace:
     """The times of a traced job, in ns since 1970 by the local clock."""
 
     context: Any  # OpenTelemetry's context of the client's request.
-    queued: int  # When the job was queued.
-    taken: int  # When this worker read it.
-    stepped: tuple[int, int] | None = None  # Start and end of the step that computed the job; None if no step did.
-    batch: Any = None  # Context of the span of that step.
+    queued: int  # Time when the job was queued.
+    taken: int  # Time when this worker read the job.
+    stepped: tuple[int, int] | None = None  # Start and end of the step that computed the job; None without a step.
+    batch: Any = None  # OpenTelemetry's context of the step's span.
 
 
 class StreamEntry(msgspec.Struct, eq=False, gc=False):
     """One entry of a job stream that this worker holds: one request for a row, or for the answer to a query.
 
     Attributes:
-        id: id of the entry in its stream; for an entry of a lane, a space and the worker id of the lane follow.
+        id: id of the entry in its stream; in a lane (a worker's own stream), a space and the worker's id follow.
         digest: digest of the prompt or of the query about it; 16 zero bytes if the entry does not decode.
-        overwrite: the stored row is damaged and must be replaced.
+        overwrite: whether the stored row is damaged and must be replaced.
         query: the query that is answered from the row; None for the row itself.
         failure: why the entry ends without a result; None while nothing has failed.
-        is_dead: the entry becomes a dead letter when it ends.
+        is_dead: whether the entry becomes a dead letter when it ends.
         fields: the other fields of the stream entry.
-        since: monotonic time when the worker read it.
-        checked_at: monotonic time of the last check whether a client waits for it; 0 before the first check.
-        host: token of the host whose shared memory its first client reads (`Job.host`).
+        since: monotonic time when the worker read the entry.
+        checked_at: monotonic time of the last check whether a client waits for the entry; 0 before the first check.
+        host: token of the host whose shared memory the entry's first client reads (`Job.host`).
         trace: times of the job for the client's trace; None without a trace.
     """
 
@@ -63,17 +63,17 @@ class StreamEntry(msgspec.Struct, eq=False, gc=False):
     trace: JobTrace | None = None
 
     def failing(self, failure: Failure) -> StreamEntry:
-        """Note a failure, and return the entry."""
+        """Set the failure of the entry, and return the entry."""
         self.failure = failure
         return self
 
 
 class DrawnTokens(msgspec.Struct, eq=False, gc=False):
-    """The tokens that were drawn so far for a continuation.
+    """The tokens drawn so far for a continuation, and the tokens that end it.
 
     Attributes:
         ends: tokens that end the continuation, as little-endian uint32.
-        stops: sequences of several tokens that end the continuation, also as little-endian uint32.
+        stops: sequences of several tokens that end the continuation, as little-endian uint32.
         tokens: the drawn tokens.
         logprobs: log-probabilities of the drawn tokens.
     """
@@ -91,12 +91,12 @@ class InFlightPrompt(BackendJob, eq=False):
 
     Attributes:
         entries: entry id -> entry.
-        has_query: the first entry requests something other than the row.
-        is_damaged: the cached row cannot be read: a new row must replace it.
-        status: "accepted" at first, "waiting" while memory lacks for its answer, "pending" from its submission to the
-            backend's thread until its result, "ended" with a result or when aborted.
-        answer_bytes: bytes that are reserved for its answer (`AnswerMemory`).
-        yields: it was submitted as a bulk prompt or a continuation, which give way to rows.
+        has_query: whether the first entry requests something other than the row.
+        is_damaged: whether the cached row cannot be read, so that a new row must replace it.
+        status: "accepted" at first; "waiting" while there is no memory for its answer; "pending" from its submission
+            to the backend's thread until its result; "ended" after its result or when it is aborted.
+        answer_bytes: bytes that are reserved for the prompt's answer (`AnswerMemory`).
+        yields: whether the prompt was submitted as a bulk prompt or a continuation, which wait while rows are computed.
         patient_until: * number of the step from which the backend gets a bulk prompt even next to interactive prompts.
         drawn: * the tokens of a continuation so far; None for a prompt that is no continuation.
     """
@@ -112,16 +112,16 @@ class InFlightPrompt(BackendJob, eq=False):
 
     @property
     def is_owed(self) -> bool:
-        """Whether the backend's thread owes a result."""
+        """Whether the backend's thread still has to return a result for this prompt."""
         return self.status in ("pending", "waiting")
 
     @property
     def wants_row(self) -> bool:
-        """Whether some entry requests the row itself, or answers that only the backend computes."""
+        """Whether an entry requests the row itself, or an answer that only the backend can compute."""
         return any(entry.query is None for entry in self.entries.values())
 
     def restart(self) -> None:
-        """Prepare another submission, for the entries that joined after the last submission."""
+        """Prepare another submission of the prompt, for the entries that were added after the last submission."""
         if self.drawn is not None:
             self.ids = self.ids[: len(self.ids) - 4 * len(self.drawn.tokens)]
             self.drawn = None

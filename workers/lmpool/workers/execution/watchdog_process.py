@@ -1,11 +1,11 @@
 """A program that ends a worker whose event loop does not run.
 
 A call that holds the interpreter lock stops all threads and signal handlers of a worker, so only another process can
-detect this call. `watching_process` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
-pipe: the worker writes to it while its event loop runs, and the system closes it when the worker ends.
+detect the call. `watching_process` starts this file as `python -I -S FILE PID LIMIT_S SIGNAL`. Its standard input is a
+pipe: the worker writes to the pipe while its event loop runs, and the system closes the pipe when the worker ends.
 
-A timer in the worker (`faulthandler.dump_traceback_later`) is no substitute: it counts time in which a worker is
-stopped by a signal, and would end a worker that continues before the worker can report that it runs.
+A timer in the worker (`faulthandler.dump_traceback_later`) is no substitute: the timer runs on while a signal stops the
+worker (SIGSTOP), and would end a worker that continues before the worker can report that its event loop runs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _GRACE_S = 5.0
 
 
 def main(pid: int, limit_s: float, number: int) -> None:
-    """Watch the parent until it ends; send it the signal `number` after `limit_s` seconds without a heartbeat."""
-    # The worker handles these signals, and may need time to end; this process must outlive them.
+    """Watch the parent process until it ends; send it the signal `number` if heartbeats stop for `limit_s` seconds."""
+    # Ignore these signals: the worker handles them and may need time to end, and this process must run until then.
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     if not _is_silent_for(pid, limit_s):
@@ -61,11 +61,11 @@ def _is_silent_for(pid: int, limit_s: float) -> bool:
         if (has_written and not os.read(_PIPE, 65536)) or os.getppid() != pid:
             return False
         state, now = b"", time.monotonic()
-        with suppress(OSError):  # Systems without /proc.
-            # In this file, the state follows the program's name, which may contain any characters.
+        with suppress(OSError):  # Some systems have no /proc.
+            # In `stat`, the process state follows the program's name, which may contain any characters.
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
-        is_stopped = state in (b"T", b"t")  # By a signal or a debugger.
-        # Time in which this process itself was stopped does not count.
+        is_stopped = state in (b"T", b"t")  # A signal or a debugger stopped the worker.
+        # Count at most two pauses per check, because time in which this process itself was stopped must not count.
         spent_s = 0.0 if has_written or is_stopped else spent_s + min(now - before, 2 * pause_s)
         before = now
     return True

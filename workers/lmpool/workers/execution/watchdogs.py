@@ -33,7 +33,7 @@ async def watching_calls(
 ) -> AsyncIterator[None]:
     """Watch every call of the backend while the context is open, except loading the model, which may take long.
 
-    A call may take `limit_s` seconds. `on_hang` is called once, with the error that names the call.
+    A call may take `limit_s` seconds. `on_hang` is called once, with an error that names the call.
     """
 
     async def watch() -> None:
@@ -44,7 +44,7 @@ async def watching_calls(
             await asyncio.sleep(pause_s)
             now = time.monotonic()
             last, call = call, engine_thread.call
-            # Time in which the process was stopped does not count.
+            # Count at most two pauses per check, because time in which the process was stopped must not count.
             spent_s = spent_s + min(now - before, 2 * pause_s) if call is last else 0.0
             before = now
         text = f"the backend hangs: it has been in one {call.description} for {limit_s:g} s "
@@ -62,8 +62,8 @@ async def watching_calls(
 def watching_process(limit_s: float) -> Iterator[None]:
     """End this process when its event loop has not run for `limit_s` seconds, while the context is open.
 
-    It prints the stacks of all threads and exits with `EXIT_CODE`. Time in which the process is stopped does not count.
-    Use it only in processes that are only workers.
+    The process prints the stacks of all threads and exits with `EXIT_CODE`. Time in which the process is stopped does
+    not count. Use this function only in processes that do nothing but run a worker.
     """
     _exit_on(EXIT_CODE)
     arguments = [watchdog_process.__file__, str(os.getpid()), str(limit_s), str(EXIT_CODE)]
@@ -83,8 +83,8 @@ def watching_process(limit_s: float) -> Iterator[None]:
         # Schedule the next heartbeat first, so that heartbeats go on after any error below.
         timer = loop.call_later(min(MAX_INTERVAL_S, limit_s / MIN_BEATS), send_heartbeat)
         try:
-            pipe.write(b"\0")  # Writes nothing while the watchdog process is stopped and the pipe is full.
-        except (BrokenPipeError, ValueError):  # ValueError: the pipe is closed, because the last start failed.
+            pipe.write(b"\0")  # If the watchdog process is stopped and the pipe is full, this writes nothing.
+        except (BrokenPipeError, ValueError):  # ValueError: the last start failed, so the pipe is closed.
             _log.warning("the process that watches this worker has ended: starting it again")
             end()
             with contextlib.suppress(OSError):
@@ -106,7 +106,7 @@ def watching_process(limit_s: float) -> Iterator[None]:
 def _exit_on(number: int) -> None:
     """Have a signal print the stacks of all threads and end the process, without the interpreter lock.
 
-    The handler is in C. The signal's default action would not end a process that is the first of its container.
+    The signal handler is C code. The default action of the signal would not end the first process of a container.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)

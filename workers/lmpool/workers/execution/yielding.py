@@ -1,4 +1,4 @@
-"""Holds back prompts: bulk prompts and continuations while rows are computed, large answers while memory is full."""
+"""Holds prompts back: bulk prompts and continuations while rows are computed, large answers while memory is full."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
 from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt
 
 PATIENCE_STEPS = 16
-"""Steps for which a bulk prompt waits before the backend gets it next to interactive prompts."""
+"""Number of steps for which a bulk prompt waits before the backend gets the prompt next to interactive prompts."""
 
 QUIET_S = 60.0
 """Seconds without an interactive prompt after which bulk clients count as alone; a person usually returns sooner."""
@@ -26,16 +26,16 @@ QUIET_S = 60.0
 MAX_BULK_TOKENS = 2048
 """Max tokens of bulk prompts that the backend holds next to interactive clients; a single prompt may have more.
 
-Engines compute prompts in order of submission, so an interactive prompt waits for these tokens: one step of a GPU.
+Engines compute prompts in order of submission, so an interactive prompt waits until these tokens are computed.
 """
 
-# Bulk prompts that have waited long enough get one part in `_LATE_SHARE` of a step, and at least one prompt.
+# Bulk prompts that have waited for `PATIENCE_STEPS` get a step's slots divided by this number, at least one slot.
 _LATE_SHARE = 8
-# Max parts that a block of rows is split into without a copy: each part is published separately.
+# Max parts into which a block of rows is split without a copy: each part is published separately.
 _MAX_PARTS = 4
 
 MAX_ANSWER_BYTES = 256 * 2**20
-"""Max bytes of large answers that are not published yet, computed or not; a single answer may be larger."""
+"""Max bytes of large answers that are reserved or computed, but not published; a single answer may be larger."""
 
 # Max bytes of a small answer, which is not counted: a worker holds only a few batches of prompts.
 _SMALL_ANSWER_BYTES = 64 * 2**10
@@ -44,18 +44,18 @@ _NUMBER_BYTES = 4
 
 
 class YieldingPrompts:
-    """Keeps prompts from the backend while it has rows to fill its next step with. Used by the backend's thread.
+    """Keeps prompts from the backend while rows can fill the backend's next step. Used by the backend's thread.
 
-    Rows for interactive clients never wait here. Continuations of interactive clients are next: each step gets
-    the oldest continuations, into the slots that rows leave free and into at least half of the batch. So the backend
-    holds at most one batch of continuations, and a row waits for one of their steps. Bulk prompts are last. While no
+    Rows for interactive clients never wait here. Continuations of interactive clients are next: each step gets the
+    oldest continuations, in the slots that rows leave free and in at least half of the batch. So the backend
+    holds at most one batch of continuations, and a row waits for one such step. Bulk prompts are last. While no
     interactive client is active, the backend gets as many bulk prompts as it accepts, to pack its steps better.
 
     Args:
         batch: number of prompts in a full step.
 
     Attributes:
-        continuations: the waiting continuations of interactive clients; first the continuations that have begun.
+        continuations: the waiting continuations of interactive clients; the continuations that have begun are first.
         bulk: the waiting bulk prompts.
         interactive_at: monotonic time of the last interactive prompt.
     """
@@ -66,7 +66,7 @@ class YieldingPrompts:
         self.bulk: deque[InFlightPrompt] = deque()
 
     def keep(self, prompts: Sequence[InFlightPrompt]) -> list[InFlightPrompt]:
-        """Keep the new prompts that yield; return the other prompts, which the backend must get now."""
+        """Keep the new prompts that yield to rows; return the other prompts, which the backend must get now."""
         rows, bulk_before = [], len(self.bulk)
         for prompt in prompts:
             if prompt.bulk:
@@ -114,7 +114,7 @@ class YieldingPrompts:
             if len(due) >= slots and prompt.patient_until > self._step:
                 break
             size = count_new_tokens(prompt)
-            # A prompt that is longer than the limit runs when no other bulk prompt is held.
+            # A prompt longer than the limit runs when the backend holds no other bulk prompt.
             if not is_alone and tokens and tokens + size > MAX_BULK_TOKENS:
                 break
             tokens += size
@@ -210,7 +210,7 @@ class AnswerMemory:
         return _NUMBER_BYTES * numbers
 
 
-# Continuations
+# Functions for continuations
 
 
 def count_new_tokens(prompt: InFlightPrompt) -> int:
@@ -219,7 +219,7 @@ def count_new_tokens(prompt: InFlightPrompt) -> int:
 
 
 def begin(prompt: InFlightPrompt, query: GenerateQuery) -> None:
-    """Start a continuation, unless it has begun."""
+    """Start a continuation of a prompt, unless it has begun."""
     if prompt.drawn is None:
         ends = frozenset(stop for stop in query.stops if len(stop) == 4)
         prompt.drawn = DrawnTokens(ends, tuple(stop for stop in query.stops if len(stop) > 4))
@@ -275,7 +275,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
     drawn.tokens.append(token)
     drawn.logprobs.append(row[token])
     prompt.ids += encoded
-    # A stop sequence must consist of drawn tokens: the prompt itself may end with the start of a stop sequence.
+    # Compare stop sequences only with drawn tokens: the prompt itself may end with the start of a stop sequence.
     is_last = len(drawn.tokens) == query.most or encoded in drawn.ends
     if not is_last and not prompt.ids[-4 * len(drawn.tokens) :].endswith(drawn.stops):
         return None
@@ -284,7 +284,7 @@ def _draw(prompt: InFlightPrompt, row: Row) -> NDArray[np.float32] | None:
 
 
 def _select(block: RowBlock, rows: list[int]) -> list[RowBlock]:
-    """Select rows of a block, in ascending order: without a copy if they form few ranges, else as one copy."""
+    """Select rows of a block, in ascending order: without a copy if the rows form few ranges, else as one copy."""
     parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1) if rows else []
     if len(parts) > _MAX_PARTS:
         return [block.select(rows)]

@@ -30,7 +30,7 @@ from lmpool.workers.settings import WorkerSettings
 _log = logging.getLogger("lmpool.worker")
 
 _MB = 1_000_000  # Bytes of a megabyte, the unit of --adapter-mb.
-_QUARANTINE_MS = 600_000  # Ms that the note of an adapter load stays, so that an operator can read the worker's log.
+_QUARANTINE_MS = 600_000  # Ms for which no worker retries an adapter load that killed a worker: time to read the log.
 _REFUSED_S = 5.0  # Seconds until a worker tries again to load an adapter that it could not load.
 _RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.
 _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adapter to be evicted have finished.
@@ -39,8 +39,8 @@ _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adap
 def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> str:
     """The place of an adapter's source: the folder, with all links followed, or the hub name.
 
-    The backend reports a folder that does not exist. `is_own`: the source is one of the operator's own `--adapters`,
-    which may always be hub names.
+    A folder that does not exist is accepted here: the backend reports the error. `is_own`: the source is one of the
+    operator's own `--adapters`, which may be hub names.
     """
     if is_on_hub(source):
         if settings.adapter_hub or is_own:
@@ -50,13 +50,13 @@ def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> 
     try:
         folder = Path(source).expanduser().resolve()
         roots = [Path(root).resolve() for root in settings.adapter_root]
-        _check_roots(folder, source, roots)  # Before the folder is read: clients must not learn which paths exist.
+        _check_roots(folder, source, roots)  # Check before the folder is read: clients must not see which paths exist.
         for file in folder.iterdir():
             _check_roots(file.resolve(), str(file), roots)
         check_size(settings, folder, source)
     except (FileNotFoundError, NotADirectoryError):
         return str(folder)
-    except (OSError, RuntimeError) as error:  # Links form a circle, or ~user names an unknown user.
+    except (OSError, RuntimeError) as error:  # The path's links form a circle, or ~user names an unknown user.
         raise SettingsError(f"adapters: {shown(source)} cannot be read: {error}") from error
     return str(folder)
 
@@ -88,16 +88,16 @@ class AdapterCache:
     in_flight: InFlight
 
     def __post_init__(self) -> None:
-        self._loaded = dict(self.own)  # The adapter that was used last is at the end.
+        self._loaded = dict(self.own)  # Least recently used first: the adapter that was used last is at the end.
         self._waiting: dict[str, list[InFlightPrompt]] = {}  # Adapter -> prompts that wait until it is loaded.
         self._wanted: asyncio.Queue[str] = asyncio.Queue()
-        # Adapter -> why it cannot be loaded, and the event loop's time until which no load of it is tried again.
+        # Adapter -> why it cannot be loaded, and the event loop's time before which the worker does not try again.
         self._refused: dict[str, tuple[Failure, float]] = {}
-        self._slot = asyncio.Lock()  # One adapter at a time is loaded or evicted.
+        self._slot = asyncio.Lock()  # Held while an adapter is loaded or evicted: only one at a time.
         self._note = b""  # Redis key of the note (`_write_note`) of the running load; b"" without a load.
 
     async def register_own(self) -> None:
-        """Write the adapters that the backend was started with to the registry, unless it has their names."""
+        """Write the adapters that the backend was started with to the registry, unless the registry has their names."""
         for adapter, source in self.own.items():
             name, revision = name_of(adapter), revision_of(adapter)
             await self.registry.put(name, Adapter(source, revision), is_new=True)
@@ -141,7 +141,7 @@ class AdapterCache:
         return self._refused.get(adapter, (stale, 0.0))[0]
 
     def heartbeat_fields(self) -> dict[str, str]:
-        """The loaded adapters, for the heartbeat."""
+        """The names of the loaded adapters, as a field of the heartbeat."""
         return {"adapters": json.dumps(list(self._loaded))}
 
     async def leave(self) -> None:
@@ -160,7 +160,7 @@ class AdapterCache:
             except AdapterChanged:
                 loaded = adapter
             except WorkerError:
-                return  # The backend is broken: the worker ends, and requeues its jobs.
+                return  # The backend is broken, so the worker ends and requeues its jobs.
             except (SettingsError, ProtocolError, ResponseError) as error:
                 _log.warning("cannot load the adapter %r: %s", name_of(adapter), error)
                 text = f"a worker cannot load the adapter {name_of(adapter)!r}: {error}"
@@ -184,7 +184,7 @@ class AdapterCache:
             raise AdapterChanged(f"the adapter {adapter!r} is not in service any more")
         place = await asyncio.to_thread(place_of, self.settings, entry.source)
         # Download adapters with hub names here, because the backend's thread computes rows. Backends that accept hub
-        # names have imported the hub's package.
+        # names have imported huggingface_hub.
         if "huggingface_hub" in sys.modules and is_on_hub(entry.source):
             folder = await asyncio.to_thread(adapter_folder, entry.source)
             await asyncio.to_thread(check_size, self.settings, folder, entry.source)
@@ -195,7 +195,7 @@ class AdapterCache:
             await self._evict()
             content = place if nonce else adapter
             if nonce:
-                with suppress(SettingsError):  # The backend reports the error when it loads the adapter.
+                with suppress(SettingsError):  # The backend reports this error later, when it loads the adapter.
                     content = await asyncio.to_thread(content_digest, Path(place))
             await self._write_note(content)
             try:
@@ -206,7 +206,7 @@ class AdapterCache:
             await self.leave()
             other = qualify(name, found)
             if nonce:
-                # A worker has loaded the adapter, so its quarantine ends.
+                # End the quarantine of the adapter, because this worker has loaded it.
                 await registry.redis.delete(registry.keys.adapter_load(other))
                 await registry.end_check(nonce, Adapter(entry.source, found))
             elif found != revision:
@@ -218,7 +218,7 @@ class AdapterCache:
         return other
 
     async def _write_note(self, content: str) -> None:
-        """Note in Redis that this worker loads an adapter: if the load kills the worker, no other worker tries it.
+        """Note in Redis that this worker loads an adapter: if the load kills the worker, other workers do not load it.
 
         `content`: see `ModelKeys.adapter_load`.
         """
@@ -258,7 +258,7 @@ class AdapterCache:
         except SettingsError as error:
             if is_on_hub(source) or await asyncio.to_thread(os.path.lexists, place):
                 raise
-            # The client may have this folder on its own machine: clients send full paths of folders that they find.
+            # The folder may exist on the client's machine: clients send full paths of folders that they find.
             where = f"{shown(source)} must be a folder on the worker's machine"
             if not source.startswith(("/", "~")):
                 where += ": the program did not find it either, and the worker looks for it where it was started"

@@ -52,14 +52,14 @@ def new_worker_id() -> str:
 class CheckpointWatch:
     """Detects changes of the files of a loaded model: by size, time of modification and inode.
 
-    Make this object before the model is loaded. An added file is no change.
+    Make this object before the model is loaded. A file that is added later does not count as a change.
     """
 
     def __init__(self, backend: BackendSettings) -> None:
         self.changed = ""  # Names of the files that have changed or disappeared, at the last check.
         self._thread: threading.Thread | None = None
         self._loaded: dict[Path, tuple[int, int, int] | None] = {}
-        # RuntimeError: an unknown ~user. The load reports these errors better.
+        # Ignore missing files and an unknown ~user (RuntimeError): the load of the model reports these errors better.
         with contextlib.suppress(OSError, RuntimeError):
             files = checkpoint_files(str(getattr(backend, "model", "")), getattr(backend, "gguf_file", None))
             self._loaded = {path: _state_of(path) for path in files}
@@ -71,11 +71,11 @@ class CheckpointWatch:
             self._thread.start()
 
     def check(self) -> None:
-        """Compare the files with their state at the start; log each change once."""
+        """Compare the model's files with their state before the model was loaded; log each change once."""
         try:
             names = [path.name for path, state in self._loaded.items() if _state_of(path) != state]
         except OSError:
-            return  # The file system is not available now.
+            return  # Give up this check: the file system is not available now.
         more = f" and {len(names) - _MAX_NAMED_FILES} more" if len(names) > _MAX_NAMED_FILES else ""
         changed = ", ".join(names[:_MAX_NAMED_FILES]) + more
         if changed not in ("", self.changed):
@@ -100,7 +100,7 @@ class Heartbeat:
     keys: Keys
     info: ModelInfo
     worker_id: str
-    batch: int  # Prompts that the worker computes at once.
+    batch: int  # Number of prompts that the worker computes at once.
     vocabulary: Vocabulary | None = None
     tokenizer: PackedTokenizer | None = None
     files: CheckpointWatch | None = None
@@ -109,15 +109,15 @@ class Heartbeat:
         self._model = self.keys.model(self.info.name)
         self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
-        self._others_since = math.inf  # Monotonic time since when workers with other weights serve; infinity for none.
+        self._others_since = math.inf  # Monotonic time when workers with other weights were first found.
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
         """Register the worker and publish the model info. The consumer group of the model's queue must exist.
 
         Raises:
-            ModelMismatch: live workers serve other weights under this name; the message names the fields.
+            ModelMismatch: live workers serve other weights under this name; the message names the differences.
         """
-        # Register before comparing infos, so that of two workers that start together each finds the other. Write the
+        # Register before comparing infos, so that two workers that start together find each other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
         await self._write(counters)
         await self._keep_texts()
@@ -129,34 +129,34 @@ class Heartbeat:
         """Write the heartbeat with the worker's counters, and the model's info if it was lost.
 
         Returns:
-            number of jobs in the worker's lane, waiting and held.
+            number of jobs in the worker's lane (its own stream), including the jobs that it holds.
 
         Raises:
-            ModelMismatch: other workers have served other weights under this name for a lease, because this worker was
-                silent. If these workers have ended, their info is replaced.
+            ModelMismatch: while this worker was silent, other workers began to serve other weights under this name,
+                and they still serve after a lease. The info of workers that have ended is replaced.
         """
         lane = await self._write(counters)
         seen = await self._read_info()
         try:
-            # Keep the info of another worker with these weights, which may have another lease.
+            # Do not replace the info of another worker with the same weights, even if its lease is different.
             if not seen or _compare(self.info, seen)[0]:
                 await self._put_info(seen)
             self._others_since = math.inf
         except ModelMismatch:
-            # After a failover, workers that have ended look alive for a lease.
+            # Raise only after a lease: after a failover of Redis, workers that have ended look alive for a lease.
             now = time.monotonic()
             self._others_since = min(self._others_since, now)
             if now - self._others_since > self.info.lease_s:
                 raise
-        await self._keep_texts()  # Last: it may fail for minutes, because a vocabulary has megabytes.
+        await self._keep_texts()  # Do this last: storing a vocabulary of megabytes may fail for minutes.
         return lane
 
     async def _read_info(self) -> bytes:
-        """The info of the model in Redis; b"" for none."""
+        """The info of the model in Redis; b"" if there is none."""
         seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # A value too large for an info.
+        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # The value was too large.
         return b""
 
     async def _put_info(self, seen: bytes) -> bool:
@@ -170,12 +170,12 @@ class Heartbeat:
         return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
     async def _serving(self, fingerprint: str) -> list[str]:
-        """Other live workers of this model with `fingerprint`; for "", workers with another fingerprint than ours."""
+        """Other live workers of this model with `fingerprint`; for "", all whose fingerprint is not this worker's."""
         workers, ours = [], self.info.service_fingerprint
         for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
             try:
                 theirs = (await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])).get("fingerprint")
-            except ProtocolError as error:  # One key of another type must not hide the other workers.
+            except ProtocolError as error:  # A key of a wrong type must not hide other workers.
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
             is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
@@ -186,8 +186,8 @@ class Heartbeat:
     async def sweep(self) -> int:
         """Remove ended workers that hold no entries from the consumer group, and infos of models without workers.
 
-        One worker of each model, drawn at random, checks the infos and the lengths of all lanes. Trie workers check no
-        infos: their Redis user has no rights on the keys of models.
+        One worker of each model, drawn at random, checks the infos and the lengths of all workers' lanes (streams).
+        Trie workers check no infos: their Redis user has no rights on the keys of models.
 
         Returns:
             number of live workers of the model.
@@ -200,7 +200,7 @@ class Heartbeat:
             model = name.decode("utf-8", "replace")
             keys = self.keys.model(model)
             try:
-                if isinstance(seen, int):  # The value is too large for an info.
+                if isinstance(seen, int):  # `seen` is the size of a value too large for an info.
                     await self.redis.hdel(info_key(self.keys, model), name)
                 elif model == self.info.name or (await read_alive(self.redis, keys)).serving:
                     continue
@@ -208,21 +208,21 @@ class Heartbeat:
                 elif not (await read_queue(self.redis, keys)).depth:
                     await self._forget(model, seen, name)
             except ResponseError:
-                continue  # No rights on the model, or a key of another type: the model's own workers check the info.
+                continue  # No rights on the model, or a key of a wrong type: leave the info to the model's own workers.
         return alive.serving
 
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister the worker.
 
-        Remove its consumer if it holds no entries, and the info if no other worker serves the model. `for_good` is
-        False after a failure: then the info and the adapters stay for the next worker.
+        Remove the worker's consumer if it holds no entries, and the info if no other worker serves the model.
+        `for_good` is False after a failure: then the info and the adapters stay for the next worker.
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
         if not for_good:
             return
         seen, ours = await self._read_info(), self.info.service_fingerprint
-        # Compare fingerprints, not infos: the info may be that of another worker, with another lease.
+        # Compare fingerprints, not infos: another worker with a different lease may have written the info.
         if _compare(self.info, seen)[1] == ours and not await self._serving(ours):
             await self._forget(self.info.name, seen)
 
@@ -247,11 +247,11 @@ class Heartbeat:
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
             keys = self.keys.model(model)
-            # Include the lanes of ended workers, which stay consumers while their lanes have entries.
+            # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
             lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
             await self.redis.delete(keys.adapters)
             for key in (*keys.queue, *lanes):
-                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A later worker keeps the key (`keep_queue.lua`).
+                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
     async def _write(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
@@ -275,7 +275,7 @@ class Heartbeat:
         return int(await scripts.REGISTER(self.redis, registered, args))
 
     async def _keep_texts(self) -> None:
-        """Keep vocabulary and tokenizer in the pool, so that clients need no copies."""
+        """Keep the model's vocabulary and tokenizer stored in Redis, so that clients need no copies."""
         for value in (self.vocabulary, self.tokenizer):
             if value is not None:
                 await register(self.redis, self.keys, value)
@@ -295,7 +295,7 @@ async def loading(server: Server, settings: WorkerSettings, worker_id: str, mode
     """Register in Redis that a worker loads a model, while the context is open; log every `LOG_EVERY_S` seconds."""
     _log.info("loading %r", model)
     redis, keys = server.client(), Keys(settings.prefix)
-    with contextlib.suppress(RedisError, OSError):  # The heartbeats need the server too, and log its errors.
+    with contextlib.suppress(RedisError, OSError):  # The heartbeats below log errors of the server.
         if count := (await read_alive(redis, keys.model(model))).serving:
             others = "1 worker serves" if count == 1 else f"{count} workers serve"
             _log.info("%s %r already: this one is added", others, model)
@@ -323,17 +323,17 @@ async def loading(server: Server, settings: WorkerSettings, worker_id: str, mode
         try:
             await redis.hdel(keys.loading(), worker_id)
             await redis.zrem(keys.model(model).loading, worker_id)
-            if not is_loaded:  # A worker that has loaded its model continues with this heartbeat.
+            if not is_loaded:  # Keep the heartbeat of a worker that has loaded its model.
                 await redis.delete(keys.worker(worker_id))
         except (RedisError, OSError) as failure:
-            # Both keys expire. The next command reports the error of the server better.
+            # Only log the error: both keys expire, and the worker's next command raises a better error.
             _log.warning("cannot say that the model is loaded: %s", server.explain(failure))
         finally:
             await redis.aclose()
 
 
 async def send_loading(redis: Redis, settings: WorkerSettings, worker_id: str, model: str, started: float) -> None:
-    """Write the heartbeat of a loading worker. A loading worker, drawn at random, removes old ones."""
+    """Write the heartbeat of a loading worker. One of the loading workers, drawn at random, removes ended workers."""
     keys, lease_ms = Keys(settings.prefix), int(settings.lease_s * 1000)
     loading = keys.loading()
     fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
@@ -342,6 +342,6 @@ async def send_loading(redis: Redis, settings: WorkerSettings, worker_id: str, m
     await scripts.REGISTER(redis, [keys.model(model).loading], [worker_id, lease_ms, lease_ms])
     if random.random() * await redis.hlen(loading) < 1:
         for other in cast(list[bytes], await redis.hrandfield(loading, _MAX_SWEPT) or []):
-            # The name of a worker is always UTF-8.
+            # Decoding loses nothing: the name of a worker is always UTF-8.
             if not await redis.exists(keys.worker(other.decode("utf-8", "replace"))):
                 await redis.hdel(loading, other)

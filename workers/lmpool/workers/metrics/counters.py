@@ -1,4 +1,4 @@
-"""A worker's counters, which its parts count up, and its HTTP port with Prometheus metrics and health."""
+"""A worker's counters, and its HTTP port, which serves Prometheus metrics and the worker's health."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ _log = logging.getLogger("lmpool.worker")
 # Failures after which clients send the missing data and the job again, so that no row is lost.
 SENT_AGAIN = tuple(kind.__name__ for kind in (SourceMissing, UnknownVocabulary, UnknownTokenSet, AdapterChanged))
 OUTCOMES = ("row", "answer", "sent_again", "failed", "dead")
-# Max open connections to the port: a client needs no token, and each takes a file descriptor of the worker.
+# Max open connections to the HTTP port: each takes a file descriptor of the worker, and any client may connect.
 MAX_CONNECTIONS = 64
-REQUEST_S = 10.0  # Max seconds for a request and its response; a scrape takes milliseconds.
-_CHECKS_PER_LEASE = 10  # The event loop runs this many checks per lease.
+REQUEST_S = 10.0  # Max seconds for an HTTP request and its response; a scrape takes milliseconds.
+_CHECKS_PER_LEASE = 10  # Number of times per lease that the event loop records that it runs.
 _MAX_HEAD_BYTES = 16 * 1024  # Max bytes of a request without its body, far more than clients send.
 _TEXT = "text/plain; charset=utf-8"
 
 
 def _metric(name: str, text: str) -> int:
-    """A counter with the name and the help text of its metric."""
+    """Declare a counter with the name and the help text of its metric."""
     return field(default=0, metadata={"metric": (name, text)})
 
 
 @dataclass(slots=True, eq=False)
 class WorkerCounters:
-    """Counters of one worker. Each is counted up by one thread, and any thread may read it."""
+    """Counters of one worker. One thread writes each counter, and any thread may read it."""
 
-    step_s: Histogram = field(default_factory=Histogram)  # Counted in the backend's thread, as `batch`.
+    step_s: Histogram = field(default_factory=Histogram)  # The backend's thread writes this histogram and `batch`.
     batch: Histogram = field(default_factory=lambda: Histogram(PROMPTS))
     publish_s: Histogram = field(default_factory=Histogram)
     job_s: Histogram = field(default_factory=Histogram)
-    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> ended jobs.
+    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> jobs.
     claimed: int = _metric("worker_claimed_jobs_total", "Jobs taken over from workers whose leases expired.")
     homed: int = _metric("worker_homed_jobs_total", "Jobs that extend prompts which the worker has computed.")
     stolen: int = _metric("worker_stolen_jobs_total", "Jobs taken from other workers' lanes.")
@@ -67,41 +67,41 @@ class WorkerCounters:
     # Id of an entry in flight that was in the backlog -> when it was queued, in ms since 1970.
     queued_ms: dict[bytes, bytes] = field(default_factory=dict)
     queue: QueueState | None = None  # The model's queue at the last heartbeat; None before the first.
-    serving: int = 1  # Live workers of the model at the last sweep, this one included.
+    serving: int = 1  # Live workers of the model at the last sweep, this worker included.
     speed: float = 0.0  # Results per second of computing, in the last heartbeat interval with steps.
     memory: ServerMemory | None = None  # The server's memory at the last heartbeat; None if it was not read.
     clock_ahead_s: float = 0.0  # Server clock minus local clock, in seconds.
-    # At the last heartbeat: the backend's counters and the monotonic time, and counts of `job_s`.
+    # Values at the last heartbeat: the backend's counters and the monotonic time; then the counts of `job_s`.
     _at_heartbeat: tuple[BackendStats, float] = field(default_factory=lambda: (BackendStats(), time.monotonic()))
     _job_counts: list[int] = field(default_factory=list)
     _computed: tuple[float, float] = 0.0, 0.0  # Number of answers and busy seconds when the speed was last measured.
-    # At the last log line: the backend's counters and the monotonic time, and numbers of homed and of stolen jobs.
+    # Values at the last log line: the backend's counters and the monotonic time; then the counts `homed` and `stolen`.
     _at_log: tuple[BackendStats, float] = field(default_factory=lambda: (BackendStats(), time.monotonic()))
     _moved: tuple[int, int] = 0, 0
 
     def note_queue(self, queue: QueueState, sent_at: float) -> None:
         """Record the state of the queue, which was requested at the local time `sent_at`."""
-        # Correct the local clock: entries carry the server's time, and a wrong clock must not look like a slow pool.
+        # Record the clock error: jobs carry the server's time, and a wrong local clock would look like a slow pool.
         self.clock_ahead_s = queue.server_time - (sent_at + time.time()) / 2
         self.queue = queue
 
     @property
     def drain_s(self) -> float | None:
-        """Seconds to drain the queue, if all live workers are as fast as this one; None before the first heartbeat.
+        """Seconds to drain the queue, if all live workers are as fast as this worker; None before the first heartbeat.
 
-        Before the first result, it is the age of the oldest job.
+        Before the worker's first result, return the age of the oldest job.
         """
         return None if self.queue is None else drain_seconds(self.queue, self.speed * self.serving)
 
     def stepped(self, seconds: float, answers: int) -> None:
-        """Count a step of the backend, in its thread."""
+        """Count a step of the backend; called in the backend's thread."""
         self.step_s.observe(seconds)
         self.batch.observe(answers)
 
     def published(self, outcome: str, entry_ids: Collection[bytes], seconds: float) -> None:
         """Count jobs that ended with a "row" or "answer", which took `seconds` to publish.
 
-        The id of an entry begins with the time of its queueing, in ms.
+        The id of an entry begins with the time in ms when the entry was queued.
         """
         now_ms = (time.time() + self.clock_ahead_s) * 1000
         self.publish_s.observe(seconds)
@@ -109,18 +109,18 @@ class WorkerCounters:
         begun = [entry_id.partition(b"-")[0] for entry_id in entry_ids]
         if since := self.queued_ms:
             begun = [since.pop(entry_id, b"") or ms for entry_id, ms in zip(entry_ids, begun, strict=True)]
-        # Jobs of one step were mostly queued together, so they have few different times.
+        # Jobs of one step were mostly queued together, so they have few different queueing times.
         for queued_ms, count in Counter(begun).items():
             self.job_s.observe(max(0.0, now_ms - int(queued_ms)) / 1000, count)
 
     def failed(self, failures: Iterable[tuple[Failure | None, bool]]) -> None:
-        """Count failed jobs: the failure of each, and whether it became a dead letter."""
+        """Count failed jobs, given as the failure of each job and whether the job became a dead letter."""
         for failure, is_dead in failures:
             is_sent_again = failure is not None and failure.kind in SENT_AGAIN
             self.ended["dead" if is_dead else "sent_again" if is_sent_again else "failed"] += 1
 
     def since_heartbeat(self, now: BackendStats) -> dict[str, str | float]:
-        """The rates since the last call as fields of the heartbeat; "" without a value."""
+        """The rates since the last call as fields of the heartbeat; "" for an unknown rate."""
         (before, at), self._at_heartbeat = self._at_heartbeat, (now, time.monotonic())
         counts, self._job_counts = self.job_s.since(self._job_counts), list(self.job_s.counts)
         p50, p99 = quantile(counts, 0.5), quantile(counts, 0.99)
@@ -140,7 +140,7 @@ class WorkerCounters:
         }
 
     def describe_since_log(self, now: BackendStats) -> str:
-        """The rates since the last call as text; "" without a step."""
+        """The rates since the last call as text; "" if no step has ended."""
         (before, at), self._at_log = self._at_log, (now, time.monotonic())
         rows, steps, tokens = now.rows - before.rows, now.steps - before.steps, now.tokens - before.tokens
         if not steps:
@@ -166,7 +166,7 @@ class Snapshot(NamedTuple):
     counters: WorkerCounters
 
 
-# The other metrics of a worker: name, attribute of `Snapshot`, and help text. Names of counters end in "_total".
+# Metrics not declared by `_metric`: name, attribute of `Snapshot`, and help text. Names of counters end in "_total".
 _METRICS = (
     ("worker_ready", "is_ready", "1 while the worker takes jobs, else 0."),
     ("worker_steps_total", "stats.steps", "Forwards that the backend has run."),
@@ -215,7 +215,7 @@ class WorkerCollector:
             is_histogram = isinstance(value, Histogram)
             kind = "Histogram" if is_histogram else "Counter" if name.endswith("_total") else "Gauge"
             family = getattr(core, f"{kind}MetricFamily")(f"lmpool_{name}", text, labels=("model",))
-            if value is not None:  # A value of None is not measured yet.
+            if value is not None:  # None: the value is not measured yet, so leave it out.
                 family.add_metric((snapshot.model,), *(value.cumulative() if is_histogram else (value,)))
             yield family
 
@@ -230,7 +230,7 @@ class Health:
         self._lease_s = lease_s
         self._clock = clock
         self._ticked_at = self._answered_at = clock()
-        self.state = "loading"  # One of "loading", "ready" and "draining".
+        self.state = "loading"  # The worker is "loading", "ready" or "draining".
         self.broken = ""  # Why the backend cannot be used any more; "" while it works.
         self.trouble = ""  # Why the last heartbeat failed; "" if it arrived.
 
@@ -276,7 +276,7 @@ class Health:
 def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], health: Health) -> Iterator[None]:
     """Serve `/metrics`, `/healthz` and `/readyz` of a worker from a thread, if the settings name a port.
 
-    `take_snapshot` is called from that thread.
+    The thread of the HTTP port calls `take_snapshot`.
 
     Raises:
         SettingsError: the port cannot be used, or prometheus_client is not installed.
@@ -284,7 +284,7 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
     if not settings.metrics_port:
         yield
         return
-    prometheus("worker")  # Fails before the port is opened if prometheus_client is missing.
+    prometheus("worker")  # Fail before the port is opened if prometheus_client is missing.
     from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client.exposition import choose_encoder
 
@@ -311,7 +311,7 @@ def monitoring(settings: WorkerSettings, take_snapshot: Callable[[], Snapshot], 
         advice = "every worker of a machine needs a port of its own"
         raise SettingsError(f"metrics_port: port {port} of {host} cannot be used: {why}; {advice}") from error
     loop, stopped = asyncio.new_event_loop(), asyncio.Event()
-    # A daemon thread: an open connection must not keep the worker from ending.
+    # Use a daemon thread: an open connection must not keep the worker from ending.
     serving = _serve(render, listening, stopped)
     thread = threading.Thread(target=loop.run_until_complete, args=[serving], name="lmpool-monitor", daemon=True)
     thread.start()

@@ -25,7 +25,7 @@ _FLUSH_S = 5.0  # Max seconds to send the last spans when the worker ends: the c
 class JobTraces:
     """Makes the spans of one worker, with the tracer provider of its process.
 
-    A job that names a trace has three spans in the span of its client: `lmpool.queue`, `lmpool.step` (the last step if
+    A job that names a trace has three spans below its client's span: `lmpool.queue`, `lmpool.step` (the last step if
     there were several) and `lmpool.publish`. `lmpool.batch` is the span of the step, in its own trace; links connect
     this span and the spans of all jobs that the step has computed.
     """
@@ -93,7 +93,7 @@ class JobTraces:
 def exporting(model: str, worker_id: str) -> Iterator[None]:
     """Export the spans of this process by OTLP over HTTP, as configured by the variables `OTEL_...`.
 
-    An existing tracer provider, for example of `opentelemetry-instrument`, stays.
+    An existing tracer provider, for example of `opentelemetry-instrument`, stays in use.
     """
     api = opentelemetry()
     try:
@@ -107,7 +107,7 @@ def exporting(model: str, worker_id: str) -> Iterator[None]:
         yield
         return
     ours = {SERVICE_NAME: "lmpool-worker", SERVICE_INSTANCE_ID: worker_id, "lmpool.model": model}
-    # Environment variables override these attributes.
+    # Environment variables override the attributes that lmpool sets.
     resource = Resource.create({**ours, **OTELResourceDetector().detect().attributes})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

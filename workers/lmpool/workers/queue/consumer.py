@@ -1,4 +1,4 @@
-"""The consumer of a model's queue: reads new jobs from the worker's lane and from the shared stream."""
+"""The consumer of a model's queue: reads new jobs from the worker's lane (its own stream) and the shared stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from lmpool.workers.queue.jobs import JobReader, Taken
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max ms by which entry ids may be ahead of the server's clock: an hour, for a clock that was set back.
+# Max ms by which entry ids may be ahead of the server's clock: an hour, because a clock may be set back.
 _MAX_AHEAD_MS = 3_600_000
 # Steps that a prompt waits in the lane of its home (the worker that computed a prefix) before another worker steals it.
 _PATIENCE_STEPS = 4
-_MIN_PATIENCE_S = 0.25  # Min seconds of a prompt's wait for its home, however short the steps are.
-_MAX_PATIENCE_S = 60.0  # Max seconds of a prompt's wait for its home, however long the steps are.
+_MIN_PATIENCE_S = 0.25  # Min seconds that a prompt waits for its home worker, however short the steps are.
+_MAX_PATIENCE_S = 60.0  # Max seconds that a prompt waits for its home worker, however long the steps are.
 
 
 class Consumer:
@@ -33,7 +33,7 @@ class Consumer:
         connection: connection for blocking reads only.
 
     Attributes:
-        is_alone: at the last `steal`, no other worker served the model, so there were no other lanes.
+        is_alone: whether no other worker served the model at the last `steal`, so that there were no other lanes.
     """
 
     def __init__(self, reader: JobReader, connection: CommandConnection) -> None:
@@ -42,7 +42,7 @@ class Consumer:
         self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
 
     async def ensure_group(self) -> None:
-        """Create the shared stream and its consumer group, which also gets the jobs that were queued before."""
+        """Create the shared stream and its consumer group, which also gets the jobs that are already queued."""
         seconds, micros = await self.connection.call(b"TIME")
         self.reader.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
         await self._create_group(self._keys.jobs)
@@ -100,7 +100,7 @@ class Consumer:
         return taken
 
     async def refill(self) -> None:
-        """Move jobs from the backlog to the streams. Ended jobs usually cause this, but an idle worker ends no job."""
+        """Move jobs from the backlog to the streams. The end of a job does this too, but an idle worker ends no job."""
         while await scripts.REFILL(self._redis, [self._keys.jobs], []):
             pass
 
@@ -116,6 +116,6 @@ class Consumer:
         self.reader.counters.stolen += max(0, stolen)
 
     async def close_lane(self) -> None:
-        """Close this worker's lane: move entries that were not taken to the shared stream; clients add no more."""
+        """Close this worker's lane: clients add no more entries, and entries not taken move to the shared stream."""
         while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
             pass

@@ -1,4 +1,4 @@
-"""Jobs in stream entries: read, checked, and removed when no client waits for them any more."""
+"""Reads and checks the jobs in stream entries, and removes jobs that no client waits for any more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lmpool.workers.metrics.tracing import JobTraces
 STALE_S = 1.0
 """Min age of an entry, in seconds, for the worker to check whether a client still waits for it."""
 
-# Errors of jobs that a worker refuses.
+# Errors for which a worker refuses a job.
 _REFUSALS = (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, UnknownAdapter)
 # Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
 _MAX_MS_DIGITS = 15
@@ -51,21 +51,21 @@ class JobReader:
     redis: Redis  # Client for commands that do not block.
     keys: key_names.ModelKeys
     info: ModelInfo
-    worker_id: str  # Also its name in the consumer group.
-    counters: WorkerCounters  # Record queueing times and homed jobs, and give the server's clock.
-    traces: JobTraces | None = None  # None without tracing.
+    worker_id: str  # Name of the worker and of its consumer in the consumer group.
+    counters: WorkerCounters  # Counters of queueing times and jobs, and the server's clock.
+    traces: JobTraces | None = None  # Spans of jobs; None without tracing.
 
     def __post_init__(self) -> None:
         self.fingerprint, self._is_trie = self.info.fingerprint, self.info.is_trie
         self._home = self.worker_id.encode()
 
     async def read_wanted(self, entries: Entries, of_lane: bytes = b"") -> Taken:
-        """Read entries of one stream, except entries that no client waits for; append `of_lane` to all entry ids."""
+        """Read entries of one stream, except entries that no client waits for; append `of_lane` to the entry ids."""
         taken, counters = Taken([], []), self.counters
         jobs = [_decode(fields.pop(key_names.JOB_FIELD, b"")) for _, fields in entries]
         prompts = [job.ids for job in jobs if isinstance(job, Job)]
         max_bytes = 4 * self.info.max_prompt_tokens
-        # One check of all prompts is much faster than one check per prompt.
+        # Check all prompts at once, which is much faster than one check per prompt.
         are_valid = all(0 < len(ids) <= max_bytes and len(ids) % 4 == 0 for ids in prompts) and bool(prompts)
         are_valid = are_valid and int(decode_ids(b"".join(prompts)).max()) < self.info.vocab_size
         for (entry_id, fields), job in zip(entries, jobs, strict=True):
@@ -99,7 +99,7 @@ class JobReader:
         entry.is_dead = True
         try:
             query = queries.unpack_query(job.query) if job.query else None
-            entry.is_dead = False  # Only a job that does not decode becomes a dead letter.
+            entry.is_dead = False  # Only a job that cannot be decoded becomes a dead letter.
             _check_job(job, query, self.info)
         except _REFUSALS as error:
             entry.failure = _failure(error)
@@ -108,7 +108,7 @@ class JobReader:
         prompt = InFlightPrompt(digest, job.ids, job.adapter, bulk=is_bulk, entries={entry_id: entry})
         prompt.has_query = query is not None
         taken.prompts.append(prompt)
-        # The backend answers the queries named here, and in a trie worker all queries; other queries need only the row.
+        # The backend answers the kinds of queries listed here (a trie backend all); other queries need only the row.
         match query:
             case queries.PositionsQuery():
                 prompt.positions = query
@@ -126,10 +126,10 @@ class JobReader:
         return entry
 
     async def still_wanted(self, taken: Taken) -> Taken:
-        """Leave out prompts of one stream that no client waits for. Entries younger than `STALE_S` are not checked."""
+        """Leave out prompts that no client waits for, if older than `STALE_S`. All entries must be of one stream."""
         before = (time.time() + self.counters.clock_ahead_s - STALE_S) * 1000
         entries = [entry for prompt in taken.prompts for entry in prompt.entries.values()]
-        # The first entry is the oldest.
+        # Check nothing if even the first entry, which is the oldest, is younger than `STALE_S`.
         if not entries or _added_ms(entries[0].id) >= before:
             return taken
         removed = await self.remove_unwanted([entry for entry in entries if _added_ms(entry.id) < before])
@@ -143,9 +143,9 @@ class JobReader:
             keys = [self.keys.jobs, *(self.keys.waiting + entry.digest for entry in part)]
             args: list[bytes | int] = []
             for entry in part:
-                # In entries that may return to the backlog, the digest follows the lifetime.
+                # Cut off the digest, which follows the lifetime in entries that may return to the backlog.
                 lifetime_ms = _milliseconds(entry.fields.get(key_names.LIFETIME_FIELD, b"").partition(b" ")[0])
-                args += (entry.id, _since_ms(entry) + lifetime_ms)  # The time until which a client waits for the job.
+                args += (entry.id, _since_ms(entry) + lifetime_ms)  # Entry's id; time until which its client waits.
             try:
                 numbers = await scripts.DROP_UNWANTED(self.redis, keys, args)
             except (RedisError, OSError):
@@ -173,7 +173,7 @@ def _decode(data: bytes) -> Job | ProtocolError:
 
 
 def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
-    """Raise one of `_REFUSALS` for a job that a worker of this model cannot do; clients with the info send none."""
+    """Raise one of `_REFUSALS` for a job that this model's workers cannot do; clients that know the info send none."""
     if job.fingerprint != info.fingerprint:
         text = f"its fingerprint is {info.fingerprint}, not {job.fingerprint}"
         raise ModelMismatch(f"the model {info.name!r} has changed: {text}")
@@ -216,11 +216,11 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
                 raise ProtocolError(f"entry {largest} of rows that have {vocab_size}")
 
 
-# Times of entries, in ms since 1970 by the server's clock
+# Functions for times of entries, in ms since 1970 by the server's clock
 
 
 def _milliseconds(value: bytes) -> int:
-    """Read a field with a number of milliseconds; infinite if the field holds anything else."""
+    """Read a field with a number of milliseconds; infinite if the field holds no such number."""
     return int(value) if value.isdigit() and len(value) <= _MAX_MS_DIGITS else _INFINITE_MS
 
 

@@ -1,4 +1,4 @@
-"""Renews leases of jobs, claims jobs of silent workers, and gives jobs up as dead letters after too many deliveries."""
+"""Renews leases of jobs, claims jobs of silent workers, and makes jobs dead letters after too many deliveries."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Leases:
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
     async def claim(self, count: int, in_flight: Collection[bytes]) -> tuple[Taken, bool, int]:
-        """Take over up to `count` jobs whose leases expired, except the entries in flight here.
+        """Take over up to `count` jobs whose leases expired, except entries that this worker has in flight.
 
         Returns:
-            the jobs; whether a job must run alone in this worker: the job returned, or without one, a job that waits
-            for a worker that holds no jobs; the number of claims to make after this one, so that all workers together
+            the jobs; whether a job must run alone in this worker (the returned job, or a job that waits until a worker
+            holds no other jobs); the number of claims that this worker must still make, so that all workers together
             check all held entries.
         """
         args = [GROUP, self._worker_id, self._lease_ms, self._max_deliveries, count, int(not in_flight)]
@@ -60,12 +60,12 @@ class Leases:
             if isinstance(data, bytes):
                 named = zip((LIFETIME_FIELD, SINCE_FIELD, PRIORITY_FIELD), values, strict=True)
                 entry = self._reader.read(read, entry_id, data, {name: value for name, value in named if value})
-            else:  # `data` is the size of a job that is too large.
+            else:  # The job is too large: `data` is its size in bytes.
                 error = ProtocolError(f"a job of {data} bytes is over the limit of {MAX_JOB_BYTES}")
                 read.refused.append(entry := dead_entry(entry_id, bytes(16), error))
             if deliveries >= self._max_deliveries:
                 reason: Any = None
-                with suppress(RedisError, OSError):  # A missing reason must not lose the claimed jobs.
+                with suppress(RedisError, OSError):  # Go on without the reason: the claimed jobs must not be lost.
                     reason = await self._redis.hget(self._keys.reasons, entry_id)
                 why = "its workers crashed or hung while they held it"
                 if reason is not None:
@@ -84,8 +84,8 @@ class Leases:
     async def release_all(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Release all entries that this worker still holds, for other workers; return their number.
 
-        Their delivery counts stay. Clients receive `reason` if a job is given up later. `in_flight`: ids of entries
-        that this worker holds, which may be in lanes of other workers.
+        The entries keep their delivery counts. Clients receive `reason` if a job is given up later. `in_flight`: ids
+        of entries that this worker holds, which may be in lanes (streams) of other workers.
         """
         lanes = [self._worker_id.encode(), *(entry.partition(b" ")[2] for entry in in_flight)]
         return await scripts.release_jobs(self._redis, self._keys, self._worker_id, lanes, self._max_deliveries, reason)

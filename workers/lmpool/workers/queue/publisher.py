@@ -33,10 +33,10 @@ Digests = Collection[bytes]
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max dead letters of a model; older ones are dropped.
+# Max dead letters of a model; beyond this number, the oldest dead letters are dropped.
 _DEAD_CAP = 10_000
 _MAX_PAUSE_S = 2.0  # Max seconds between two tries to use a server that does not answer.
-# Lifetime in ms of the mark of an ended prompt, for clusters, where scripts cannot see whether the row is stored.
+# Lifetime in ms of the mark that a prompt has ended; in a Redis cluster, scripts cannot check whether a row is stored.
 _MARK_MS = 10_000
 # Max tries in a row, each without progress, to store rows that a full server evicts at once.
 _MAX_FRUITLESS_TRIES = 6
@@ -47,11 +47,11 @@ _EVICTION_BACKOFF = 4
 class Carried(NamedTuple):
     """Data that notifications carry next to the digests of rows."""
 
-    # Digest -> the row's place in shared memory; or data that the script also stores: a reference to shared memory, or
-    # a small encoded row.
+    # Digest -> the row's place in shared memory, or data that `finish.lua` also stores: a reference to shared memory,
+    # or a small encoded row.
     parts: Mapping[bytes, bytes]
     host: bytes = b""  # Token of the host with the shared memory; b"" if the data are rows or answers.
-    store_ms: int = 0  # Lifetime in ms with which `finish.lua` stores the data; 0 for places, which are not stored.
+    store_ms: int = 0  # Lifetime in ms with which `finish.lua` stores the data; 0: no storing.
 
 
 _NOTHING = Carried({})
@@ -85,7 +85,7 @@ class Publisher:
         """Store rows and end their entries; return digests of rows that were evicted at once, whose entries remain.
 
         `began`: monotonic time when the rows were ready. `whole`: digests of rows that must not go to shared memory;
-        None if no row goes there. Other parameters: see `publish`.
+        None if no row goes to shared memory. Other parameters: see `publish`.
         """
         ending = [entry for digest in block.digests for entry in entries.get(digest, ())]
         shared = NOT_SHARED
@@ -104,7 +104,7 @@ class Publisher:
         if ended or not still:
             outcome = "row" if isinstance(block, RowBlock) else "answer"
             self.counters.published(outcome, ended, time.monotonic() - began)
-        if elsewhere:  # Store rows in place of references, for clients on other hosts.
+        if elsewhere:  # Replace references by the rows themselves, for clients on other hosts.
             by_digest: dict[bytes, list[StreamEntry]] = defaultdict(list)
             for entry in elsewhere:
                 by_digest[entry.digest].append(entry)
@@ -122,7 +122,7 @@ class Publisher:
         return list(dict.fromkeys(entry.digest for entry in left if entry.digest not in refused))
 
     async def _drop_references(self, stale: Digests) -> None:
-        """Remove references to rows that shared memory has replaced. If this fails, clients detect stale references."""
+        """Remove references to rows that were overwritten in shared memory. If that fails, clients detect it."""
         try:
             await self.rows.drop(self.rows.keys_of(stale))
         except (RedisError, OSError, LMPoolError) as error:
@@ -131,7 +131,7 @@ class Publisher:
     async def _store_again(
         self, block: Block, entries: EntriesByDigest, overwrite: Digests, gone: list[bytes], began: float
     ) -> None:
-        """Store evicted rows again, until no client waits for the rest or several tries in a row store no row.
+        """Store evicted rows again, until no client waits for more rows or several tries in succession store no row.
 
         Each try stores fewer rows at a time, so that clients can fetch these rows before the next rows arrive.
         """
@@ -141,7 +141,7 @@ class Publisher:
             self.counters.evicted += len(gone)
             _log.warning("the server evicted %d rows as soon as they were stored: give it more memory", len(gone))
             if fruitless == _MAX_FRUITLESS_TRIES:
-                # The server needs memory for the stored block and for the block that clients fetch.
+                # Ask for memory of two blocks: the stored block, and the block that clients fetch at that time.
                 more = max(1, math.ceil(2 * block.nbytes / 1e6))
                 text = (
                     f"the server has evicted the row as soon as it was stored, {fruitless} times: its memory is full. "
@@ -175,12 +175,12 @@ class Publisher:
         """Store the block and end the entries, once.
 
         Returns:
-            digest -> reason for each refused row; entries without a stored row; entries of clients on other hosts.
+            digest -> reason for each refused row; entries whose row is not stored; entries of clients on other hosts.
         """
         left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         not_shared = len(block.digests) - len(shared.references)
         self.counters.published_bytes += block.nbytes * not_shared // max(1, len(block.digests))
-        # The script stores rows that all have entries, if they are all in shared memory or small.
+        # Let the script store the rows if each row has an entry, and all rows are small or in shared memory.
         parts: Mapping[bytes, bytes] | None = None
         if not overwrite and self.rows.is_seen and {entry.digest for entry in entries} == set(block.digests):
             parts = shared.references
@@ -192,7 +192,7 @@ class Publisher:
             entries, elsewhere = await self._end(entries, self.rows.queue, carried)
             if not entries:
                 return {}, [], elsewhere
-            # Store these rows with plain commands: then the server reports why it refuses them.
+            # Use plain commands for rows that the script could not store: then the server reports why it refuses them.
             numbers = {digest: number for number, digest in enumerate(block.digests)}
             block = block.select([numbers[digest] for digest in dict.fromkeys(entry.digest for entry in entries)])
         places = {digest: place_of(shared.references.get(digest)) for digest in block.digests}
@@ -222,7 +222,7 @@ class Publisher:
         """End entries by a script, which `call` runs.
 
         Returns:
-            the entries whose rows are not stored; the entries whose references their clients cannot read.
+            the entries whose rows are not stored; the entries of clients that cannot read the references to rows.
         """
         left, elsewhere = list[StreamEntry](), list[StreamEntry]()
         parts = [entries[at : at + scripts.MAX_AT_ONCE] for at in range(0, len(entries), scripts.MAX_AT_ONCE)]
@@ -256,7 +256,7 @@ class Publisher:
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Retry until the server answers. A repeated command is harmless: the row that was stored first stays."""
-        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Heartbeats too are retried by this function.
+        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Short: heartbeats must not be late.
         while True:
             try:
                 return await attempt()

@@ -1,4 +1,4 @@
-"""Loads LoRA adapters into a transformers model with peft: several are loaded, and at most one is active."""
+"""Loads LoRA adapters into a transformers model with peft: several adapters are loaded, and at most one is active."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lmpool.workers.backends.settings import require
 
 _log = logging.getLogger(__name__)
 
-# Exceptions that peft and safetensors raise for an adapter that does not fit or cannot be read; no common type.
+# Exceptions of peft and safetensors for an adapter that does not fit or cannot be read; they have no common type.
 _LOAD_ERRORS = (
     ValueError, TypeError, KeyError, RuntimeError, OSError, AttributeError, NotImplementedError, ImportError,
     MemoryError, AssertionError, IndexError, SafetensorError,
@@ -33,7 +33,7 @@ _LOAD_ERRORS = (
 
 
 class HfAdapters:
-    """The adapters of one model; at first none is active.
+    """The adapters of one model; at first no adapter is active.
 
     Attributes:
         active: the adapter that forwards use, "name@revision"; "" for the model without an adapter.
@@ -55,7 +55,7 @@ class HfAdapters:
         handle = self._handles[adapter] = f"a{next(self._handle_numbers)}"
         try:
             self._insert(folder, handle)
-            with torch.inference_mode():  # Needed because adapters loaded at the start have inference tensors.
+            with torch.inference_mode():  # Adapters loaded at the start have inference tensors.
                 self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
@@ -71,7 +71,7 @@ class HfAdapters:
                 self.activate("", force=True)
 
     def activate(self, adapter: str, *, force: bool = False) -> None:
-        """Activate an adapter for the next forwards, or none (""); with `force` even if it is active already."""
+        """Activate an adapter, or none (""), for the next forwards; with `force` even if it is active already."""
         if adapter == self.active and not force:
             return
         self.active = adapter
@@ -111,14 +111,14 @@ class HfAdapters:
                 self._peft = PeftModel(self._model, config, handle)
             else:
                 if not self._peft.active_adapters:
-                    # All other adapters were removed. `add_adapter` fails without an active adapter, so set this one.
+                    # All other adapters were removed. Set the new adapter as active, else `add_adapter` fails.
                     self._peft.base_model.active_adapter = handle
                 self._peft.add_adapter(handle, config)
             weights = load_peft_weights(str(folder), str(self._forward.device))
             # Leave out copies of the model's own weights: peft would overwrite the model with the rounded copies.
             weights = {key: weight for key, weight in weights.items() if not key.endswith(BASE_WEIGHT)}
             result: Any = set_peft_model_state_dict(self._peft, weights, handle)
-        # `missing_keys` also lists the weights of the model and of other adapters.
+        # Ignore the weights of the model and of other adapters, which `missing_keys` lists too.
         missing = [key for key in result.missing_keys if "lora_" in key and handle in key.split(".")]
         if unfitting := [*result.unexpected_keys, *missing]:
             text = f"{len(unfitting)} of its weights have no place or are missing, such as {unfitting[0]}"
@@ -127,12 +127,12 @@ class HfAdapters:
         self._model.train(mode=False)
 
     def drop(self, adapter: str) -> None:
-        """Remove an adapter. If peft cannot remove it, its weights stay in memory unused."""
+        """Remove an adapter. If peft cannot remove the adapter, its weights stay in memory unused."""
         handle = self._handles.pop(adapter)
         if self._peft is None or handle not in self._peft.peft_config:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # peft warns that it activates another adapter; `activate` decides that.
+            warnings.simplefilter("ignore")  # Hide peft's warning that another adapter becomes active.
             # Activate the adapter first: peft cannot delete it from modules with copies per adapter if none is active.
             with suppress(*_LOAD_ERRORS):
                 self._peft.set_adapter(handle, inference_mode=True)

@@ -31,9 +31,9 @@ from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _log = logging.getLogger(__name__)
 
-_NO_LIMIT = 2**62  # Number of tokens that no batch reaches.
+_NO_LIMIT = 2**62  # A number of tokens that no batch reaches.
 
-# Default max tokens of one prompt in a step, on a CPU and on other devices: more would hardly save time per token.
+# Default max tokens of one prompt in a step, on a CPU and on other devices: more tokens hardly save time per token.
 _CPU_CHUNK, _CHUNK = 512, 2048
 # Max logits that a forward returns (128 MiB in float32), unless a batch of rows needs more.
 _MAX_LOGITS = 1 << 25
@@ -48,11 +48,11 @@ class PromptState:
     """
 
     ids: memoryview  # Token ids of the prompt, not copied.
-    reached: int = 0  # Number of first tokens that `PREFILL` chunks have put into the KV pool.
+    reached: int = 0  # Number of the prompt's first tokens that `PREFILL` chunks have put into the KV pool.
     computed: int = 0  # Number of tokens that all chunks so far have computed.
-    # Own root of a long fresh prompt in the KV pool, so that no other prompt shares it; else None.
+    # Root in the KV pool that only this prompt uses, because it is long and "fresh" (shares no cached tokens); or None.
     root: int | None = None
-    # Values at positions so far, one array per chunk: float32 (n,) or (n, width).
+    # Values at positions that were computed so far, one array per chunk: float32 (n,) or (n, width).
     parts: list[NDArray[np.float32]] = field(default_factory=list)
     # The next chunk of the prompt; after a step, the chunk that the step has computed.
     chunk: PromptChunk | None = None
@@ -60,7 +60,7 @@ class PromptState:
 
 @dataclass(slots=True)
 class _Results:
-    """The results of a step so far: blocks of rows; digest -> message of failed prompts; digest -> values."""
+    """The results of a running step: blocks of rows; digest -> message of failed prompts; digest -> values."""
 
     blocks: list[RowBlock] = field(default_factory=list)
     failures: dict[bytes, str] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class HfBackend(EngineBackend):
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head = find_head(model, vocab_size)
-        if abilities.attention:  # Eager attention gives other rows, so the model needs another revision.
+        if abilities.attention:  # Eager attention computes slightly different rows, so change the revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
         self._set_info(
             model.dtype,
@@ -135,12 +135,12 @@ class HfBackend(EngineBackend):
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
         self._folder = Path(settings.model)
-        self._weights = weights_of(model.state_dict())  # Read now: peft renames weights for the first adapter.
+        self._weights = weights_of(model.state_dict())  # Do this before peft renames weights for adapters.
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Accept jobs. Two jobs of one digest are computed once, with interactive priority unless both are bulk."""
+        """Accept jobs. Two jobs with one digest are computed once, with interactive priority unless both are bulk."""
         for job in jobs:
             held = self._held.setdefault(job.digest, job)
             if held.state is None:
@@ -161,7 +161,7 @@ class HfBackend(EngineBackend):
             self._roots[adapter] = self._pool.new_root()
 
     def _unload(self, adapter: str) -> None:
-        """Drop an adapter. Its keys and values in the pool are no longer used, so the pool evicts them later."""
+        """Drop an adapter. The KV pool evicts the adapter's keys and values later, because no prompt uses them."""
         self._adapters.drop(adapter)
         self._roots.pop(adapter, None)
 
@@ -179,9 +179,9 @@ class HfBackend(EngineBackend):
 
     @torch.inference_mode()
     def step(self) -> Finished:
-        """Run one batch: the oldest prompt and similar ones, or in at most every second step a much shorter batch.
+        """Run one batch: the oldest prompt and similar prompts, or (at most every second step) a much shorter batch.
 
-        Bulk prompts run in separate steps, whose number of tokens `BulkLimit` limits.
+        Bulk prompts run in steps of their own; `BulkLimit` limits the tokens of these steps.
         """
         bulk = [job for job in self._held.values() if job.bulk]
         others = [job for job in self._held.values() if not job.bulk] if bulk else [*self._held.values()]
@@ -214,7 +214,7 @@ class HfBackend(EngineBackend):
         return finished
 
     def _next_chunk(self, job: BackendJob) -> PromptChunk:
-        """The next chunk of a waiting prompt: the chunk made earlier if its limit and the pool are unchanged."""
+        """The next chunk of a waiting prompt: the earlier chunk, if its limit and the pool are unchanged."""
         state: PromptState = job.state
         pool, chunk, rules = self._pool, state.chunk, self._bulk_rules if job.bulk else self._rules
         if chunk is not None and chunk.max_new == rules.chunk:
@@ -249,7 +249,7 @@ class HfBackend(EngineBackend):
             path = slots.match(state.ids[:end], root, known)
             mark = slots.mark(path)
             chunk_end = min(len(path) + rules.chunk, pool.capacity)
-            # Prefill only beyond `reached`: otherwise a prompt whose chunks the pool keeps evicting would never end.
+            # Prefill only tokens beyond `reached`: else a prompt would never end if the pool keeps evicting its chunks.
             if state.reached < chunk_end < end and new_tokens(end, len(path), kept) > rules.chunk:
                 kind, kept, later, end = PREFILL, 1, later + end - chunk_end, chunk_end
         shared, begun = batching.shared_prefix(job.ids, end, len(path)), root is not None and state.computed > 0
@@ -259,7 +259,7 @@ class HfBackend(EngineBackend):
     def _run(self, batch: Mapping[bytes, PromptChunk], results: _Results, *, is_last_try: bool = False) -> None:
         """Compute a batch, or as many of its prompts as fit into memory; the other prompts keep waiting.
 
-        With `is_last_try`, the batch is one prompt, which runs again after all unused memory was freed.
+        With `is_last_try`, the batch is a single prompt that runs again, after all unused memory was freed.
         """
         try:
             self._compute(batch, results)
@@ -271,7 +271,7 @@ class HfBackend(EngineBackend):
             if not is_memory and is_device_error(error):
                 raise
             message = first_line(error)
-        # Go on outside of `except`, where the exception and the tensors in its frames are freed.
+        # Continue outside of the `except` block: here the exception and the tensors in its frames are freed.
         digests = list(batch)
         is_alone, parts = len(digests) == 1, [[digest] for digest in digests]
         if is_memory:
@@ -309,7 +309,7 @@ class HfBackend(EngineBackend):
             logits = self._forward.last_logits(prompts, kept, paths, pool, root)
         if pool is not None:
             for job, chunk, path in zip(jobs, chunks, paths, strict=True):
-                chunk.path, chunk.mark = path, pool.slots.mark(path)  # The forward has extended the paths.
+                chunk.path, chunk.mark = path, pool.slots.mark(path)  # The forward has extended the prompt's path.
                 if first.kind not in (PREFILL, "fresh"):
                     pool.slots.remember(job.ids[: 4 * chunk.end], path, root)
         if first.kind == PREFILL:
@@ -322,7 +322,7 @@ class HfBackend(EngineBackend):
             if encoded.block is not None:
                 results.blocks.append(encoded.block)
         self._limit.fitted(len(batch))
-        # Count the tokens of all chunks of a prompt when its last chunk is computed.
+        # Count all tokens of a prompt when its last chunk is computed.
         steps, rows, tokens, reused = self._stats
         for job, chunk in zip(jobs, chunks, strict=True):
             state: PromptState = job.state
@@ -337,14 +337,14 @@ class HfBackend(EngineBackend):
 
     def _take(self, jobs: list[BackendJob], chunks: list[PromptChunk], logits: Tensor, results: _Results) -> None:
         """Compute the requested values at the positions of each chunk; add the complete vectors to `results`."""
-        # Compute the values of all chunks before recording any: if memory runs out, the batch runs again.
+        # Compute the values of all chunks before recording any values: if memory runs out, the batch runs again.
         taken = []
         for job, chunk, rows in zip(jobs, chunks, logits, strict=True):
             kept = rows[-chunk.kept :]
             assert job.positions is not None
-            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The predicted tokens.
+            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The token after each one.
             if chunk.kind == "hidden":
-                is_sound = bool(kept.isfinite().all())  # Check before packing: two packed numbers can look like NaN.
+                is_sound = bool(kept.isfinite().all())  # Check before packing, which may yield NaN.
                 part = pack_numbers(numbers_of(kept.cpu()))
             else:
                 part = values_at_positions(kept, job.positions, following)

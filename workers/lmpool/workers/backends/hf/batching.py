@@ -1,4 +1,4 @@
-"""Chooses which waiting prompts run together in the next forward, and how many tokens of each."""
+"""Chooses which waiting prompts run together in the next forward, and how many tokens of each prompt."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PREFILL = "prefill"
 
 # Bytes of a token id (uint32).
 _ID_BYTES = 4
-# Max padding tokens that a batch may always have: this padding costs less time than a second forward.
+# Max padding tokens that every batch may have: this padding costs less time than a second forward.
 _FREE_PADDING = 64
 # Min uncached tokens that prompts must share for one of them to run first, so that these tokens are computed once.
 _MIN_SHARED = 32
@@ -26,14 +26,14 @@ _SHORTER_FACTOR = 4
 _STEPS_TO_GROW = 32
 
 MAX_BULK_STEP_S = 1.0
-"""Max seconds of a bulk step while no interactive prompts arrive: the next interactive prompt may wait this long."""
+"""Max seconds of a bulk step while no interactive prompts arrive: a new interactive prompt may wait this long."""
 
 MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
-"""Min tokens of a bulk step, on a CPU and on other devices: fewer tokens hardly take less time."""
+"""Min limit on the tokens of a bulk step, on a CPU and on other devices: fewer tokens hardly take less time."""
 
 # Factor by which the token limit of bulk steps grows after a bulk step that took less time than allowed.
 _GROWTH = 1.25
-# Number of interactive steps over which a longer duration of interactive steps is averaged.
+# Number of interactive steps over which their duration is averaged if steps become longer.
 _AVERAGED_STEPS = 8
 
 
@@ -42,19 +42,19 @@ class PromptChunk:
     """The tokens of a prompt that the next step computes; a short prompt has one chunk with all its tokens."""
 
     end: int  # Number of first tokens of the prompt up to the end of the chunk.
-    path: Path  # Slots of the prompt's prefix that the KV pool holds.
+    path: Path  # Slots in the KV pool of the prompt's cached prefix.
     kept: int = 1  # Number of the chunk's last tokens whose logits are requested.
     kind: str = ""  # Kind of result. A batch has chunks of one kind; a `PREFILL` chunk runs alone.
     adapter: str = ""  # Adapter of the prompt, or "". A batch has prompts of one adapter.
-    # Root of the path in the KV pool; None if the chunk does not use the pool. A batch has one root.
+    # Root of the path in the KV pool; None if the chunk does not use the pool. A batch has chunks of one root.
     root: int | None = None
     # Hash of the prefix that another prompt must have to share many tokens that the pool does not hold.
     shared: int | None = None
     later: int = 0  # Number of tokens of the prompt that are left for later steps.
-    begun: bool = False  # An earlier step has computed another chunk of the prompt.
-    mark: int = 0  # State of the path (`PrefixSlots.mark`).
-    max_new: int = 0  # Value of `BatchRules.chunk` for which this chunk was made; 0 after its step.
-    # Number of tokens that the step must compute; unlike `path`, it does not change during the step.
+    begun: bool = False  # Whether an earlier step has computed a chunk of the prompt.
+    mark: int = 0  # State of `path`, from `PrefixSlots.mark`.
+    max_new: int = 0  # Value of `BatchRules.chunk` for which this chunk was made; 0 after the chunk's step.
+    # Number of tokens that the step must compute; `path` changes during the step, this number does not.
     new: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class PromptChunk:
 
 
 def shared_prefix(ids: bytes, end: int, held: int) -> int | None:
-    """Hash of a prompt's held prefix and the next `_MIN_SHARED` tokens; None if fewer tokens follow before `end`."""
+    """Hash of the `held` cached tokens and the next `_MIN_SHARED` tokens; None if fewer tokens follow before `end`."""
     size = held + _MIN_SHARED
     return hash(ids[: size * _ID_BYTES]) if end >= size else None
 
@@ -78,10 +78,10 @@ class BatchRules(NamedTuple):
     tokens: int  # Max tokens that a step computes, padding included.
     logits: int  # Max tokens whose logits a step returns, padding included.
     kv_tokens: int  # Max tokens whose keys and values a step uses, padding included.
-    pads: bool  # Prompts of different lengths may run together.
-    horizon: int  # A prompt with more tokens runs alone.
+    pads: bool  # Whether prompts of different lengths may run together.
+    horizon: int  # Max tokens of a prompt that runs with others.
     chunk: int  # Max tokens of one prompt in a step, if the KV pool can keep them for the next step.
-    shares: bool  # Of prompts that share an uncached prefix, one runs first and the others then reuse the prefix.
+    shares: bool  # Whether one of the prompts that share an uncached prefix runs first, for the others to reuse it.
 
 
 Chunks: TypeAlias = Mapping[bytes, PromptChunk]  # Digest of each prompt -> its next chunk.
@@ -90,7 +90,7 @@ Chunks: TypeAlias = Mapping[bytes, PromptChunk]  # Digest of each prompt -> its 
 def choose(waiting: Chunks, max_rows: int, rules: BatchRules, leader: bytes | None = None) -> dict[bytes, PromptChunk]:
     """The next batch of at most `max_rows` prompts: a leader, and the prompts that cost least padding next to it.
 
-    The leader is the oldest prompt by default. It is first in the batch, and runs even if it alone exceeds the rules.
+    The leader is by default the oldest prompt. The leader is first in the batch, and runs even if it exceeds the rules.
     """
     leader = next(iter(waiting)) if leader is None else leader
     first = waiting[leader]
@@ -101,7 +101,7 @@ def choose(waiting: Chunks, max_rows: int, rules: BatchRules, leader: bytes | No
     new, longest, needed, kept = first.new, first.end, first.new, first.kept
     key = first.kind, first.adapter, first.root
     alike = [item for item in waiting.items() if (item[1].kind, item[1].adapter, item[1].root) == key]
-    # Sort by the padding that a prompt costs next to the leader; of two with equal padding, the older is first.
+    # Sort by the padding that a prompt costs next to the leader. Of prompts with equal padding, the oldest is first.
     alike.sort(key=lambda item: (abs(item[1].new - first.new), abs(item[1].end - first.end)))
     for digest, chunk in alike:
         count = len(batch) + 1
@@ -129,10 +129,10 @@ def choose(waiting: Chunks, max_rows: int, rules: BatchRules, leader: bytes | No
 def choose_shorter(batch: Chunks, waiting: Chunks, max_rows: int, rules: BatchRules) -> dict[bytes, PromptChunk]:
     """A batch to run before the long batch `batch`: the shortest prompt and the prompts that fit best with it.
 
-    The batch computes at most `rules.chunk` tokens. It is empty if `batch` is short, or if no waiting prompt is much
-    shorter. A prompt that has begun counts as long, even if few of its tokens are left.
+    The new batch computes at most `rules.chunk` tokens. It is empty if `batch` is short, or if no waiting prompt is
+    much shorter. A prompt that has begun counts as long, even if few of its tokens are left.
 
-    Call this function at most for every second step. Then no prompt starves: the oldest prompt leads the other steps.
+    Call this function for at most every second step, so that no prompt starves: the oldest prompt leads other steps.
     """
     first = next(iter(batch.values()))
     max_new = max(chunk.new for chunk in batch.values())
@@ -148,12 +148,12 @@ class BulkLimit:
     """Limits the tokens of bulk steps, so that an interactive prompt never waits long for a bulk step to end.
 
     While interactive prompts arrive, a bulk step may take about as long as an interactive step, else at most
-    `MAX_BULK_STEP_S`. The limits adapt to the measured times of steps; they start from `chunk`.
+    `MAX_BULK_STEP_S`. The token limits begin with `chunk`, and adapt to the measured times of steps.
     """
 
     def __init__(self, chunk: int, least: int, most: int) -> None:
         self._least, self._most = least, most
-        # Start low next to interactive prompts: on a slow device, the first bulk steps would take too long.
+        # Start with a low limit next to interactive prompts: on a slow device, first bulk steps could take too long.
         self._alone, self._shared = chunk, max(least, chunk // 8)
         self._interactive_s = MAX_BULK_STEP_S
         self._interactive_at = -math.inf
@@ -176,7 +176,7 @@ class BulkLimit:
 
     def interactive_step(self, seconds: float) -> None:
         """Record the duration of an interactive step."""
-        # Lower the average at once and raise it slowly, because a first step may take many times as long.
+        # Lower the average at once and raise it slowly, because the first step may take many times as long as others.
         change = min(seconds, MAX_BULK_STEP_S) - self._interactive_s
         self._interactive_s += change if change < 0 else change / _AVERAGED_STEPS
         self._interactive_at = time.monotonic()
@@ -191,12 +191,12 @@ class BulkLimit:
     def _changed(self, limit: int, tokens: int, excess: float) -> int:
         if excess > 1:
             return max(self._least, min(limit, int(tokens / min(excess, 2))))
-        # Keep the limit after a step that was short only because few tokens waited.
+        # Do not raise the limit after a step that was short only because few tokens waited.
         return min(self._most, int(limit * _GROWTH)) if 2 * tokens >= limit else limit
 
 
 class BatchLimit:
-    """Limits the prompts in a batch: halved when memory runs out, and doubled again after many full steps.
+    """Limit on the prompts in a batch: halved when memory runs out, and doubled again after many full steps.
 
     Attributes:
         rows: max prompts in a batch now.

@@ -28,11 +28,11 @@ Path: TypeAlias = "array[int]"
 
 Prompts: TypeAlias = Sequence[Sequence[int]]  # Token ids of each prompt.
 
-# Use time of an empty slot and of a slot in use: later than all others, so that neither is chosen for eviction.
+# Stamp of empty slots and of slots in use: above all other stamps, so that these slots are not chosen for eviction.
 _NEVER = np.iinfo(np.int64).max
-# Low bits of a stamp, which hold the depth of the slot's token in its prompt.
+# Number of low bits of a stamp, which hold the depth of the slot's token in its prompt.
 _DEPTH_BITS = 32
-# Host memory in bytes for the bookkeeping of one slot: more than the keys and values themselves for tiny models.
+# Host memory in bytes for the bookkeeping of one slot; in tiny models, a slot's keys and values take less memory.
 _BOOKKEEPING_BYTES = 256
 # Max bytes copied into the pool at once, so that the buffer stays in the CPU's cache.
 _COPY_BYTES = 1 << 23
@@ -40,7 +40,7 @@ _COPY_BYTES = 1 << 23
 _ID_BYTES = 4
 # Number of last tokens of a recent prompt that are the key to look it up.
 _KEY_TOKENS = 16
-# Min tokens of a prompt to be remembered: a shorter prompt is matched token by token fast enough.
+# Min tokens of a prompt that is remembered: a shorter prompt is matched token by token fast enough.
 _MIN_RECENT_TOKENS = 64
 # Max new tokens of a prompt that extends a remembered prompt: clients append one or a few tokens at a time.
 _MAX_APPENDED_TOKENS = 8
@@ -61,9 +61,9 @@ def new_tokens(length: int, held: int, kept: int = 1) -> int:
 class Forward:
     """Runs a model in evaluation mode on right-aligned batches.
 
-    A batch computes the last `new` tokens of each prompt, where `new` is the max number of tokens that a prompt of the
-    batch lacks. A prompt that lacks fewer tokens computes cached tokens again. Padding after the cached tokens is no
-    alternative, because sliding windows and position biases rely on adjacent tokens.
+    A batch computes the last `new` tokens of each prompt, where `new` is the max number of uncached tokens of a prompt
+    in the batch. Prompts with fewer uncached tokens compute cached tokens again. Padding after the cached tokens would
+    be wrong, because sliding windows and position biases rely on adjacent tokens.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -80,8 +80,8 @@ class Forward:
     ) -> Tensor:
         """The logits (n, max(kept), V) after each prompt's last `kept` tokens, right-aligned, in the model's dtype.
 
-        The pool provides the keys and values of the slots in `paths` (`PrefixSlots.match`), and stores new ones. The
-        list `paths` then has the longer paths.
+        The pool provides the keys and values of the slots in `paths` (`PrefixSlots.match`), and stores the new keys and
+        values. The list `paths` then has the longer paths.
         """
         lengths, max_kept = [len(ids) for ids in prompts], max(kept)
         total = new = max(lengths)
@@ -110,14 +110,14 @@ class Forward:
 class KVPool:
     """Stores the keys and values of prefixes of recent prompts, at most `capacity` tokens (`KVLayout.capacity`).
 
-    No step frees the slots of the paths in `held`: they belong to partly computed prompts that wait for their turn.
+    No step frees the slots of the paths in `held`: partly computed prompts wait for their turn with these paths.
     """
 
     def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
         self.layout = layout
         self.capacity = capacity
         self.slots = PrefixSlots(capacity)
-        # On a CPU, `torch.empty` takes no memory for pages that are not yet written.
+        # On a CPU, `torch.empty` takes no memory until pages are written.
         self._storage = torch.empty(capacity + 1, layout.width, dtype=layout.dtype, device=device)
         # Set the root's slot to zero: padding reads it, and NaN or infinity would reach other tokens despite the mask.
         self._storage[ROOT].zero_()
@@ -126,13 +126,13 @@ class KVPool:
         self.release()
 
     def release(self) -> None:
-        """Free the scratch memory, which is only kept to save allocations."""
+        """Free the scratch memory, which the pool keeps only to save allocations."""
         self._scratch = self._storage[:0]
-        # After a step of one prompt: the slots of which the scratch memory holds copies, from its beginning.
+        # The slots whose copies are at the beginning of the scratch memory, after a step of a single prompt.
         self._gathered = new_path()
 
     def new_root(self) -> int:
-        """A new root for prompts that must not share keys and values with others; see `PrefixSlots.match`."""
+        """A new root for prompts that must not share keys and values with other prompts; see `PrefixSlots.match`."""
         return next(self._roots)
 
     def gather(self, lengths: Sequence[int], paths: Sequence[Path], new: int) -> KVBlock:
@@ -146,7 +146,7 @@ class KVPool:
         size, width = len(lengths) * total, self.layout.width
         gathered, self._gathered = self._gathered, new_path()
         if size > len(self._scratch):
-            # Keep the memory between steps: page faults of new memory cost more than the copy. Allocate for growth.
+            # Keep the memory between steps: page faults of new memory cost more than the copy. Double the size.
             more = max(size, min(2 * len(self._scratch), self.capacity))
             self._scratch, gathered = self._storage.new_empty(more, width), new_path()
         if len(lengths) == 1:
@@ -193,7 +193,7 @@ class KVPool:
                 self._storage.index_copy_(0, target, tokens.index_select(0, source))
             self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
         except BaseException:
-            # The table refers to slots that were not written: clear the pool, so that no prompt reuses them.
+            # Clear the pool, because its table refers to slots that were not written: no prompt may reuse these slots.
             self.slots.clear()
             self.held = []
             raise
@@ -201,9 +201,9 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Keys and values of one token in a model's cache."""
+    """Shapes and dtype of one token's keys and values in a model's cache."""
 
-    # (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
+    # Shapes (heads, head size) of the first layer's keys, the first layer's values, the second layer's keys, ...
     shapes: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # Dtype of all keys and values.
 
@@ -268,14 +268,14 @@ class PrefixSlots:
         self.capacity = capacity
         # The tree of all prefixes as one flat dictionary: (slot of the parent) << 32 | token -> slot.
         self._children: dict[int, int] = {}
-        # For each slot that was ever used: its key in `_children`, and the number of times that it was freed.
+        # For each slot that was ever used: its key in `_children`, and the number of times that the slot was freed.
         self._edges, self._freed = [0], [0]
-        # `np.zeros` takes no memory for pages that are not yet written.
+        # `np.zeros` takes no memory until pages are written.
         self._stamps = np.zeros(capacity + 1, np.int64)
         self._stamps[ROOT] = _NEVER
         self._free: list[int] = []
         self._clock = 0
-        # (root, last tokens) of each remembered prompt -> its ids, its path and its mark; the most recent last.
+        # (root, last tokens) of each remembered prompt -> its ids, its path and its mark; the most recent prompt last.
         self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, Path, int]] = OrderedDict()
         self._recent_tokens = 0
 
@@ -294,8 +294,8 @@ class PrefixSlots:
     def match(self, ids: Sequence[int], root: int = ROOT, known: Path | None = None) -> Path:
         """The slots of the longest cached prefix of a prompt; the caller may pass the first of these slots as `known`.
 
-        Prompts with different roots share no slots. A root other than `ROOT` is a number above `capacity`, which is not
-        the number of a slot.
+        Prompts with different roots share no slots. Roots other than `ROOT` are numbers above `capacity`, which no slot
+        has.
         """
         path = new_path() if known is None else known
         if len(path) > len(ids):
@@ -325,7 +325,7 @@ class PrefixSlots:
     def recall(self, ids: bytes, root: int = ROOT) -> Path | None:
         """The slots of a remembered prompt that `ids` repeats or extends by a few tokens; None if no prompt is found.
 
-        For a long prompt that grows, this saves the look-up of each token.
+        For a long prompt that grows, this method saves the look-up of each token.
         """
         shortest = max(len(ids) - _MAX_APPENDED_TOKENS * _ID_BYTES, _MIN_RECENT_TOKENS * _ID_BYTES)
         for end in range(len(ids), shortest - 1, -_ID_BYTES):
@@ -350,7 +350,7 @@ class PrefixSlots:
         return not path or mark == self._freed[path[-1]]
 
     def begin(self, paths: Iterable[Path]) -> None:
-        """Begin a step that uses these paths. Their slots are not freed before the next step begins."""
+        """Begin a step that uses these paths. The slots of the paths are not freed before the next step begins."""
         self._clock += 1
         for path in paths:
             self._stamp(path)
@@ -360,7 +360,7 @@ class PrefixSlots:
 
         `path` is the result of `match` in this step. Returns the longer path, and the slots that were assigned.
         """
-        stamped = len(path)  # `begin` has stamped these slots.
+        stamped = len(path)  # `begin` has stamped the slots of the path so far.
         path = self.match(ids, root, path)
         self._stamp(path, stamped)
         stamped = len(path)

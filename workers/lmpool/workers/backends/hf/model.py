@@ -35,35 +35,35 @@ _UNLIMITED = 1 << 20
 # Config fields that may state the max tokens of a prompt, in the order in which they are read.
 _LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 
-# Tokens of the longest prompt that the checks run, unless a sliding window needs a longer one.
+# Tokens of the longest prompt that the checks run, unless a sliding window needs a longer prompt.
 _CHECK_TOKENS = 24
 # Max tokens of a sliding window whose effect the checks test: longer prompts would take too long at every start.
 _LONGEST_WINDOW = 1024
 
 FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError, NotImplementedError)
-"""Exceptions that model code raises for arguments that it does not support; they have no common type."""
+"""Exceptions that a model's code raises for unsupported arguments; they have no common type."""
 
 EAGER = "eager"
-"""transformers' name of the attention implementation in the model's own code, which supports all of its options."""
+"""Name in transformers of the attention code in the model's own file, which supports all options of the model."""
 
 _LEFT_OUT = ("attn_logit_softcapping",)
-"""Config fields of attention that transformers' default implementation (sdpa) ignores."""
+"""Config fields of attention that sdpa, the default attention of transformers, ignores."""
 
 _SAMPLES = 1024
-"""Min elements of a tensor that the digest includes one by one; a smaller tensor is included whole."""
+"""Min number of a tensor's elements that the digest includes one by one; of a smaller tensor, it includes all."""
 
 _CHUNK = 1 << 24
-"""Max elements of a tensor that are summed at once: widened to int64, they take 128 MiB."""
+"""Max elements of a tensor that are summed at once: as int64 numbers, these elements take 128 MiB."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest difference between the model's logits and those of its head, as a share of their standard deviation."""
+"""Dtype -> largest difference of the head's and the model's logits, as a share of their standard deviation."""
 
 _log = logging.getLogger(__name__)
 
 
-@torch.inference_mode(mode=False)  # Weights that are made in inference mode cannot be replaced.
+@torch.inference_mode(mode=False)  # Weights made in inference mode could not be replaced.
 @torch.no_grad()
 def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     """A model in evaluation mode on its device, the max tokens of a prompt, and the digest of its weights."""
@@ -110,7 +110,7 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     try:
         # Compute the digest before the first forward, in which some models (RWKV) rescale their weights.
         revision = weights_revision(model)
-    except RuntimeError as error:  # Includes NotImplementedError: quantised tensors lack some operations.
+    except RuntimeError as error:  # NotImplementedError too: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
     return model, limit, revision
 
@@ -173,7 +173,7 @@ class OutputHead:
             handle.remove()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states, computed as clients compute them, from the layer, the factor and the cap."""
+        """The logits of hidden states, computed from the layer, the factor and the cap, as clients compute logits."""
         logits = self.layer(hidden) * self.scale
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
@@ -221,11 +221,11 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """Results of the checks of a model."""
+    """What the checks of a model found out."""
 
     logits: Tensor  # Logits of one prompt, tensor of shape (1, V).
-    pads: bool  # Prompts of different lengths may run together.
-    layout: KVLayout | None  # Keys and values of one token in the cache; None if prefixes cannot be reused.
+    pads: bool  # Whether prompts of different lengths may run together.
+    layout: KVLayout | None  # Form of a token's keys and values in the cache; None if prefixes cannot be reused.
     horizon: int  # Max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
     attention: str  # `EAGER` if transformers' default attention had to be replaced, else "".
 
@@ -233,7 +233,7 @@ class Abilities:
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     """Check by a few prompts whether padding or reused prefixes change a model's rows.
 
-    Rows of batches are compared with rows of the same prompts alone, after these were compared with eager attention.
+    Rows of single prompts are compared with eager attention, and then rows of batches with rows of single prompts.
 
     Raises:
         RuntimeError, ValueError, ...: the model cannot run a single prompt.
@@ -242,9 +242,9 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
     # The shortest attention window of the model's layers in tokens; 0 if all layers attend to all tokens.
     window = min((size for size in sizes if type(size) is int and size > 0), default=0)
-    # Beyond the horizon, the keys and values of a prompt's first tokens may depend on its length. This happens beyond
-    # the size of a sliding window (if it is too long to be tested here), and beyond the original training length for
-    # rotary embeddings that scale with the longest prompt of a batch.
+    # Beyond the horizon, the keys and values of a prompt's first tokens may depend on its length. The horizon is the
+    # size of a sliding window (if it is too long to be tested here), or the original training length of rotary
+    # embeddings that scale with the longest prompt of a batch.
     stated = getattr(config, "rope_parameters", None) or {}
     ropes = [rope for rope in (stated, *stated.values()) if isinstance(rope, dict)]
     ropes = [rope for rope in ropes if rope.get("rope_type") in ("dynamic", "longrope")]
@@ -333,9 +333,9 @@ def _logits_alone(forward: Forward, prompts: list[list[int]]) -> Tensor:
 
 
 def _reuses(forward: Forward, prompts: list[list[int]], alone: Tensor, layout: KVLayout, pads: bool) -> bool:
-    """Whether prompts that reuse the keys and values of shorter prompts have the same rows as alone."""
+    """Whether prompts have the same rows alone and when they reuse the keys and values of shorter prompts."""
     everything = range(len(prompts))
-    # One pool, three batches: in the second, prompts that lack few tokens recompute some; in the third, none lack.
+    # Run three batches with one pool. In the second, some cached tokens are recomputed; in the third, all are cached.
     for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
         pool = KVPool(layout, sum(map(len, prompts)), forward.device)
         for batch in batches:
@@ -350,7 +350,7 @@ def _reuses(forward: Forward, prompts: list[list[int]], alone: Tensor, layout: K
 
 
 def _agree(logits: Tensor, expected: Tensor) -> bool:
-    """Whether logits equal those of prompts that were computed alone, except for rounding.
+    """Whether logits equal the logits of the same prompts computed alone, except for rounding.
 
     Differences are measured relative to the spread of the logits, which is tiny for an untrained model.
     """

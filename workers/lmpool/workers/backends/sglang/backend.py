@@ -1,4 +1,4 @@
-"""The sglang backend: passes prompts to SGLang's scheduler, and returns the results; adapters and options of SGLang."""
+"""The sglang backend: passes prompts to SGLang's scheduler, returns results, and prepares adapters and options."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ RESERVED_TOKENS = 7
 """Tokens of SGLang's context that a prompt cannot use, because SGLang reserves them for sampled tokens."""
 
 _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where SGLang would take most of the memory.
-_FOREVER_S = 1e9  # Timeout in seconds of SGLang's watchdog: so long that the watchdog never acts.
-_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number of keys and values; 2 in other dtypes.
+_FOREVER_S = 1e9  # Timeout in seconds of SGLang's watchdog: so large that the watchdog never acts.
+_ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number in keys and values; 2 for other dtypes.
 
 _PARALLEL = dict.fromkeys((
     "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
@@ -70,7 +70,7 @@ _REFUSED = {option: reason for reason, options in _REASONS.items() for option in
 # Modules that adapters loaded after the start may change: SGLang reserves memory for them when it starts.
 _DEFERRED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
-# Options that change rows by rounding at most. Workers that differ only in these options may serve the same model.
+# Options that change rows only by rounding. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
     "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
     "cuda_graph_backend_decode", "cuda_graph_backend_prefill", "cuda_graph_bs_decode", "cuda_graph_bs_prefill",
@@ -134,7 +134,7 @@ class SglangBackend(EngineBackend):
             from sglang.version import __version__ as version
 
             from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, read_facts
-        except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels fit another machine.
+        except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = user_options(settings, known_options(), version)
         options = engine_options(settings, folder, device, adapters) | given
@@ -170,7 +170,7 @@ class SglangBackend(EngineBackend):
     def step(self) -> Finished:
         """Wait for a forward of the engine, and return all results since the last call.
 
-        The result may be empty, because a forward may complete no prompt. So the caller can submit new jobs soon.
+        The result is empty if the forward has completed no prompt; the caller can then submit new jobs.
         """
         finished, vectors = Finished([], {}), dict[bytes, NDArray[np.float32]]()
         if self._held:
@@ -218,7 +218,7 @@ class SglangBackend(EngineBackend):
 def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights and the config of an adapter, changed so that SGLang computes the same rows as peft.
 
-    SGLang supports one rank for all modules. It scales all by lora_alpha / r, and ignores rsLoRA and alpha_pattern.
+    SGLang supports one rank for all modules. SGLang scales modules by lora_alpha / r, without rsLoRA and alpha_pattern.
     """
     config = lora.read_adapter_config(folder)
     unserved = [field for field in _UNSERVED if config.get(field)]
@@ -234,7 +234,7 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     rank = max(len(down) for down, _ in factors.values())
     modules = {name: name.removeprefix(lora.PEFT_PREFIX) for name in factors}
     scales = {name: lora.scale_of(config, module, len(factors[name][0])) for name, module in modules.items()}
-    # Leave one factor in the config. Most adapters have only this factor, so their weights stay unchanged.
+    # Leave one scale in the config. Most adapters have one scale for all modules, so their weights stay unchanged.
     common = next((scale for scale in scales.values() if scale), 1.0)
     plain: dict[str, Tensor] = {}
     for name, (down, up) in factors.items():
@@ -273,17 +273,17 @@ def _unserved(folder: Path, found: str) -> SettingsError:
 
 
 def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
-    """The user's engine options, checked. `known`: SGLang's options -> whether the option takes a text."""
+    """Check and return the user's engine options. `known`: SGLang's options -> whether the option takes a text."""
     given = parse_engine_args(settings.engine_args)
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
     check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
-    # Write tables as JSON for options that take a text.
+    # Write TOML tables as JSON for options that take a text.
     tables = {name: value for name, value in given.items() if known[name] and isinstance(value, dict)}
     return given | {name: json.dumps(table) for name, table in tables.items()}
 
 
 def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
+    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
@@ -303,7 +303,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         "max_running_requests": settings.max_batch,
         "disable_overlap_schedule": True,
         "watchdog_timeout": _FOREVER_S,
-        "sampling_backend": "pytorch",  # No token is sampled, and this backend needs no warm-up.
+        "sampling_backend": "pytorch",  # No token is sampled; "pytorch" needs no warm-up.
         "grammar_backend": "none",
         "disable_decode_cuda_graph": True,  # No token is decoded, and CUDA graphs take long to build.
         "log_level": "warning",
@@ -315,7 +315,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         reserved = [*later, *adapters]
         options |= {
             "enable_lora": True,
-            "max_loras_per_batch": slots + 1,  # Prompts without an adapter take a slot too.
+            "max_loras_per_batch": slots + 1,  # Prompts without an adapter need a slot too.
             "lora_strict_loading": True,
             "max_lora_rank": max(config["r"] for config in reserved),
             "lora_target_modules": sorted({module for config in reserved for module in config["target_modules"]}),

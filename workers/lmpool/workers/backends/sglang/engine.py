@@ -40,7 +40,7 @@ from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
 
 _CLOSE_S = 30.0  # Max seconds to wait for the forward in progress when the engine is closed.
-_CALL_CHECK_S = 1.0  # While `_call` waits: seconds between two checks that the scheduler's thread is alive.
+_CALL_CHECK_S = 1.0  # Seconds between two checks that the scheduler's thread is alive, while `_call` waits.
 _TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 _log = logging.getLogger(__name__)
 
@@ -54,11 +54,11 @@ class EngineBatch(NamedTuple):
     tokens: int = 0  # Number of tokens of the completed prompts.
     reused: int = 0  # Number of tokens of the completed prompts that were in the prefix cache.
     failures: Mapping[bytes, str] = MappingProxyType({})  # Digest -> reason why SGLang has not computed a result.
-    positions: Mapping[bytes, NDArray[np.float32]] = MappingProxyType({})  # Digest -> values, float32 (n * width,).
+    positions: Mapping[bytes, NDArray[np.float32]] = MappingProxyType({})  # Digest -> float32 values (n * width,).
 
 
 class SglangEngine:
-    """A scheduler of SGLang in its own thread. It receives requests from one queue, and puts results into another.
+    """A scheduler of SGLang in its own thread: it takes requests from one queue, and puts results into another queue.
 
     Values at positions are captured where SGLang computes logprobs of prompts. A request with a positions query sets
     `return_logprob` from the first requested position on. SGLang then uses its prefix cache up to this position only,
@@ -71,15 +71,15 @@ class SglangEngine:
         self.scheduler: Any = None  # SGLang's scheduler; None before its start and after its end.
         self.answers_positions = False
         self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
-        self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped and is not yet unloaded.
+        self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped, but is not yet unloaded.
         # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
         self._owed: dict[str, BackendJob] = {}  # Name of each request in flight -> its job.
         self._positions = PositionAnswers()
-        self._batch: Any = None  # The batch in progress.
-        # Functions that the scheduler's thread must call; some return requests for SGLang.
+        self._batch: Any = None  # SGLang's batch in progress.
+        # Functions that the scheduler's thread must call; a function may return requests for SGLang.
         self._orders: SimpleQueue[Callable[[], list[Any] | None]] = SimpleQueue()
-        # Results of forwards; the first one reports the start. An exception in the queue means that the thread ended.
+        # Results of forwards; the first result reports the start. An exception in the queue means that the thread ends.
         self._results: SimpleQueue[EngineBatch | BaseException] = SimpleQueue()
         self._error: BaseException | None = None
         # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
@@ -87,7 +87,7 @@ class SglangEngine:
         self._thread.start()
         if isinstance(failure := self._results.get(), LMPoolError):
             raise failure
-        if isinstance(failure, BaseException):  # SGLang has no exception type of its own.
+        if isinstance(failure, BaseException):  # SGLang has no exception type of its own, so catch all.
             is_too_little = isinstance(failure, MemoryError) or _TOO_LITTLE_MEMORY.search(str(failure)) is not None
             setting = "kv_cache_bytes" if is_too_little else "model"
             raise SettingsError(f"{setting}: {context}: {first_line(failure)}") from failure
@@ -207,7 +207,7 @@ class SglangEngine:
         """Have a scheduler receive requests from the queue, and capture the logits of its prefills."""
         scheduler.run_batch = partial(self._run_noted, scheduler.run_batch)
         scheduler.process_batch_result = partial(self._process_and_capture, scheduler.process_batch_result)
-        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # Replaces SGLang's socket.
+        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # Replace SGLang's socket.
         for module in scheduler.tp_worker.model_runner.model.modules():
             if not isinstance(module, LogitsProcessor):
                 continue
@@ -220,7 +220,7 @@ class SglangEngine:
         """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs`: SGLang's own abort requests."""
         received, is_idle = list(local_reqs or ()), self.scheduler.is_fully_idle()
         taken_back = {request.rid for request in received if isinstance(request, io_struct.AbortReq)}
-        # An idle scheduler has dropped all requests without a result, and has reported this only to its socket.
+        # An idle scheduler has dropped all requests that have no result, and has reported them only to its socket.
         if lost := [name for name in self._owed if is_idle or name in taken_back]:
             text = "SGLang has dropped the prompt without an answer"
             self._results.put(EngineBatch(failures={self._forget(name).digest: text for name in lost}))
@@ -243,7 +243,7 @@ class SglangEngine:
         rows, digests, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
-            # Skip the rows of incomplete parts: a prompt that is computed in parts has a row of logits for each part.
+            # Skip logits of incomplete prompts: a prompt that is computed in parts has a row of logits for each part.
             if not request.finished() or (job := self._owed.pop(request.rid, None)) is None:
                 continue
             if isinstance(request.finished_reason, FINISH_ABORT):
@@ -285,7 +285,7 @@ class SglangEngine:
             self._batch = None  # Drop the reference to the batch, which holds device memory.
 
     def _capture_positions(self, forward: Callable[..., Any], **named: Any) -> Any:
-        """Run SGLang's logprob processor, and add the values of the logits that it computes to the answers."""
+        """Run SGLang's logprob processor, and add the values of the computed logits to the answers."""
         compute, batch, pieces, row, first = named["get_logits_fn"], self._batch, list[Piece](), 0, 0
         # Find the positions of each prompt's rows of logits. The last row is the prompt's last token in this forward.
         for index, rows in groupby(named["token_to_seq_idx"]):
@@ -329,9 +329,9 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
     server_args.resolve_once()
     server_args.check_server_args()
     ports = PortArgs.init_new(server_args)
-    # Create and initialise in two steps, so that a scheduler whose initialisation fails can be ended.
+    # Create and initialise the scheduler in two steps, so that it can be ended if the initialisation fails.
     scheduler = Scheduler.__new__(Scheduler)
-    # Restore sys.excepthook afterwards: torch's process groups replace it to prefix every traceback with a rank.
+    # Save sys.excepthook to restore it later: torch's process groups replace it, to prefix tracebacks with a rank.
     hook, show_bar = sys.excepthook, tqdm.tqdm.__init__
     try:
         ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=options.get("base_gpu_id", 0))
@@ -344,7 +344,7 @@ def make_scheduler(options: Mapping[str, Any]) -> Any:
         raise
     finally:
         sys.excepthook, tqdm.tqdm.__init__ = hook, show_bar
-        # Remove the files of SGLang's sockets, which no process uses here.
+        # Remove the files of SGLang's sockets, which no process uses.
         for value in vars(ports).values():
             if isinstance(value, str) and value.startswith("ipc://"):
                 with suppress(OSError):
@@ -369,7 +369,7 @@ def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
         top_logprobs_num=0,
         stream=False,
         lora_id=adapter,
-        **dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")),  # Not used.
+        **dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")),  # Unused fields.
     )
 
 
@@ -390,7 +390,7 @@ def end_scheduler(scheduler: Any) -> None:
 def _disconnect(scheduler: Any) -> None:
     """Close the sockets to SGLang's other processes, which do not exist here."""
     if (channels := getattr(scheduler, "ipc_channels", None)) is not None:
-        # Set the sockets to None, so that SGLang sends nothing.
+        # Remove the sockets, so that SGLang sends nothing.
         channels.send_to_tokenizer.socket = channels.send_to_detokenizer.socket = None
         # Close the context explicitly: garbage collection of a context with open sockets would block forever.
         channels.recv_from_tokenizer.context.destroy(linger=0)

@@ -27,7 +27,7 @@ from lmpool.workers.backends.vllm.engine import KEY, VllmEngine, refusing
 from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
-_MAX_IDLE_STEPS = 1000  # Max consecutive steps without a result. Each step frees memory, so more steps would not help.
+_MAX_IDLE_STEPS = 1000  # Max consecutive steps without a result: each step frees memory, so more steps would not help.
 # Sampling parameters of every request: vLLM returns logits only to sample a token, which is discarded.
 _ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
 _SESSION_SHARE = 0.5  # Max share of the memory for keys and values that sessions may hold.
@@ -54,7 +54,7 @@ class VllmBackend(EngineBackend):
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
-        # A waiting session takes a slot in the runner's batch: let sessions have at most half of the slots.
+        # Let sessions have at most half of the slots in vLLM's batch, because a waiting session takes a slot too.
         places = limits.max_num_active_seqs or limits.max_num_seqs
         sessions = min(settings.sessions, places // 2)
         tokens = int((cache.num_gpu_blocks or 0) * cache.block_size * _SESSION_SHARE)
@@ -64,7 +64,7 @@ class VllmBackend(EngineBackend):
         self._requests: dict[str, _Request] = {}  # Name -> request in flight.
         self._left_waiting = 0
         self._idle_steps = 0
-        # Report errors of the first forward, in which too little memory or missing kernels appear.
+        # Report errors of the first forward, which fails if memory is short or kernels are missing.
         with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
             self._prepare(
                 model.dtype,
@@ -77,8 +77,8 @@ class VllmBackend(EngineBackend):
         log_threads(self.device)
 
     def capacity(self) -> int:
-        """Number of jobs to accept: one batch next to the running batch, fewer while vLLM leaves prompts waiting."""
-        # Limit the count of the last step, because waiting jobs may have been aborted since then.
+        """Number of jobs to accept: one batch next to the running batch, less the prompts that vLLM leaves waiting."""
+        # Limit the count of waiting prompts, because some may have been aborted since the last step.
         if waiting := min(self._left_waiting, len(self._held)):
             return max(0, self.batch - waiting)
         return super().capacity()
@@ -91,7 +91,7 @@ class VllmBackend(EngineBackend):
             session, is_growing = None, False
             if job.positions is None and not job.fresh:
                 session = self._sessions.take(job.adapter, job.ids)
-                # Call `is_growing` even if the prompt extends a session: it records the prompt for later prompts.
+                # Call `is_growing` even if the prompt extends a session: the call records the prompt for later prompts.
                 is_growing = self._sessions.is_growing(job.adapter, job.ids)
             can_grow = len(job.ids) // 4 < self._info.max_prompt_tokens
             self._request(job, session, session is not None or (is_growing and can_grow))
@@ -114,7 +114,7 @@ class VllmBackend(EngineBackend):
             arrival_time=time.time(),
             lora_request=self._engine.loras[job.adapter] if job.adapter else None,
             resumable=is_session,
-            **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Not used.
+            **dict.fromkeys(("mm_features", "pooling_params", "cache_salt", "data_parallel_rank")),  # Unused fields.
         )
         self._core.add_request(request)
         self._requests[name] = _Request(job, is_session, held)
@@ -137,7 +137,7 @@ class VllmBackend(EngineBackend):
             held = self._scheduler.requests.get(name)
             if not request.held:
                 reused += output.prefill_stats.num_cached_tokens if output.prefill_stats is not None else 0
-            # Do not count a preempted session as reused: vLLM computes it again, and does not report cached tokens.
+            # Do not count a preempted session as reused: vLLM computes its tokens again, and reports no cached tokens.
             elif held is None or not held.num_preemptions:
                 reused += request.held
             answer: NDArray[np.float32] | str | None = None
@@ -165,9 +165,9 @@ class VllmBackend(EngineBackend):
         return Finished(blocks, failures | unsound, answers)
 
     def _keep(self, job: BackendJob, name: str) -> None:
-        """Keep a session open for its next tokens, if the engine holds the keys and values of all its tokens."""
+        """Keep a request open as a session, if the engine holds the keys and values of all tokens of its prompt."""
         held = self._scheduler.requests.get(name)
-        # Check the computed tokens: a session that was preempted before its result has none, although it waits.
+        # Check the computed tokens: a session that was preempted before its result has none, although it waits too.
         is_whole = (
             held is not None
             and held.status is RequestStatus.WAITING_FOR_STREAMING_REQ
@@ -211,7 +211,7 @@ class VllmBackend(EngineBackend):
         self._close(names)
 
     def _load(self, adapter: str, folder: Path) -> None:
-        # Use the qualified name, by which vLLM's prefix cache tells adapters apart, and a number never used before.
+        # Use the name with revision, by which vLLM's prefix cache tells adapters apart, and a number never used before.
         request = LoRARequest(adapter, next(self._numbers), str(folder))
         with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}"):
             if not self._core.add_lora(request):

@@ -1,12 +1,12 @@
-"""Starts vLLM's engine core in this process, and captures rows and values at positions inside it.
+"""Starts vLLM's engine core in this process, and captures rows and values at positions inside the engine core.
 
 Rows and values are captured for both of vLLM's model runners, V1 and V2. A logits processor captures rows. V1 reports
 changes of its batch by index (`update_state`); V2 gives each request a slot (`add_request`). Both runners pass float32
-logits of whole batches to the processor, before a token is sampled. They also pass logits of partly computed prompts.
+logits of whole batches to the processor before a token is sampled, also of partly computed prompts.
 
 Values at positions are computed from a step's hidden states, just before vLLM computes its own `prompt_logprobs`.
-These provide less: only the top-k, or all tokens sorted, and no last position. With LoRA, vLLM computes them wrongly
-or fails, because its output head expects one adapter per prompt (`punica_wrapper.sampler_indices`), not per token.
+`prompt_logprobs` provide less: the top-k or all tokens sorted, and no last position. With LoRA, `prompt_logprobs` are
+wrong or fail, because the output head expects one adapter per prompt (`punica_wrapper.sampler_indices`), not per token.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revi
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers, RowEncoder
 from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
 
-# Exceptions that vLLM raises for bad options, broken weights, and missing kernels, devices or memory; no common type.
+# Exceptions of vLLM for bad options, broken weights, and missing kernels, devices or memory; they have no common type.
 _ERRORS = (
     ValueError, TypeError, RuntimeError, OSError, MemoryError, NotImplementedError, ImportError, KeyError,
     AttributeError, AssertionError, SafetensorError, WorkerError,
@@ -82,7 +82,7 @@ _REFUSED = {
     **dict.fromkeys(("runner", "convert"), "rows come from models that generate"),
 }
 
-# Options that change rows by rounding at most. Workers that differ only in these options may serve the same model.
+# Options that change rows only by rounding. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
     "async_scheduling", "attention_backend", "attention_config", "block_size", "compilation_config", "cpu_offload_gb",
     "cudagraph_capture_sizes", "disable_cascade_attn", "disable_log_stats", "download_dir", "enable_chunked_prefill",
@@ -100,7 +100,7 @@ def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None
 
 
 class Captured:
-    """Stores captured rows until the backend takes them. Of several rows of a prompt, the last row is kept."""
+    """Stores captured rows until the backend takes them. If a prompt has several rows, the last row is kept."""
 
     def __init__(self, vocab_size: int, encoder: RowEncoder) -> None:
         self._vocab_size = vocab_size
@@ -136,7 +136,7 @@ class Captured:
                     blocks.setdefault(id(block), (block, []))[1].append(row)
         parts = []
         for block, rows in blocks.values():
-            if len(rows) < len(block.digests):  # Copy only if other rows of the block are not taken.
+            if len(rows) < len(block.digests):  # Copy the rows only if other rows of the block are not taken.
                 log_z, taken = None if block.log_z is None else block.log_z[rows], [block.digests[row] for row in rows]
                 block = RowBlock(taken, block.numbers[rows], log_z, block.encoding)
             parts.append(block)
@@ -144,21 +144,21 @@ class Captured:
 
 
 class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[misc]  # vllm has no types here
-    """Passes logits to `captured`. A subclass sets `captured`, because vLLM makes the instance itself."""
+    """Passes logits from vLLM to `captured`. A subclass sets `captured`, because vLLM itself makes the instance."""
 
     captured: Captured
 
     def __init__(self, config: Any, *more: Any) -> None:
-        # V1 passes two further arguments (device and is_pin_memory), V2 passes one (the state of its requests).
+        # vLLM's runner V1 passes two more arguments (device and is_pin_memory), V2 one (the state of its requests).
         self._requests: Any = more[0] if len(more) == 1 else None
         self._digests: dict[int, bytes] = {}
 
     def is_argmax_invariant(self) -> bool:
-        """Return False although logits do not change, because V1 skips invariant processors for greedy requests."""
+        """Return False although logits do not change: runner V1 skips invariant processors for greedy requests."""
         return False
 
     def update_state(self, batch_update: Any) -> None:
-        """V1 calls this after a change of its batch: first requests were removed, then added, then moved."""
+        """Update the batch; called by vLLM's runner V1: first requests were removed, then added, then moved."""
         if batch_update is None:
             return
         digests = self._digests
@@ -174,7 +174,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
                 digests[source] = other
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """V2 calls this when it gives the slot `req_idx` to a request. Returns whether to capture the request's row."""
+        """Return whether to capture a request's row; called by runner V2 when the request gets the slot `req_idx`."""
         digest = (sampling_params.extra_args or {}).get(KEY)
         if digest is None:
             self._digests.pop(req_idx, None)
@@ -184,7 +184,7 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 
     def apply(self, logits: Tensor, ctx: Any = None) -> Tensor:
         """Capture a step's logits, and return them unchanged."""
-        if ctx is None:  # V1 calls. Capture rows of incomplete prompts too; a later step replaces these rows.
+        if ctx is None:  # For runner V1, capture rows of incomplete prompts too; a later step replaces these rows.
             rows = sorted(index for index in self._digests if index < len(logits))
             digests = [self._digests[row] for row in rows]
         else:
@@ -210,7 +210,7 @@ class PositionCapture(PositionAnswers):
         """Hook into an engine core, so that each step passes its hidden states to this object.
 
         Raises:
-            AttributeError: this release of vLLM lacks one of the methods to replace. None was replaced.
+            AttributeError: this release of vLLM lacks one of the methods to replace. No method was replaced.
         """
         self._runner = runner = core.model_executor.driver_worker.worker.model_runner
         modules = runner.get_model().modules()
@@ -228,7 +228,7 @@ class PositionCapture(PositionAnswers):
     def _find_cached_before_wanted(self, request: Any) -> Any:
         """Look up a prompt in the prefix cache, but only up to the first position whose values are missing."""
         first = self.first_missing(request.request_id)
-        # Include the missing position: vLLM never takes the last token of a prompt from its cache.
+        # Include the first missing position: vLLM never takes the last token of a prompt from its cache.
         return self._find_cached(request if first is None else _Beginning(request, first + 1))
 
     def _after_step_of_v1(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
@@ -248,7 +248,7 @@ class PositionCapture(PositionAnswers):
         return self._original(compute_logits, hidden, batch, *more)
 
     def _add_all(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
-        """Compute the logits of the wanted positions of a step, one adapter after the other, and add their values."""
+        """Compute the logits of a step's wanted positions, one adapter after another, and add values to the answers."""
         by_adapter: dict[str, list[Piece]] = {}
         for piece in wanted:
             by_adapter.setdefault(self._open[piece.request].job.adapter, []).append(piece)
@@ -294,7 +294,7 @@ class _OneAdapter:
 
 
 class _Beginning:
-    """Proxy of a request with a smaller `num_tokens`; all other attributes are those of the request."""
+    """Proxy of a request with a smaller `num_tokens`; all other attributes come from the request."""
 
     def __init__(self, request: Any, num_tokens: int) -> None:
         self._request = request
@@ -313,7 +313,7 @@ def refusing(context: str) -> Iterator[None]:
         raise
     except _ERRORS as error:
         reason: BaseException = error
-        if isinstance(error, ValidationError):  # Take pydantic's first error: the message itself begins with a count.
+        if isinstance(error, ValidationError):  # Name the first error: pydantic's message begins with the count.
             found = error.errors()[0]
             reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"])]))
         raise SettingsError(f"{context}: {first_line(reason)}") from error
@@ -325,7 +325,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings, folder: Path) -> None:
         processors = _allowed_processors(settings.logits_processors)
         given = user_arguments(settings)
-        # vLLM creates the processor from its class, so each engine needs its own class with the target of its rows.
+        # vLLM creates the logits processor from a class, so each engine needs its own class with its `Captured`.
         processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
         arguments = engine_arguments(settings, folder) | given | {"logits_processors": [processor]}
         with refusing(f"model: vLLM {vllm_version} cannot serve {settings.model}"):
@@ -380,7 +380,7 @@ def _allowed_processors(named: Sequence[str]) -> list[str]:
 
 
 def _foreign_plugins() -> list[str]:
-    """Descriptions of other packages' general plugins, which vLLM runs at its start; also logged."""
+    """Describe and log the general plugins of other packages, which vLLM runs at its start."""
     plugins = [
         _described(entry)
         for entry in entry_points(group=DEFAULT_PLUGINS_GROUP)
@@ -398,7 +398,7 @@ def _described(entry: EntryPoint) -> str:
 
 
 def user_arguments(settings: VllmSettings) -> dict[str, Any]:
-    """The user's engine options, checked."""
+    """Check and return the user's engine options."""
     given = parse_engine_args(settings.engine_args)
     known = {field.name for field in fields(EngineArgs)}
     check_engine_args(given, known, _REFUSED, _PARALLEL, f"vLLM {vllm_version}")
@@ -406,7 +406,7 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding. The fingerprint includes them."""
+    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
     return {name: value for name, value in given.items() if name not in _HARMLESS}
 
 
@@ -417,7 +417,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
         "model": str(folder),
         "trust_remote_code": settings.trust_remote_code,
         "dtype": checkpoint_dtype(folder, settings.dtype),
-        # vLLM requires at least one token of a step's token limit for each slot of the batch.
+        # vLLM requires that a step's token limit is at least the number of slots of the batch.
         "max_num_seqs": min(places, settings.max_batch_tokens or places),
         "max_num_batched_tokens": settings.max_batch_tokens,
         # Add one position, because vLLM samples one token for every prompt.
@@ -427,7 +427,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
-        "use_tqdm_on_load": sys.stderr.isatty(),  # Show no progress bars if stderr is a log file.
+        "use_tqdm_on_load": sys.stderr.isatty(),  # Show progress bars only in a terminal.
     }
     if current_platform.is_cpu():
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES
@@ -438,7 +438,7 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
             ranks |= lora.ranks_of(lora.read_adapter_config(lora.check_adapter(source, folder)))
         if (rank := max(ranks)) > _LORA_RANKS[-1]:
             raise SettingsError(f"adapters: one has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
-        # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter got an adapter's rows.
+        # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter get an adapter's rows.
         rank = next(each for each in _LORA_RANKS if each >= rank)
         arguments |= {"enable_lora": True, "max_loras": slots + 1, "max_cpu_loras": slots + 1, "max_lora_rank": rank}
     return arguments

@@ -4,8 +4,8 @@ Prefix caching alone reuses only full blocks, and looks up each block again. A s
 stays open after its row was computed. No other request can use a session's memory. So a session is opened only for a
 prompt that has begun to grow, the number of sessions is limited, and the oldest session is closed first.
 
-A prompt may extend a session by at most one block of tokens: for a longer prompt, prefix caching finds nearly all
-tokens. A prompt may extend a session by at most the session's own length: many prompts share their first few tokens.
+A prompt may extend a session by at most one block of tokens, because prefix caching finds nearly all tokens of a longer
+prompt. An extension is at most as long as the session, because many unrelated prompts share their first few tokens.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 _ID_BYTES = 4  # Bytes of a token id.
-_RECENT = 100_000  # Max recent prompts that are remembered, to recognise prompts that grow; they take about 10 MB.
-_MAX_NEW = 64  # Max new tokens of a prompt that extends a session, whatever the block size: each costs a look-up.
+_RECENT = 100_000  # Max recent prompts remembered (about 10 MB), to recognise prompts that grow.
+_MAX_NEW = 64  # Max new tokens of a prompt that extends a session, for any block size: each new token costs a look-up.
 
 
 class KvSession(NamedTuple):
@@ -30,10 +30,10 @@ class KvSession(NamedTuple):
 
 
 class KvSessions:
-    """The sessions of an engine, and checksums of recent prompts. A waiting session is one that no prompt uses now.
+    """The sessions of an engine, and checksums of recent prompts. A session waits while no prompt uses it.
 
     Args:
-        most: max sessions that wait at once.
+        most: max number of waiting sessions.
         most_tokens: max tokens that all sessions hold together.
         block: tokens per block of memory; a session holds whole blocks.
     """
@@ -44,17 +44,17 @@ class KvSessions:
         self._block = block
         # Checksum of a prompt -> waiting session. A new session replaces a session with the same checksum.
         self._idle: OrderedDict[int, KvSession] = OrderedDict()
-        self._held: dict[str, int] = {}  # Request of each session, waiting or in use -> number of tokens that it holds.
-        # Checksums of recent prompts. Two prompts with one checksum at worst open a session that no prompt extends.
+        self._held: dict[str, int] = {}  # Request of each session, waiting or in use -> tokens in the session.
+        # Checksums of recent prompts. At worst, two prompts with one checksum open a session that no prompt extends.
         self._recent: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._idle)
 
     def take(self, adapter: str, ids: bytes) -> KvSession | None:
-        """Remove and return the longest waiting session that a prompt extends; None if there is no such session.
+        """Remove and return the longest waiting session that a prompt extends; None if the prompt extends no session.
 
-        The session's memory still counts until the caller passes its request to `keep` or `forget`.
+        The session's memory counts as used until the caller passes the session's request to `keep` or `forget`.
         """
         if not self._idle:
             return None
@@ -66,7 +66,7 @@ class KvSessions:
         return None
 
     def forget(self, request: str) -> None:
-        """Record that a session was closed, and no longer count its memory."""
+        """Record that a session was closed, so that its memory does not count as used."""
         self._held.pop(request, None)
 
     def is_growing(self, adapter: str, ids: bytes) -> bool:
@@ -88,7 +88,7 @@ class KvSessions:
         self.forget(request)
         tokens = -(-len(ids) // _ID_BYTES // self._block) * self._block
         if tokens > self._most_tokens:
-            return [*closed, request]  # Close this session now; the loop below would first close all other sessions.
+            return [*closed, request]  # Close this large session now: the loop below would close all others.
         self._idle[checksum] = KvSession(adapter, ids, request)
         self._held[request] = tokens
         while self._idle and (len(self._idle) > self._most or sum(self._held.values()) > self._most_tokens):
@@ -110,14 +110,14 @@ class KvSessions:
         return closed
 
     def _checksums_before(self, adapter: str, ids: bytes) -> Iterator[int]:
-        """The checksums of the prompt's prefixes that a session may hold, longest prefix first."""
+        """The checksums of the prefixes of a prompt that a session may hold, longest prefix first."""
         length = len(ids) // _ID_BYTES
         shortest = max(length - min(self._block, _MAX_NEW), (length + 1) // 2, 1)
         if shortest >= length:
             return
         checksum = _checksum(adapter, ids[: shortest * _ID_BYTES])
         checksums = [checksum]
-        # Compute each checksum from the previous one, so that all cost little more than the checksum of the prompt.
+        # Compute each checksum from the previous checksum, so that all cost little more than a single checksum.
         for end in range((shortest + 1) * _ID_BYTES, len(ids), _ID_BYTES):
             checksum = ((checksum >> 32) + _ID_BYTES) << 32 | crc32(ids[end - _ID_BYTES : end], checksum & 0xFFFFFFFF)
             checksums.append(checksum)
