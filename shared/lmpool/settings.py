@@ -25,7 +25,7 @@ def shown(value: object, most: int = 300) -> str:
     """A value for an error message, cut to `most` characters."""
     try:
         text = repr(value)
-    except (ValueError, RecursionError):  # An integer of over 4,300 digits, or a list that is nested too deeply.
+    except (ValueError, RecursionError):  # `repr` refuses integers of over 4,300 digits and deeply nested lists.
         return f"<{type(value).__name__}, too long to print>"
     return text if len(text) <= most else text[: most - 3] + "..."
 
@@ -45,7 +45,7 @@ def check_number(
 
 
 def check_kind(name: str, value: Any, kind: type | tuple[type, ...], what: str) -> Any:
-    """Return an instance of `kind`; otherwise raise SettingsError: the value must be `what`."""
+    """Return an instance of `kind`; for another value raise SettingsError, which says that it must be `what`."""
     if not isinstance(value, kind):
         raise SettingsError(f"{name}: {shown(value)} must be {what}")
     return value
@@ -58,14 +58,14 @@ def check_texts(name: str, value: Any) -> None:
 
 
 def check_choice(name: str, value: Any, choices: Collection[str]) -> Any:
-    """Return one of `choices`; otherwise raise SettingsError."""
+    """Return a value that is one of `choices`; raise SettingsError for another value."""
     if value not in choices:
         raise SettingsError(f"{name}: {shown(value)} is not one of {', '.join(choices)}")
     return value
 
 
 def check_known(given: Iterable[str], known: Iterable[str], what: str = "an option") -> None:
-    """Raise SettingsError for the first of the `given` names, in order of the alphabet, that is not known."""
+    """Raise SettingsError for the alphabetically first of the `given` names that is not among the `known` names."""
     if unknown := set(given).difference(known):
         raise SettingsError(f"{min(unknown)}: not {what}; there are {', '.join(known)}")
 
@@ -77,7 +77,7 @@ def check_name(name: str, value: Any) -> None:
 
 
 def option(description: str, default: Any = MISSING, least: float | None = None, most: float | None = None) -> Any:
-    """A field of a settings class, with the help of its command-line option, its default, and the limits of a number.
+    """A field of a settings class, with the help text of its command-line option, its default, and a number's limits.
 
     A default that is a list is copied for each instance.
     """
@@ -88,12 +88,12 @@ def option(description: str, default: Any = MISSING, least: float | None = None,
 
 
 def check_numbers(settings: Any) -> None:
-    """Refuse numbers of a settings class outside the limits of their fields. None is valid if it is the default.
+    """Refuse numbers outside the limits of their fields in a settings class. A field's default None is always valid.
 
     A field whose default is a whole number, or None, accepts whole numbers only.
 
     Raises:
-        SettingsError: begins with the name of the setting.
+        SettingsError: a number is invalid; the text begins with the name of the setting.
     """
     for each in fields(settings):
         value, least = getattr(settings, each.name), each.metadata.get("least")
@@ -117,8 +117,8 @@ def set_openmp_defaults() -> None:
     """Make waiting OpenMP threads sleep, and start at most one OpenMP thread per usable core.
 
     Threads that spin take CPU time from other processes on their cores. OpenMP respects a process's affinity, but not
-    the limit of its container. Variables that are already set stay as they are. An OpenMP library reads the variables
-    when it is loaded, so call this function before. Child processes inherit the variables.
+    the CPU limit of its container. Variables that are already set stay unchanged. Call this function before importing
+    a library that uses OpenMP: it reads the variables when it is loaded. Child processes inherit the variables.
     """
     os.environ.setdefault(_WAIT_POLICY, "PASSIVE")
     if (cores := count_cores()) < _affinity():
@@ -126,16 +126,16 @@ def set_openmp_defaults() -> None:
 
 
 def cpu_limit(root: Path = Path("/")) -> float | None:
-    """The cores that the control groups of this process allow, as with `docker run --cpus`; None for no limit."""
+    """The number of cores that this process's control groups allow (set by `docker run --cpus`); None for no limit."""
     limits: list[float] = []
-    with suppress(OSError):  # Only Linux has these files.
+    with suppress(OSError):  # Only Linux has the files of control groups.
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
             if controllers and "cpu" not in controllers.split(","):
                 continue
             mount = root / "sys/fs/cgroup" / ("cpu" if controllers else "")
             names = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
-            group = mount / path.lstrip("/")  # In a container, the files of its own group are at the mount itself.
+            group = mount / path.lstrip("/")  # In a container, its own group's files are in the mount itself.
             while group.is_relative_to(mount):
                 with suppress(OSError, ValueError):  # The file does not exist, or contains "max" instead of a number.
                     quota, period = (int(word) for name in names for word in (group / name).read_text().split())

@@ -21,22 +21,22 @@ from lmpool.protocol.row import narrow_to_bf16, widen_bf16
 from lmpool.settings import check_number
 from lmpool.vocabulary import MAX_TOKENS, Vocabulary
 
-_BASES = 8  # Base rows of a model: few, so that all fit into the processor's cache.
-_PARTS = 4  # Parts of a row, its quarters, that are rotated independently.
+_BASES = 8  # Number of base rows of a model: few, so that all base rows fit into the processor's cache.
+_PARTS = 4  # Number of parts of a row (quarters) that are rotated independently.
 # Parts of a prompt's hash: the number of a base row, and the rotation of each quarter.
 _HASHED = Struct(f"<H{_PARTS}I")
 _HASHES = np.dtype([("base", "<u2"), ("turns", "<u4", _PARTS)])
 
 FEW_TOKENS = 1024
-"""Max V of rows that are drawn together; longer rows are faster to draw one by one."""
+"""Max entries of rows that are drawn together; longer rows are faster to draw one by one."""
 
-_SINGLE_BYTES_FROM = 512  # Min V of a vocabulary that contains all single bytes.
+_SINGLE_BYTES_FROM = 512  # Min number of tokens of a vocabulary that contains all single bytes.
 _LETTERS = np.frombuffer(b"aeinorstlcdhmupgbfyw", np.uint8)
 _MIN_WORD = 2  # Min bytes of a word; tokens of a synthetic vocabulary are words or single bytes.
 _MAX_WORD = 12  # Max bytes of a word.
 _STEMS = 64  # Number of words that do not continue an earlier word.
 _MAX_ADDED = 4  # Max bytes that a word adds to an earlier word.
-_MAX_CUT = 5  # Max bytes that are cut from the end of the earlier word first.
+_MAX_CUT = 5  # Max bytes that are cut from the end of an earlier word before bytes are added.
 
 
 class BaseRow(NamedTuple):
@@ -44,7 +44,7 @@ class BaseRow(NamedTuple):
 
     logprobs: list[NDArray[np.float32]]  # Per quarter: log-probabilities, (2 * size,).
     bits: list[NDArray[np.uint16]]  # Per quarter: bfloat16 bits of the logits, (2 * size,).
-    log_z: np.float32  # logZ of the logits.
+    log_z: np.float32  # The log-sum-exp of all logits.
     sizes: list[int]  # Per quarter: its length, but at least 1.
 
 
@@ -66,7 +66,7 @@ def base_rows(vocab_size: int, seed: int) -> list[BaseRow]:
 class _Table(NamedTuple):
     """All base rows of a synthetic model with few tokens, in a form for drawing several rows at once."""
 
-    logprobs: NDArray[np.float32]  # (bases * 2 V,): the quarters of each base row, each twice as in `BaseRow`.
+    logprobs: NDArray[np.float32]  # (bases * 2 V,): the base rows; each quarter is stored twice, as in `BaseRow`.
     bits: NDArray[np.uint16]  # (bases * 2 V,): bfloat16 bits of the logits in the same order.
     log_z: NDArray[np.float32]  # (bases,): logZ of each base row.
     sizes: NDArray[np.uint32]  # (quarters,): the length of each quarter.
@@ -79,7 +79,7 @@ def _table(vocab_size: int, seed: int) -> _Table:
     bases = base_rows(vocab_size, seed)
     lengths = [len(part) // 2 for part in bases[0].logprobs]
     quarter = np.repeat(np.arange(_PARTS), lengths)
-    # Each quarter before the token's own is stored twice.
+    # Add the length of each quarter before the token's quarter, because each quarter is stored twice.
     place = np.arange(vocab_size) + np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
     logprobs = np.concatenate([part for base in bases for part in base.logprobs])
     bits = np.concatenate([part for base in bases for part in base.bits])
@@ -92,7 +92,7 @@ Draw = tuple[BaseRow, tuple[int, ...]]
 
 
 def draw(ids: bytes, vocab_size: int, seed: int, revision: str = "") -> Draw:
-    """Choose the row of an encoded prompt; `revision` is the revision of its adapter, or "" without one."""
+    """Choose the row of an encoded prompt; `revision` is the revision of its adapter, or "" without an adapter."""
     number, *turns = _HASHED.unpack(_hash(ids, seed, revision))
     base = base_rows(vocab_size, seed)[number % _BASES]
     return base, tuple([turn % size for turn, size in zip(turns, base.sizes, strict=True)])
@@ -142,7 +142,7 @@ def synthetic_row(
 
     Args:
         prompt: token ids, each below `vocab_size`.
-        vocab_size: V.
+        vocab_size: V, the number of tokens.
         seed: the worker's `--seed`.
         adapter_revision: revision of the adapter that the prompt names (`Producer.adapters`); "" for none.
 
@@ -162,11 +162,11 @@ def synthetic_row(
 def synthetic_vocabulary(vocab_size: int, seed: int = 0) -> Vocabulary:
     """The vocabulary of a synthetic worker.
 
-    It resembles a real one: token 0 is empty, the 256 single bytes follow if V is at least 512, and the rest are words
-    of 2 to 12 bytes with shared prefixes. Half of the words begin with a space, and some occur twice.
+    It resembles a real vocabulary: token 0 is empty, the 256 single bytes follow if V is at least 512, and the other
+    tokens are words of 2 to 12 bytes with shared prefixes. Half of the words begin with a space, and some occur twice.
 
     Args:
-        vocab_size: V.
+        vocab_size: V, the number of tokens.
         seed: the worker's `--seed`.
 
     Raises:
@@ -200,6 +200,6 @@ def _draw_words(generator: np.random.Generator, count: int) -> list[bytes]:
         words[new] = np.where(columns < kept[:, None], words[earlier], drawn)
         lengths[new] = ends
         done = new.stop
-    # numpy removes zeros at the ends of byte strings: these zeros pad the words.
+    # numpy removes zeros at the ends of byte strings, and so the zeros that pad the words.
     tokens: list[bytes] = words.view(f"S{_MAX_WORD}")[:, 0].tolist()
     return tokens

@@ -18,7 +18,7 @@ The byte strings are read from the names that a tokenizer gives its tokens, with
     WordPiece                  "##ing" is "ing"; a piece that begins a word is its own text, without a space
     tiktoken, tekken           the bytes themselves
 
-Special and added tokens are their text in UTF-8; in SentencePiece "▁" is a space in them too.
+The bytes of special and added tokens are their text in UTF-8; in SentencePiece, "▁" in their text is a space too.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from lmpool.errors import InvalidVocabulary, ProtocolError
 from lmpool.settings import check_choice, check_number, shown
 
 MAX_TOKENS = 4_000_000
-"""Max tokens of a vocabulary; published ones have up to 262,144."""
+"""Max tokens of a vocabulary; published vocabularies have up to 262,144 tokens."""
 
 MAX_BYTES = 32 * 1024 * 1024
-"""Max bytes of all byte strings of a vocabulary together, so that an untrusted one cannot fill the memory."""
+"""Max bytes of all byte strings of a vocabulary together, so that no vocabulary can fill the memory."""
 
 MAX_TOKEN_BYTES = 64 * 1024
-"""Max bytes of one token, which bounds the depth of its trie."""
+"""Max bytes of one token, which bounds the depth of a vocabulary's trie."""
 
 _MAGIC = b"LMPV"
 _WIRE_VERSION = 1  # Version of the packed layout; a vocabulary of another version is refused.
@@ -54,11 +54,11 @@ _LENGTHS = np.dtype("<u4")
 _FALLBACKS = ("tokenizer", "latin1", "replace")
 _MAX_SHOWN = 120  # Max characters of a value in an error message.
 _MAX_NESTED = 4  # Max nested tokenizers, such as mistral-common's inside of vLLM's.
-# A tokenizer with one of these attributes is read directly; one without them must wrap such a tokenizer.
+# A tokenizer with one of these attributes is read directly; a tokenizer without them must wrap one that has them.
 _READABLE = ("backend_tokenizer", "decode_single_token_bytes", "id_to_byte_piece", "id_to_piece", "id_to_token")
 _BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁".encode()
-# Byte values that occur in UTF-8. Some vocabularies lack the others.
+# Byte values that occur in UTF-8. Some vocabularies lack the other byte values.
 _BYTES_OF_UTF8 = frozenset(range(256)) - {0xC0, 0xC1} - frozenset(range(0xF5, 256))
 
 
@@ -329,18 +329,18 @@ def decode_vocab(
     """The byte string and the text of every token id of a tokenizer.
 
     Args:
-        tokenizer: one of transformers (fast, slow, or its wrapper of mistral-common) or tokenizers, a tiktoken
-            encoding, a SentencePiece processor, one of mistral-common, or an object that has one of these as its
-            `tokenizer`. Byte-level BPE, SentencePiece with or without byte fallback, and WordPiece are supported.
+        tokenizer: a tokenizer of transformers (fast, slow, or its wrapper of mistral-common), tokenizers or
+            mistral-common, a tiktoken encoding, a SentencePiece processor, or an object whose attribute `tokenizer` is
+            one of these. Byte-level BPE, SentencePiece with or without byte fallback, and WordPiece are supported.
         byte2str_fallback: the text of a token that is not UTF-8: "tokenizer" (the tokenizer's name for it; like
             "replace" for a tokenizer without names, such as tiktoken), "latin1", or "replace" (U+FFFD for each byte).
-        vocab_size: V of the model, if it differs from the tokenizer's. Ids that only the model has get b"", so their
+        vocab_size: V of the model, if it differs from the tokenizer's V. Ids that only the model has get b"", so their
             weight is added to the root of a trie; ids that only the tokenizer has are removed.
 
     Returns:
-        tokens and texts by id, both of length `vocab_size`; without it, up to the tokenizer's highest id. Several ids
-        may have equal byte strings. Special and added tokens are their text. A gap in the ids gets b"". In WordPiece
-        "##ing" is b"ing", and a piece at the beginning of a word has no space before it.
+        tokens and texts by id, as many as `vocab_size`; without `vocab_size`, up to the tokenizer's highest id. Several
+        ids may have equal byte strings. The bytes of a special or added token are its text. A gap in the ids gets b"".
+        In WordPiece "##ing" is b"ing", and a piece at the beginning of a word has no space before it.
 
     Raises:
         InvalidVocabulary: the tokenizer's byte strings cannot be read, or it has more than `MAX_TOKENS` tokens.

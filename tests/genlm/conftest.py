@@ -25,20 +25,20 @@ def small_pool(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """See `byte_tokenizer`."""
+    """The tokenizer of `small_pool`, with one token for every byte."""
     return byte_tokenizer()
 
 
 @pytest.fixture
 def small(small_pool: Pool, tokenizer: Any) -> Iterator[PooledLM]:
-    """The language model of that pool."""
+    """The language model of `small_pool`."""
     with PooledLM.from_name("syn", redis=small_pool.url, prefix=small_pool.prefix, tokenizer=tokenizer) as model:
         yield model
 
 
 @pytest.fixture(scope="session")
 def real_pool(server_url: str, smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
-    """A pool with SmolLM2."""
+    """A pool with one worker that serves the model SmolLM2."""
     pool = Pool(server_url, "genlm-real", tmp_path_factory.mktemp("real"))
     pool.start("--backend", "hf", "--name", "smollm2", model=str(smollm2_folder))
     yield pool
@@ -47,12 +47,12 @@ def real_pool(server_url: str, smollm2_folder: Path, tmp_path_factory: pytest.Te
 
 @pytest.fixture(scope="session")
 def real(real_pool: Pool) -> Iterator[PooledLM]:
-    """The language model of that pool."""
+    """The language model of `real_pool`."""
     with PooledLM.from_name("smollm2", redis=real_pool.url, prefix=real_pool.prefix) as model:
         yield model
 
 
 @pytest.fixture(scope="session")
 def theirs(smollm2_folder: Path) -> Any:
-    """genlm-backend's own language model on the same weights."""
+    """genlm-backend's own language model with the weights of SmolLM2."""
     return AsyncTransformer.from_name(str(smollm2_folder), hf_opts={"torch_dtype": "float32", "device_map": "cpu"})

@@ -1,4 +1,4 @@
-"""A small tokenizer, one token for every byte and an end of sequence, and random rows over it."""
+"""A small tokenizer for tests, with one token per byte and an end of sequence, and random rows for its vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZE = 257
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE without merges."""
+    """A byte-level BPE tokenizer without merges."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: index for index, letter in enumerate(alphabet)} | {END: len(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocabulary, []))
@@ -40,7 +40,7 @@ def expected(ids: list[int], seed: int = 0) -> torch.Tensor:
 
 
 class RowsOfThePool(AsyncLM):  # type: ignore[misc]
-    """genlm-backend's base class over the same rows, without a pool."""
+    """A language model of genlm-backend with the rows of a synthetic worker, without a pool."""
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__(tokenizer)

@@ -1,4 +1,4 @@
-"""LoRA adapters through `PooledLM`, on a real model, against genlm-backend's own with the same adapters."""
+"""`PooledLM` and genlm-backend compute equal rows with the same LoRA adapters, on a real model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = 1e-4
 @pytest.fixture(scope="module")
 def folders(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Two adapters of SmolLM2 with random weights."""
-    # Import it here: the import takes seconds in each process that collects tests.
+    # Import peft here: at the head of the file, its import would delay each process that collects tests by seconds.
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -37,7 +37,7 @@ def test_an_adapter_is_loaded_replaced_and_removed(real: PooledLM, theirs: Any, 
     prompt = real.tokenizer.encode("The capital of France is")
 
     async def rows_of(llm: Any) -> list[torch.Tensor]:
-        """Run in one event loop, whose session starts without any adapters."""
+        """Compute rows with both adapters in one event loop; its session starts without adapters."""
         rows = [await llm.next_token_logprobs(prompt)]
         for folder in folders:
             llm.add_new_lora(folder, NAME)

@@ -1,4 +1,4 @@
-"""The tries of `lmpool.producer.genlm` have the node numbers and results of genlm-backend's."""
+"""The tries of `lmpool.producer.genlm` and of genlm-backend have equal node numbers and results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WS = [0.1, 0.2, 0.2, 0.5]
 
 
 class EndOfSequence:
-    """An item whose only letter is itself, as the end-of-sequence item of genlm-control."""
+    """An item of a vocabulary that yields itself when it is iterated, as the end-of-sequence item of genlm-control."""
 
     def __init__(self, name: str = "EOS") -> None:
         self.name = name
@@ -66,7 +66,7 @@ mixed_vocabularies = st.tuples(vocabularies, st.lists(others, unique=True, max_s
 
 
 def tekken(count: int) -> list[TheirToken]:
-    """The first tokens of a real vocabulary."""
+    """The first tokens of the Tekken vocabulary of mistral_common."""
     text = files("mistral_common").joinpath("data/tekken_240911.json").read_text("utf-8")
     listed = json.loads(text)["vocab"][:count]
     return [TheirToken(i, base64.b64decode(entry["token_bytes"])) for i, entry in enumerate(listed)]
@@ -96,19 +96,19 @@ def assert_close(ours: NDArray[Any], theirs: NDArray[Any], *, atol: float = 0.0)
 
 
 def our_tokens(decode: list[Any]) -> list[Any]:
-    """The vocabulary with lmpool's tokens in place of genlm's."""
+    """The vocabulary with lmpool's `Token` objects in place of genlm-backend's."""
     return [Token(item.token_id, item.byte_string) if isinstance(item, TheirToken) else item for item in decode]
 
 
 def weights_for(decode: list[Any], seed: int) -> NDArray[np.float32]:
-    """Three rows: probabilities, log-probabilities and both signs, with zeros and -inf among them."""
+    """Three rows of weights: probabilities with zeros, log-probabilities with -inf, and numbers of both signs."""
     draws = np.random.default_rng(seed).dirichlet(np.full(len(decode), 0.1)).astype(np.float32)
     with np.errstate(divide="ignore"):
         logs = np.log(draws)
     return np.stack([draws, logs, np.where(np.arange(len(decode)) % 3, 0.25 - draws, 0)]).astype(np.float32)
 
 
-# Structure
+# Node numbers of tries
 
 
 @given(vocabularies)
@@ -154,7 +154,7 @@ def test_a_token_may_be_longer_than_the_recursion_limit() -> None:
     assert trie.weight_sum([1.0, 2.0])[[trie.root, 30_000, trie.word2leaf[b"a" * 20_000, 1]]].tolist() == [3, 1, 2]
 
 
-# Weights
+# Weights of nodes
 
 
 @both_ops
@@ -177,7 +177,7 @@ def test_weights_of_a_real_vocabulary_are_genlms(ours: Any, theirs: Any, op: str
     for row in weights_for(decode, 1)[:2].astype(dtype):
         values, wanted = (getattr(each, f"weight_{op}")(row) for each in (trie, reference))
         assert values.dtype == wanted.dtype
-        # Their parallel class adds in float32; its error at the root is 3e-6 here.
+        # genlm-backend's parallel class adds in float32; its relative error at the root is 3e-6 here.
         np.testing.assert_allclose(values, wanted, rtol=1e-5 if theirs is TheirParallel else 1e-6)
         if op == "sum":
             np.testing.assert_allclose(values, exact.weight_sum(row), rtol=1e-6)
@@ -249,7 +249,7 @@ def test_invalid_weights_are_refused(ours: Any, theirs: Any, ws: Any, message: s
         ours(DECODE).batch_weight_max(ws if ws is None else [ws])
 
 
-# Vocabularies
+# Accepted and refused vocabularies
 
 
 @both_classes
@@ -305,7 +305,7 @@ def test_torch_is_not_loaded_for_a_trie() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Tokens
+# Comparison and use of tokens
 
 
 def test_tokens_are_compared_by_their_ids_and_used_as_bytes() -> None:
@@ -337,7 +337,7 @@ def test_a_token_needs_an_int_and_bytes() -> None:
         Token(1, "x")  # type: ignore[arg-type]
 
 
-# Drawing
+# The drawing of a trie
 
 
 @pytest.mark.parametrize("values", [None, [0.25, 0.5], [0.0], [1.0]])
@@ -357,11 +357,11 @@ def test_drawing_needs_a_weight_for_each_node_and_graphviz(monkeypatch: pytest.M
         trie.visualize()
 
 
-# Asynchronous
+# Asynchronous tries
 
 
 def counted(trie: AsyncTokenCharacterTrie, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The batches that the trie computes from now on: operation and rows."""
+    """Record the batches that the trie computes after this call: (operation, number of rows)."""
     batches: list[tuple[str, int]] = []
 
     def counting(op: str) -> Callable[[Any], Any]:
@@ -455,7 +455,7 @@ def test_a_trie_works_after_an_event_loop_was_closed_with_a_pending_batch() -> N
     assert not left.done()
     assert asyncio.run(trie.weight_sum(WS))[trie.trie.root] == pytest.approx(1)
     trie.shutdown()
-    # Python warns when it collects a coroutine that never ran: collect it in this test.
+    # Python warns when it collects a coroutine that never ran, so collect `left` within this test.
     del left, loop
     gc.collect()
 

@@ -1,4 +1,4 @@
-"""`llm_opts` are split into options of the model and of its private worker."""
+"""`load_model_by_name` splits `llm_opts` into options of the model and options of its private worker."""
 
 from __future__ import annotations
 

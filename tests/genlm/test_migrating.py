@@ -1,4 +1,4 @@
-"""docs/migrating-from-genlm.md is complete, and all names in it exist."""
+"""docs/migrating-from-genlm.md lists every public name of genlm-backend, and all names on the page exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ IMPLIED = ("self", "cls")
 
 
 def modules() -> dict[str, ast.Module]:
-    """The modules of the installed genlm-backend; read and not imported, because some need an engine."""
+    """Syntax trees of genlm-backend's modules: importing some of the modules would need an engine."""
     spec = find_spec("genlm.backend")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -44,7 +44,7 @@ def is_public(name: str) -> bool:
 def names_of(body: list[ast.stmt]) -> Iterator[str]:
     """The public names of a module: constants, functions, classes and their public members."""
     for node in body:
-        if isinstance(node, (ast.If, ast.Try)):  # The class depends on whether an engine is installed.
+        if isinstance(node, (ast.If, ast.Try)):  # genlm-backend defines some classes only if an engine is installed.
             yield from names_of([*node.body, *node.orelse])
         elif isinstance(node, ast.ClassDef) and is_public(node.name):
             yield node.name
@@ -60,7 +60,7 @@ def names_of(body: list[ast.stmt]) -> Iterator[str]:
 
 
 def names_in_class(kind: ast.ClassDef) -> Iterator[str]:
-    """Methods, attributes, and the options of constructors."""
+    """The public methods and attributes of a class, and the arguments of its constructors."""
     for method in kind.body:
         if isinstance(method, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if is_public(method.name):
@@ -86,7 +86,7 @@ def all_arguments(module: ast.Module) -> set[str]:
 
 
 def tables() -> dict[str, list[tuple[str, str]]]:
-    """The rows of the table of each module."""
+    """The rows of the page's tables: name of a genlm-backend module -> rows of its table."""
     by_module: dict[str, list[tuple[str, str]]] = {}
     for section in PAGE.split("\n### ")[1:]:
         name, _, text = section.partition("\n")
@@ -117,7 +117,7 @@ def test_every_name_has_a_counterpart() -> None:
 
 
 def resolved(dotted: str) -> Any:
-    """Return the object of a name in lmpool."""
+    """Return the object that a dotted name names in lmpool."""
     first, *rest = dotted.split(".")
     if first in OURS:
         value: Any = OURS[first]
@@ -132,7 +132,7 @@ def resolved(dotted: str) -> Any:
 
 
 def exists(dotted: str, end: int) -> bool:
-    """Whether the first parts of a name are a module."""
+    """Whether the first `end` parts of a dotted name are the name of a module."""
     try:
         return find_spec(".".join(dotted.split(".")[:end])) is not None
     except ModuleNotFoundError:

@@ -52,7 +52,7 @@ ThreadList = Callable[[], list[threading.Thread]]
 
 @pytest.fixture
 def threads_of_ours() -> ThreadList:
-    """Return a function that lists the producer threads of this test, without those of other open models."""
+    """Return a function that lists the producer threads that this test has started."""
 
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name.startswith("lmpool-pro")]
@@ -62,12 +62,12 @@ def threads_of_ours() -> ThreadList:
 
 
 async def finished(call: Callable[[], Any]) -> Any:
-    """The result of a call, which may be a coroutine."""
+    """Return the result of a call; await the result if it is a coroutine."""
     result = call()
     return await result if asyncio.iscoroutine(result) else result
 
 
-# Results
+# Results of every method
 
 
 async def test_every_method_returns_the_row_of_the_pool(small: PooledLM) -> None:
@@ -158,7 +158,7 @@ async def test_without_a_seed_workers_draw_and_no_row_is_cached(small: PooledLM)
     assert await small.sample(IDS, 1, [], temperature=0.001) == [most_likely]
 
 
-# Caches
+# Temperatures, statistics and caches
 
 
 async def test_a_temperature_of_zero_takes_the_most_likely_tokens_with_and_without_a_seed(small: PooledLM) -> None:
@@ -203,7 +203,7 @@ def test_an_uncached_row_is_the_same_row(small: PooledLM) -> None:
         small.next_token_logprobs_uncached([])
 
 
-# Errors
+# Errors of PooledLM
 
 
 async def test_an_unknown_adapter_is_an_error_of_both_libraries(small: PooledLM) -> None:
@@ -296,7 +296,7 @@ def test_unknown_and_malformed_options_are_refused(small_pool: Pool, tokenizer: 
         connect(small_pool, tokenizer, timeout=-1)
 
 
-# Callers
+# Callers in several event loops, threads and processes
 
 
 def test_one_model_serves_one_event_loop_after_another(small: PooledLM) -> None:
@@ -359,7 +359,7 @@ def test_a_redis_client_is_taken_and_cannot_be_pickled(small_pool: Pool, tokeniz
 
 
 def rows_of_both_interfaces(model: PooledLM, ids: list[int]) -> tuple[int, float, float]:
-    """Run in another process; return its id, and the sums of rows from both interfaces."""
+    """Run in another process; return the process id, and the sums of rows from the async and the sync interface."""
     return (
         os.getpid(),
         float(asyncio.run(model.next_token_logprobs(ids)).sum()),
@@ -383,7 +383,7 @@ def test_other_processes_connect_for_themselves(small: PooledLM, method: str) ->
         answer: tuple[int, float, float] = await asyncio.to_thread(answers.get, True, ENDS_WITHIN_S)
         await asyncio.to_thread(child.join, ENDS_WITHIN_S)
         assert child.exitcode == 0
-        # The connections of the parent still work.
+        # After the fork, the parent's connections still work.
         for token in range(20, 40):
             assert torch.equal(await small.next_token_logprobs([token]), expected([token]))
             assert torch.equal(small.next_token_logprobs_sync([token, 1]), expected([token, 1]))
@@ -406,7 +406,7 @@ def test_llamppl_treats_it_as_an_async_transformer(small: PooledLM) -> None:
     model.reset_async_queries()
 
 
-# Closing
+# Closing of a model
 
 
 async def test_a_closed_model_raises_producer_closed(
@@ -498,7 +498,7 @@ threading.Thread(target=request_rows, daemon=True).start()
 
 
 def ended(pool: Pool, program: str) -> subprocess.CompletedProcess[str]:
-    """A program that has a model `llm` and does not close it."""
+    """Run a program that has a model `llm` and does not close it; return the ended process."""
     begin = f"""
 import asyncio, threading
 from lmpool.producer.genlm import PooledLM

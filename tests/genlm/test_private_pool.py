@@ -31,7 +31,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def temporary_folder(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of private pools; only a killed program may leave files there."""
+    """The folder of private pools, which must be empty at the end unless the test kills a program."""
     monkeypatch.setattr("tempfile.tempdir", str(short_dir))
     monkeypatch.setenv("TMPDIR", str(short_dir))
     yield short_dir
@@ -63,8 +63,8 @@ def test_a_private_worker_serves_and_ends_with_close(tokenizer_folder: str, temp
         assert model.info.vocab_size == SIZE == len(model.byte_vocab)
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS, 3))
         assert torch.equal(asyncio.run(model.next_token_logprobs(IDS)), expected(IDS, 3))
-        assert len(processes_in(temporary_folder)) == 3  # The worker, the server and its supervisor.
-        with pytest.raises(AdapterRefused, match="org/poet' cannot be read"):  # Names on the hub are accepted.
+        assert len(processes_in(temporary_folder)) == 3  # These are a worker, a server and the server's supervisor.
+        with pytest.raises(AdapterRefused, match="org/poet' cannot be read"):  # A private worker accepts hub names.
             model.add_new_lora("org/poet")
     assert processes_in(temporary_folder) == []
     assert list(temporary_folder.iterdir()) == []
@@ -130,7 +130,7 @@ def test_a_program_that_ends_without_close_leaves_no_process(tokenizer_folder: s
 
 
 def test_a_killed_program_leaves_no_process(tokenizer_folder: str, short_dir: Path) -> None:
-    # A fork of the program survives, and must not keep the worker alive.
+    # The program forks a child that survives the program and must not keep the worker alive.
     then = "child = os.fork() or time.sleep(60) or os._exit(0)\nprint(child, flush=True)\ntime.sleep(60)"
     program = start(then, tokenizer_folder)
     assert program.stdout is not None
@@ -140,7 +140,7 @@ def test_a_killed_program_leaves_no_process(tokenizer_folder: str, short_dir: Pa
         program.send_signal(signal.SIGKILL)
         program.wait(ENDS_WITHIN_S)
         until(lambda: not processes_in(short_dir), "server and worker end with the killed program")
-        os.kill(fork, 0)  # The fork still runs.
+        os.kill(fork, 0)  # This call fails unless the forked child still runs.
     finally:
         os.kill(fork, signal.SIGKILL)
         program.communicate(timeout=ENDS_WITHIN_S)

@@ -1,6 +1,6 @@
 """Programs of genlm-control, genlm-bytes and llamppl have the same results on a pool as on genlm-backend.
 
-The programs are imported where they are used: that takes seconds, in each process that collects the tests.
+Each test imports its program itself: imports at the head of the file would delay each collecting process by seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ async def both(call: Callable[[Any], Awaitable[Any]], ours: Any, theirs: Any) ->
     return await call(ours), await call(theirs)
 
 
-# genlm-backend
+# Programs of genlm-backend
 
 
 async def test_rows_equal_those_of_genlm_backend(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> None:
@@ -68,12 +68,12 @@ def test_vocabularies_are_equal(real: PooledLM, theirs: Any) -> None:
     assert real.str_vocab == theirs.str_vocab
 
 
-# genlm-control
+# Programs of genlm-control
 
 
 @pytest.fixture(scope="module")
 def prompted(real: PooledLM, theirs: Any, prompts: list[list[int]]) -> tuple[PromptedLLM, PromptedLLM]:
-    """The model of lmpool and the model of genlm-backend."""
+    """Two models of genlm-control with the same prompt: one on lmpool, one on genlm-backend."""
     from genlm.control import PromptedLLM
 
     ours = PromptedLLM(real, prompt_ids=prompts[0])
@@ -94,7 +94,7 @@ async def test_potentials_are_equal(prompted: tuple[PromptedLLM, PromptedLLM]) -
 
 
 def constrained(potential: PromptedLLM, seed: int) -> list[Any]:
-    """Sequences and weights of SMC under a regular expression, in its own event loop."""
+    """Run SMC under a regular expression in a new event loop; return the sequences and their weights."""
     from genlm.control import AWRS, BoolFSA
 
     async def run() -> Any:
@@ -146,7 +146,7 @@ def test_potentials_of_other_processes_use_the_same_pool(
 ) -> None:
     from genlm.control.potential import multi_proc
 
-    # Do not fork: torch's OpenMP, which this process has used, hangs in a fork.
+    # Spawn the processes: this process has used torch's OpenMP, which hangs in a forked child.
     spawning = partial(ProcessPoolExecutor, mp_context=multiprocessing.get_context("spawn"))
     monkeypatch.setattr(multi_proc, "ProcessPoolExecutor", spawning)
     tokens = prompted[0].tokenize(" Paris")
@@ -158,7 +158,7 @@ def test_potentials_of_other_processes_use_the_same_pool(
     assert np.array_equal(here, there)
 
 
-# genlm-bytes
+# Programs of genlm-bytes
 
 
 async def test_beams_over_bytes_are_equal(small: PooledLM, tokenizer: Any) -> None:
@@ -175,7 +175,7 @@ async def test_beams_over_bytes_are_equal(small: PooledLM, tokenizer: Any) -> No
     assert np.allclose(rows[0], rows[1], atol=1e-6)
 
 
-# llamppl
+# Programs of llamppl
 
 
 async def test_contexts_of_llamppl_are_equal(real: PooledLM, theirs: Any) -> None:
@@ -183,7 +183,7 @@ async def test_contexts_of_llamppl_are_equal(real: PooledLM, theirs: Any) -> Non
     for llm in (real, theirs):
         model = CachedCausalLM(llm)
         np.random.seed(0)
-        # Created synchronously inside a running event loop, as in programs of llamppl.
+        # Programs of llamppl create the context synchronously inside a running event loop.
         context = LMContext(model, TEXTS[0], temp=0.7)
         for _ in range(4):
             await context.next_token().sample()

@@ -1,4 +1,4 @@
-"""`PooledLM` waits as long as a worker may return the row."""
+"""`PooledLM` waits for a row as long as a live worker may compute it, then raises an error."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def connect(pool: Pool, tokenizer: Any, **options: Any) -> PooledLM:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shorten the times after which a missing worker or server is an error."""
+    """Shorten the waits after which a missing worker or server counts as an error."""
     monkeypatch.setattr(discovery, "_RESTART_S", 0.1)
     monkeypatch.setattr(session, "ALONE_S", 3.0)
     monkeypatch.setattr(requests, "ALONE_S", 3.0)
@@ -110,7 +110,7 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
 
         loading = other.submit(load_model_by_name, "syn", llm_opts=options)
         until(lambda: begun() > 2, "the model has started to wait again, twice")
-        # Between loading and serving, a worker is invisible for a moment.
+        # Raise the limit: a worker is invisible for a moment between loading and serving.
         monkeypatch.setattr(requests, "ALONE_S", DEADLINE_S)
         before = begun()
         until(lambda: begun() > before, "the model waits longer")
@@ -123,7 +123,7 @@ def test_loading_waits_as_long_as_a_worker_loads_the_model(
 def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer: Any, timeout: float) -> None:
     with connect(small_pool, tokenizer) as model:
         assert (model.batch_size, model.timeout) == (20, math.inf)
-        # As programs of genlm-backend set them.
+        # Programs of genlm-backend set these two attributes.
         model.batch_size, model.timeout = 64, timeout
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))
         with pickle.loads(pickle.dumps(model)) as other:  # noqa: S301
@@ -135,7 +135,7 @@ def test_batch_size_and_timeout_can_be_read_and_set(small_pool: Pool, tokenizer:
 
 
 async def connected(model: PooledLM, gate: Gate) -> None:
-    """Send one request, so that connections are open and the row of [1] is cached."""
+    """Send one request, so that the model has open connections and the cached row of prompt [1]."""
     gate.open()
     await model.next_token_logprobs([1])
     gate.shut()

@@ -1,8 +1,8 @@
-"""Run Prometheus on loopback against a real pool, with docker/observe, and run the dashboard's queries.
+"""Check the dashboard and the alerts of docker/observe with a real Prometheus and a real pool.
 
     python -m tests.project.live_board PROMETHEUS
 
-PROMETHEUS is the program. One thing differs from production: workers are found by a list of addresses, not by DNS.
+PROMETHEUS is the path of the Prometheus program. Unlike in production, Prometheus finds workers by a list of addresses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEP_S = 0.05
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command `live_board PROMETHEUS`."""
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     try:
         with EmbeddedServer(memory_bytes=1 << 28, folder=folder / "s") as server:
@@ -116,7 +116,7 @@ def _answer(port: int, query: Query) -> bool:
     try:
         return bool(_get(port, "/api/v1/query", query=text)["result"])
     except OSError:
-        return False  # It is not up yet.
+        return False  # Prometheus does not accept connections yet.
 
 
 def _get(port: int, path: str, **parameters: str) -> Any:

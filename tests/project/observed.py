@@ -1,4 +1,4 @@
-"""The expressions of the dashboard and the alerts in docker/observe."""
+"""Read the PromQL expressions of the dashboard and of the alerts in docker/observe."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ OBSERVE = Path(__file__).parents[2] / "docker" / "observe"
 
 
 class Query(NamedTuple):
-    """An expression of PromQL.
+    """A PromQL expression of the dashboard or of an alert.
 
     Attributes:
-        name: of the panel or the alert.
-        text: the expression, with the dashboard's variables.
-        legend: texts that name labels of the result, in double braces.
+        name: the title of the panel or the name of the alert.
+        text: the PromQL expression, which may use variables of the dashboard.
+        legend: a text with names of labels in double braces, which Grafana or Prometheus replaces by values.
     """
 
     name: str
@@ -27,19 +27,19 @@ class Query(NamedTuple):
 
 
 def board() -> dict[str, Any]:
-    """Grafana's dashboard."""
+    """The dashboard for Grafana, as parsed JSON."""
     read: dict[str, Any] = json.loads((OBSERVE / "grafana/dashboards/lmpool.json").read_text("utf-8"))
     return read
 
 
 def rules() -> list[dict[str, Any]]:
-    """The alerts."""
+    """The alert rules for Prometheus."""
     read = yaml.safe_load((OBSERVE / "alerts.yml").read_text("utf-8"))
     return [rule for group in read["groups"] for rule in group["rules"]]
 
 
 def board_queries() -> Iterator[Query]:
-    """The expressions of the panels, the variables and the annotations."""
+    """The expressions of the dashboard's panels, variables and annotations."""
     for panel in board()["panels"]:
         for target in panel.get("targets", ()):
             yield Query(panel["title"], target["expr"], target["legendFormat"])

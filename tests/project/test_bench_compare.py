@@ -1,4 +1,4 @@
-"""`make bench-compare` compares two pools, and reports "worse" only when that is certain."""
+"""`make bench-compare` compares two pools; it reports "worse" only if the confidence interval proves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.harness.processes import run
 
 
 def rounds(*ratios: float) -> list[list[tuple[Burst, Burst]]]:
-    """Five rounds whose pairs have these ratios of rates."""
+    """Five rounds of measurements, whose pairs have the given ratios of new rate to base rate."""
     return [[(Burst(100 * ratio, {}), Burst(100, {})) for ratio in ratios] for _ in range(5)]
 
 
@@ -44,14 +44,14 @@ def test_interval_holds_the_median_and_knows_that_rounds_differ() -> None:
     alike = Interval.of([[0.9, 1.0, 1.1, 1.2]] * 5)
     apart = Interval.of([[ratio] * 4 for ratio in (0.8, 0.9, 1.0, 1.1, 1.2)])
     assert alike.low <= alike.median <= alike.high
-    # Four equal pairs of one process are no more evidence than one of them.
+    # Each process has four equal pairs; they must not count as more evidence than one pair.
     assert apart.median == 1.0
     assert apart.low <= 0.9
     assert apart.high >= 1.1
 
 
 def test_a_pool_is_compared_with_itself(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "")  # Set for the servers, and restored after the test.
+    monkeypatch.setenv("LMPOOL_RUNTIME_DIR", "")  # `main` sets this variable; pytest restores it.
     sides = ["--base-python", sys.executable, "--new-python", sys.executable]
     assert main([*sides, "--quick", "--pairs", "1", "--measures", "tiny"]) == 0
     shown = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""The files of docker/ name existing options, ports, variables, extras, versions and metrics, and agree."""
+"""The files of docker/ name existing options, ports, variables, extras, versions and metrics, and match each other."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def read(path: Path) -> Any:
 
 
 def manifests() -> Iterator[dict[str, Any]]:
-    """All objects for the cluster."""
+    """All Kubernetes objects in the files of docker/."""
     for path in sorted(KUBERNETES.rglob("*.yaml")):
         if path.name != "kustomization.yaml":
             yield from yaml.safe_load_all(path.read_text("utf-8"))
 
 
 def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The objects that run pods, each with its container."""
+    """The Kubernetes objects that run pods, each with its container."""
     for item in manifests():
         if item["kind"] in ("Deployment", "StatefulSet"):
             (container,) = item["spec"]["template"]["spec"]["containers"]
@@ -57,7 +57,7 @@ def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 
 def stages(path: Path) -> dict[str, str]:
-    """Name of a stage -> its instructions; "" for the last stage if it has no name."""
+    """Stages of a Dockerfile: name -> instructions; the name "" stands for an unnamed last stage."""
     parts = re.split(r"^FROM \S+(?: AS (\S+))?$", path.read_text("utf-8"), flags=re.MULTILINE)
     return dict(zip([name or "" for name in parts[1::2]], parts[2::2], strict=True))
 
@@ -69,7 +69,7 @@ def entry_point(target: str) -> list[str]:
 
 
 def options_of(words: list[str]) -> set[str]:
-    """The options of the command that these words call."""
+    """The options that the command in a command line accepts."""
     commands = dict(command_line.all_commands())
     called = next(name for name in (" ".join(words[:3]), " ".join(words[:2]), words[0]) if name in commands)
     options = command_line.options_of(commands[called])
@@ -85,7 +85,7 @@ def assert_is_called_rightly(words: list[str]) -> None:
 
 
 def called() -> Iterator[list[str]]:
-    """Every command line of lmpool in docker/."""
+    """Every command line in docker/ that calls `lmpool`."""
     for path in DOCKERFILES:
         for line in re.findall(r"^ENTRYPOINT (.*)$", path.read_text("utf-8"), re.MULTILINE):
             yield json.loads(line)
@@ -210,7 +210,7 @@ def test_versions_agree() -> None:
     for path in DOCKERFILES:
         text = path.read_text("utf-8")
         assert set(re.findall(r"^ARG VERSION=(\S+)$", text, re.MULTILINE)) == {PROJECT["version"]}
-        # Other images by a version, never by "latest".
+        # Dockerfiles name the version of each base image, never "latest".
         assert all(
             re.search(r":\S*\d", base)
             for base in re.findall(r"^ARG BASE=(\S+)$", text, re.MULTILINE)
@@ -225,7 +225,7 @@ def test_images_are_made_of_wheels_whose_hashes_are_known() -> None:
     without = {line.partition("==")[0] for line in pins if not re.search(r"( --hash=sha256:[0-9a-f]{64})+$", line)}
     assert without == {"torch"}, "run `make pin-hashes`"
     script = (DOCKER / "environment.sh").read_text("utf-8")
-    # With --no-deps pip installs only the listed packages. torch alone has no hash.
+    # With --no-deps, pip installs only the listed packages. Of these packages only torch has no hash.
     calls = re.findall(r"\binstall ((?:--|\$).*)$", script.partition("\n}\n")[2], re.MULTILINE)
     hashed = ["--no-deps --require-hashes --requirement /tmp/needed", '--no-deps --no-index "$wheel[$extras]"']
     assert [call for call in calls if "torch" not in call and "--dry-run" not in call] == hashed
@@ -356,9 +356,9 @@ def test_the_autoscaler_asks_for_what_there_is() -> None:
     assert demand_route(Server("redis://localhost"), Keys()).path_regex.match(path)
     (metric,) = re.findall(r"lmpool_\w+", to_many["metadata"]["query"])
     assert metric in exported()
-    # The drain time is exported by every worker for all workers together, so panels must not add it up.
+    # Every worker exports the drain time of the whole model, so the autoscaler must not add up the values of workers.
     assert to_many["metricType"] == "Value"
-    # All of one model.
+    # The autoscaler adds workers of one model only.
     (worker,) = [
         container
         for item, container in workloads()
@@ -385,7 +385,7 @@ def test_no_file_of_a_checkout_gets_into_an_image_unless_it_is_named() -> None:
 
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `docker` after the page's steps for users and certificates."""
+    """A copy of the folder `docker` after the steps of docs/deploy.md for users and certificates."""
     page = (ROOT / "docs" / "deploy.md").read_text("utf-8")
     (way,) = re.findall(r"^```sh\n(mkdir -p secure/tls/.*?)^```$", page, re.DOTALL | re.MULTILINE)
     folder = tmp_path_factory.mktemp("docker")
@@ -398,12 +398,12 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def addresses(secured: Path) -> dict[str, str]:
-    """The addresses of the created server, by the names of their settings."""
+    """Server addresses that the steps have written: name of the setting -> URL."""
     return dict(line.split("=", 1) for line in (secured / ".env").read_text("utf-8").splitlines())
 
 
 def seen(secured: Path, service: str) -> set[str]:
-    """The paths of the files below POOL_SECURE, and of docker/, that a container sees."""
+    """The paths in a container of the files below POOL_SECURE and in docker/ that are mounted into the container."""
     found = set()
     for volume in read(DOCKER / "compose.secure.yaml")["services"][service]["volumes"]:
         source, target = re.sub(r"\$\{POOL_SECURE:-([^}]*)\}", r"\1", volume).split(":")[:2]
@@ -465,7 +465,7 @@ def test_nobody_can_log_in_to_the_board_with_a_password_that_everybody_knows() -
     has_administrator = environment.get("GF_SECURITY_DISABLE_INITIAL_ADMIN_CREATION") != "true"
     required = re.fullmatch(r"\$\{\w+:\?.*\}", environment.get("GF_SECURITY_ADMIN_PASSWORD", ""))
     assert required or not has_administrator
-    # Nor as a user that a volume of an earlier start has.
+    # Disable logins of users that an earlier start has stored in Grafana's volume.
     assert environment["GF_AUTH_BASIC_ENABLED"] == "false"
     assert environment["GF_AUTH_DISABLE_LOGIN_FORM"] == "true"
     assert environment["GF_AUTH_ANONYMOUS_ORG_ROLE"] == "Viewer"

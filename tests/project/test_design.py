@@ -16,10 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DESIGN = ROOT / "docs/design.md"
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 FURTHER = sorted((ROOT / "docs/design").glob("*.md"))
-# Folders with pages for users.
+# Pages for users: guides, reference and tutorials.
 BESIDE = [path for name in ("guides", "reference", "tutorials") for path in sorted((ROOT / "docs" / name).glob("*.md"))]
 PAGES = [DESIGN, *FURTHER, CONTRIBUTING]
-# Names in the output of benchmarks.
+# Benchmark pages are left out: they name texts in the output of benchmarks.
 ALL_PAGES = [
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if not path.name.startswith("benchmarks")),
     *FURTHER,
@@ -32,9 +32,9 @@ PICTURE = ROOT / "docs/design/architecture.svg"
 SOURCE = PICTURE.with_suffix(".dot")
 MAX_LINES = {DESIGN: 120, CONTRIBUTING: 120, **dict.fromkeys(FURTHER, 200)}
 MAX_COLUMNS = 120
-# docs itself has the pages that are linked from elsewhere.
+# Max pages in each folder; docs itself may have more, for pages to which links from elsewhere lead.
 MAX_PAGES = {"docs": 24, "design": 12, "guides": 12, "reference": 12, "tutorials": 12}
-# Of other packages.
+# Class names of other packages that pages may name.
 FOREIGN_NAMES = {"AsyncLM", "AsyncTransformer", "BufferedProtocol", "InprocClient"}
 ENTRY_POINTS = {"lmpool.commands", "lmpool.backends"}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,7 +50,7 @@ def named_in(page: Path) -> set[str]:
 def test_pages_are_short(page: Path) -> None:
     lines = page.read_text("utf-8").splitlines()
     assert len(lines) <= MAX_LINES[page]
-    # A row of a table is one line.
+    # Lines of tables may be longer, because Markdown needs each row of a table on one line.
     assert [line for line in lines if len(line) > MAX_COLUMNS and not line.startswith("|")] == []
 
 
@@ -129,7 +129,7 @@ def test_make_lists_its_targets_with_a_sentence_each() -> None:
     makefile = (ROOT / "Makefile").read_text("utf-8")
     listed = re.findall(r"^## ([a-z-]+): .{10,}$", makefile, re.MULTILINE)
     phony = re.findall(r"[\w-]+", makefile.partition(".PHONY:")[2].partition("\n\n")[0].replace("$(VLLM_RUNS)", ""))
-    # Its step has another name.
+    # The target `collect`, a step of other targets, has no sentence.
     assert set(listed) == set(phony) - {"collect"}
     assert len(listed) == len(set(listed))
 
@@ -141,11 +141,11 @@ def test_the_hooks_before_a_commit_run_what_lint_runs() -> None:
     assert [" ".join(words).strip() for words in entries] == re.findall(r"^\t\$\(BIN\)/(.+)$", recipe, re.MULTILINE)
 
 
-# The picture
+# The picture of the architecture
 
 
 def test_the_picture_shows_what_its_source_says() -> None:
-    """`make picture` draws it again; releases of Graphviz differ in coordinates, so names and words are compared."""
+    """Compare names and words of the picture and its source, because coordinates differ between Graphviz releases."""
     source = re.sub(r"^\s*//.*$", "", SOURCE.read_text("utf-8"), flags=re.MULTILINE)
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     titles = {group.findtext(f"{SVG}title") for group in picture.iter(f"{SVG}g") if group.get("class") != "graph"}
@@ -159,7 +159,7 @@ def test_the_picture_shows_what_its_source_says() -> None:
 
 
 def test_the_picture_says_how_large_it_is() -> None:
-    """Some renderers use the size and others the box of the drawing: the two must agree."""
+    """The picture's size and its view box must agree, because some renderers use the size and others use the box."""
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     size = [float(picture.attrib[name].removesuffix("pt")) for name in ("width", "height")]
     left, top, *box = map(float, picture.attrib["viewBox"].split())
@@ -169,7 +169,7 @@ def test_the_picture_says_how_large_it_is() -> None:
 
 
 def test_the_picture_can_be_read_on_a_light_and_on_a_dark_page() -> None:
-    """It has no background. Text outside boxes has one tone between black and white, text in boxes is white."""
+    """The picture has no background; text outside boxes has a tone between black and white, text in boxes is white."""
     picture = ElementTree.fromstring(PICTURE.read_text("utf-8"))
     (graph,) = (group for group in picture.iter(f"{SVG}g") if group.get("class") == "graph")
     invisible = {None, "none", "transparent"}

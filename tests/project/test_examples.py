@@ -1,4 +1,4 @@
-"""The examples, run as a user runs them, on one worker with a real model."""
+"""The programs of examples/ run as a user runs them, on one worker with a real model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb") and path.stem[0] != "_"
 )
-# The arguments of the examples that use a running pool.
+# Examples that use a running pool, and the arguments of each example.
 ASKING: dict[str, tuple[str, ...]] = {
     "next_words.py": (),
     "smc_json.py": (),
@@ -38,10 +38,10 @@ ASKING: dict[str, tuple[str, ...]] = {
     "distill.py": (str(ROOT / "LICENSE"),),
     "perplexity.py": (str(ROOT / "LICENSE"),),
 }
-# These import torch before they connect.
+# Examples that import torch before they connect.
 SLOW = ("awrs_regex.py", "byte_beams.py", "distill.py")
 FOLDER = ROOT / "docs/tutorials"
-# The text that each example prints, in addition to its assertions.
+# A text that each tutorial prints.
 TUTORIALS = {
     "next-words.md": "' Paris'",
     "smc.md": "log-probability that 16 tokens have no e: about -",
@@ -59,7 +59,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home to sl
 
 @pytest.fixture(scope="module")
 def url(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Their own server, which has only this model."""
+    """A server for the examples, on which only SmolLM2 is served."""
     folder = tmp_path_factory.mktemp("examples")
     with EmbeddedServer(memory_bytes=1 << 29) as server:
         pool = Pool(server.url, "lmpool", folder)
@@ -70,14 +70,14 @@ def url(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture(scope="module")
 def producer(url: str) -> Iterator[SyncProducer]:
-    """References for the examples' output."""
+    """A producer that computes the values which the examples must print."""
     with SyncProducer("smollm2", redis=url) as producer:
         yield producer
 
 
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_folder: Path) -> Any:
-    """The model's."""
+    """The tokenizer of SmolLM2."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(smollm2_folder)
@@ -106,7 +106,7 @@ def output(name: str, *arguments: str | int | Path, environment: Mapping[str, st
 
 
 def ended(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | int | Path) -> SystemExit:
-    """How an example ends in this process, which has imported torch already; a code that is a text means 1."""
+    """Run an example in this process, which has imported torch already; return the example's SystemExit."""
     monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
@@ -114,7 +114,7 @@ def ended(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | int | Pa
 
 
 def cells(out: str) -> list[list[str]]:
-    """The rows of the table in an output."""
+    """The cells of each row of the table that an example has printed."""
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
 
 
@@ -180,7 +180,7 @@ def test_a_student_learns_from_the_teacher(
     first, last = re.findall(r"\d+\.\d+", out)[:2]
     assert float(last) < 0.7 * float(first)
     assert ElementTree.parse(tmp_path / "kl.svg").getroot().tag.endswith("svg")
-    # The output is true of the saved student: it is nearer to the teacher than a student that has learned nothing.
+    # The saved student model is nearer to the teacher than an untrained student model.
     divergence = runpy.run_path(str(ROOT / "examples" / "distill.py"), run_name="distill")["divergence"]
     ids = tokenizer.encode(TEXT)[:24]
     values, tokens = producer.positions(ids, top=8)
@@ -283,7 +283,7 @@ def test_wrong_names_and_missing_servers_end_programs_that_import_torch(
     ("name", "package"), [("smc_json.py", "control"), ("awrs_regex.py", "control"), ("byte_beams.py", "bytes")]
 )
 def test_a_missing_package_ends_in_one_line(name: str, package: str, url: str, tmp_path: Path) -> None:
-    # It precedes the installed module; processes that an example starts import it too.
+    # This empty module `genlm` precedes the installed module, also in processes that an example starts.
     (tmp_path / "genlm").mkdir()
     (tmp_path / "genlm" / "__init__.py").touch()
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -322,7 +322,7 @@ def test_a_tutorial_runs_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Run all cells in one namespace, as a notebook; `make docs` shows their outputs."""
+    """Run all cells of a tutorial in one namespace, as a notebook does."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LMPOOL_REDIS_URL", url)
     monkeypatch.setenv("MPLBACKEND", "agg")
@@ -368,7 +368,7 @@ def test_every_example_is_explained_and_listed(path: Path) -> None:
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(source))
         assert text is not None
-        # The example of a backend is no program.
+        # own_backend.py is a module with a backend, not a program.
         assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
     else:
         assert json.loads(source)["cells"][0]["cell_type"] == "markdown"

@@ -1,4 +1,4 @@
-"""For tests, a forked `lmpool` command behaves like the installed one."""
+"""The `lmpool` commands that tests fork behave like the installed `lmpool` command."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_it_has_the_environment_that_it_is_given_and_no_other(
     fresh = WorkerProcess(command, tmp_path / "log", {"PYTHONDONTWRITEBYTECODE": "x"})
     assert isinstance(fresh.process, subprocess.Popen), "the interpreter reads this as it starts"
     assert fresh.wait() == 0
-    # A separate fork server with the variable that the second command does not get.
+    # Start a fork server whose environment has LMPOOL_REDIS_URL; the second command must not inherit this variable.
     given = {**os.environ, "LMPOOL_REDIS_URL": "http://x", "LMPOOL_RUNTIME_DIR": str(tmp_path)}
     script = [sys.executable, "-c", TWO_COMMANDS]
     told = subprocess.run(script, capture_output=True, text=True, timeout=DEADLINE_S, check=True, env=given)

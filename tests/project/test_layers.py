@@ -1,4 +1,4 @@
-"""Allowed imports and contents of the code, read from its syntax trees, and the public names."""
+"""The package's code imports only allowed modules, obeys the project's rules, and exports exactly the public names."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ENGINES = {
     "checkpoint.py": {"huggingface_hub"},
     "tokenizer.py": {"transformers"},
 }
-# Packages that only these files may import.
+# File outside the backends -> packages of engines that this file may import.
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},
     "producer/lmpool/producer/genlm/tries.py": {"genlm"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
-# Parts of the package that each folder or file may import in addition to itself, as the folders' docstrings say. A name
-# stands for all files below it that do not belong to another name of the table.
+# Folder or file -> parts of the package that it may import in addition to itself. The name of a folder stands for all
+# files below the folder that do not belong to another name of the table.
 SHARED_UNITS = {
     "lmpool",
     *(f"lmpool.{name}" for name in ("errors", "settings", "protocol", "broker", "rows", "trie")),
@@ -63,12 +63,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.producer.cli": SHARED_UNITS
     | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer", "lmpool.admin"},
     "lmpool.producer.genlm": SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.producer.client", "lmpool.producer"},
-    # Code that sends requests about whole files is a user of the client side like any other.
+    # lmpool.batch sends the requests of whole files, and may import the producer as a user's program does.
     "lmpool.batch": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
     "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.admin"},
-    # lm-evaluation-harness sends requests as any program does.
+    # lmpool.lm_eval sends the requests of lm-evaluation-harness, and may import the producer as a user's program does.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
     "lmpool.workers.execution": SHARED_UNITS,
@@ -77,18 +77,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         ("lmpool.workers.queue", "lmpool.workers.trie"),
         SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.metrics", "lmpool.workers.settings"},
     ),
-    # The backends' folder has the code about adapters on disk.
+    # lmpool.workers.membership imports the backends' folder, which has the code that reads adapters on disk.
     "lmpool.workers.membership": SHARED_UNITS
     | {"lmpool.workers.execution", "lmpool.workers.backends", "lmpool.workers.metrics", "lmpool.workers.settings"},
     "lmpool.workers": SHARED_UNITS | WORKER_UNITS,
-    # The backends' folder has the code that detects folders of models.
+    # The command line imports the backends' folder, which has the code that detects folders of models.
     "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.workers.backends": SHARED_UNITS | {"lmpool.workers.execution"},
     **dict.fromkeys(ENGINE_FOLDERS, SHARED_UNITS | {"lmpool.workers.execution", "lmpool.workers.backends"}),
     "lmpool.testing": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},
     "lmpool.pytest_plugin": {"lmpool.testing"},
 }
-# Test helpers for users, which no serving or requesting code may need.
+# Modules with test helpers for users, which the code of workers and clients may not import.
 FOR_TESTS = ("testing", "pytest_plugin")
 HF = BACKENDS / "hf"
 LUA = SHARED / "lmpool/broker/lua"
@@ -109,7 +109,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
-    """Every module that a file imports, anywhere in it, with the statement.
+    """The modules that a file imports in any place, each with the import statement.
 
     `from a import b` counts as `a` and as `a.b`, because b may be a module.
     """
@@ -126,7 +126,7 @@ def imports(path: Path) -> Iterator[tuple[str, ast.stmt]]:
 
 
 def allowed_in(path: Path) -> set[str]:
-    """The engines that a file may import: those of its backend, or the packages that build a kernel."""
+    """The packages of engines that a file may import: packages of its backend, or packages that compile a kernel."""
     if path.is_relative_to(BACKENDS):
         return ENGINES.get(path.relative_to(BACKENDS).parts[0], set())
     return FILES_WITH_MORE.get(name_of(path), set())
@@ -154,12 +154,12 @@ def strings(path: Path) -> Iterator[tuple[str, int]]:
 
 def test_the_parts_are_there() -> None:
     assert all(len(within(part)) >= 4 for part in (SHARED, PRODUCER, WORKERS, TESTING))
-    # All parts need these files, which join them to one package.
+    # Only the shared part has lmpool/__init__.py, which joins the four parts to one package.
     owners = [part for part in (SHARED, PRODUCER, WORKERS, TESTING) if (part / "lmpool/__init__.py").exists()]
     assert owners == [SHARED]
 
 
-# Layers
+# Allowed imports of each part
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_parts_are_there() -> None:
     ids=["shared", "producer", "workers", "testing"],
 )
 def test_no_part_imports_another_but_shared(part: Path, forbidden: tuple[str, ...]) -> None:
-    """The exception: test helpers for users run workers."""
+    """Each part imports only itself and the shared part; the test helpers for users may also import the workers."""
     prefixes = tuple(f"lmpool.{name}" for name in forbidden)
     violations = [
         f"{name_of(path)}:{node.lineno}: {module}"
@@ -224,12 +224,12 @@ def test_the_table_of_layers_names_every_folder_and_has_no_circle() -> None:
 
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
-    """Imports inside functions and imports for types count too."""
+    """No chain of imports leads from a file back to it; imports inside functions and imports for types count too."""
     assert import_cycles(import_graph(ROOT)) == []
 
 
 def test_only_backends_import_an_engine() -> None:
-    """The exception: a tokenizer is loaded inside a function."""
+    """Files outside the backends do not import an engine; the exception is tokenizer.py, inside a function."""
     importers = {
         (name_of(path), module.partition(".")[0])
         for path in FILES
@@ -244,7 +244,7 @@ def test_only_backends_import_an_engine() -> None:
 
 
 def test_each_part_needs_no_more_than_it_says() -> None:
-    """Only the files of the command line need more than numpy, redis with its hiredis, msgpack and msgspec."""
+    """Only listed files import more than numpy, redis with its hiredis, msgpack and msgspec."""
     small = {"numpy", "redis", "hiredis", "msgpack", "msgspec"}
     extra = {
         "shared/lmpool/cli.py": {"typer", "rich"},
@@ -256,7 +256,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
         "producer/lmpool/batch/cli.py": {"typer"},
         "producer/lmpool/batch/run.py": {"rich"},
-        # Imported inside functions: for jobs, and for files that are Parquet, behind URLs or compressed by zstd.
+        # Inside functions, batch code imports packages for jobs, for Parquet files, for URLs and for zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
         "producer/lmpool/web/app.py": {"starlette", "uvicorn"},
         "producer/lmpool/web/cli.py": {"typer"},
@@ -267,7 +267,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "workers/lmpool/workers/cli/commands.py": {"typer"},
         "workers/lmpool/workers/cli/doctor.py": {"typer", "rich", "packaging"},
         "workers/lmpool/workers/cli/supervisor.py": {"typer"},
-        # Imported inside functions, for metrics, traces or JSON logs.
+        # Inside functions, these files import packages for metrics, traces or JSON logs.
         "shared/lmpool/metrics.py": {"prometheus_client", "opentelemetry"},
         "producer/lmpool/producer/metrics.py": {"opentelemetry"},
         "workers/lmpool/workers/metrics/tracing.py": {"opentelemetry"},
@@ -308,9 +308,9 @@ def test_importing_the_worker_and_its_commands_brings_in_no_engine() -> None:
 
 
 def test_what_users_test_with_costs_nothing_until_it_is_used() -> None:
-    """Every pytest of an environment with lmpool loads the plugin."""
+    """Every pytest run with lmpool installed loads the plugin, so the plugin and the test helpers import little."""
     more = loaded_after("import lmpool.pytest_plugin") - loaded_after("import pytest")
-    assert more == {"lmpool", "pkgutil"}  # That joins the parts of the package.
+    assert more == {"lmpool", "pkgutil"}  # pkgutil joins the parts of the package.
     assert loaded_after("import lmpool.testing") & (HEAVY | {"fakeredis", "lupa", "pytest", "uvloop"}) == set()
 
 
@@ -318,7 +318,7 @@ def test_the_list_of_what_is_loaded_would_show_an_engine() -> None:
     assert {"typer", "rich"} <= loaded_after("import lmpool.producer.cli.commands")
 
 
-# No format that runs code
+# The code uses no data format that can run code
 
 
 def test_nothing_is_unpickled_and_no_text_is_run() -> None:
@@ -342,7 +342,7 @@ def test_nothing_is_unpickled_and_no_text_is_run() -> None:
 
 
 def test_commands_print_by_the_terminal_alone() -> None:
-    """Elsewhere a terminal would obey control characters in a name that a hostile user has chosen."""
+    """Commands print through a module that removes control characters, which a hostile user may put into a name."""
     printing = {"print", "Console", "typer.echo", "typer.secho", "click.echo", "sys.stdout.write"}
     printers = {
         name_of(path)
@@ -354,7 +354,7 @@ def test_commands_print_by_the_terminal_alone() -> None:
 
 
 def test_at_most_the_named_places_catch_every_exception() -> None:
-    """A bare `except`, `except Exception` or `except BaseException` that does not raise again."""
+    """Only listed files have an `except` for every exception, or for Exception, that does not raise again."""
     catching = []
     for path in FILES:
         for node in ast.walk(TREES[path]):
@@ -364,9 +364,8 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
             raises_again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
             if (node.type is None or re.search(r"\b(Base)?Exception\b", kinds)) and not raises_again:
                 catching.append(name_of(path))
-    # The ends of threads, which must reach the waiting code, the end of the command line, and calls that load packages
-    # of
-    # others or use a store.
+    # Allowed are the ends of threads, which pass errors to waiting code, the end of the command line, and calls that
+    # load foreign packages or use a store.
     allowed = {
         "shared/lmpool/cli.py",
         "producer/lmpool/batch/fetch.py",
@@ -378,7 +377,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
     assert {name for name in catching if not name.startswith(name_of(HF))} <= allowed
 
 
-# Keys and scripts
+# Redis keys and Lua scripts
 
 
 def test_all_redis_keys_are_made_in_one_file() -> None:
@@ -392,14 +391,14 @@ def test_all_redis_keys_are_made_in_one_file() -> None:
 def test_no_script_makes_a_key_of_its_own() -> None:
     for path in LUA.glob("*/*.lua"):
         code = re.sub(r"--.*", "", path.read_text("utf-8"))
-        # One place names the keys of a queue, from the name of the job stream.
+        # Only names.lua and fair_queue.lua compose the names of a queue's keys, from the name of the job stream.
         assert path.stem in {"names", "fair_queue"} or not re.search(r"""['"][^'"]*:[^'"]*['"]""", code), path.name
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
-            # Every key is in KEYS, or in a hash of reply keys under the model's tag.
+            # Every key that a script uses is in KEYS, or in a variable with one of these names.
             names = "jobs|dead|waiting|ended|row|reply|adapters|reasons"
             names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
             names += "|stream|lanes|lane_of|lane"
-            # In strings.lua: the number of keys, which the including script defines.
+            # strings.lua calls MSETEX with `size`, the number of keys, which the including script defines.
             names += "|size" if path.stem == "strings" else ""
             assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]
 
@@ -415,7 +414,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
     assert len(loaded) >= 6
     for name, source in loaded.items():
         assert "-- include" not in source
-        # A file that is included twice, once through another file, appears once.
+        # A file that a script includes directly and through another file appears in the script once.
         parts = [*files[name][::2], *(part for other in files[name][1::2] for part in files[other][::2])]
         assert all(source.count(part) == 1 for part in parts if part.strip())
     violations = [
@@ -427,7 +426,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
     assert violations == []
 
 
-# Public names
+# The public names of the package
 
 
 def test_the_public_names_of_the_client_are_pinned() -> None:
@@ -444,7 +443,7 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     adapters = {"adapters", "add_adapter", "remove_adapter"}
     texts = {"tokenizer", "encode", "decode"}
     assert calls == rows | picks | adapters | {"model", "stats", "open", "close", "close_soon", *texts}
-    # It connects when it is made, and its calls block.
+    # SyncProducer has no `open` and `close_soon`: it connects when it is created, and its calls block.
     sync = {name for name in dir(lmpool.producer.SyncProducer) if not name.startswith("_")}
     assert sync == calls - {"open", "close_soon"}
 

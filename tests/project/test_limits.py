@@ -1,4 +1,4 @@
-"""The package stays within the limits of `limits.toml`."""
+"""The package stays within the limits of its size and structure in `limits.toml`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_package_is_within_the_limit(name: str) -> None:
 
 
 def test_a_cold_request_enters_few_files() -> None:
-    # A process of its own: the profile hook would slow down other tests.
+    # Measure in another process, because the profile hook would slow down other tests.
     command = [sys.executable, "-m", "tools.structure"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (line,) = (line for line in printed.splitlines() if line.startswith("files that a cold request enters"))

@@ -17,7 +17,7 @@ from tests.support.pool import Pool, until_async
 from tests.support.scrape import Scrape, free_port, get
 
 ROOT = Path(__file__).parents[2]
-# Labels that Prometheus adds to every scrape, and labels of alerts.
+# ADDED: labels that Prometheus adds to every scraped sample. OWN: samples that Prometheus itself makes.
 ADDED = {"job", "instance"}
 OWN = {"up": ADDED, "ALERTS": {"alertname", "alertstate", "model", *ADDED}}
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
@@ -26,7 +26,7 @@ SELECTORS = re.compile(r"(\w+)\{([^}]*)\}")
 
 
 class Exported(dict[str, set[str]]):
-    """Name of a sample -> its labels; and each label's values."""
+    """Exported samples: name of a sample -> names of its labels; attributes have the values of labels."""
 
     def __init__(self, *texts: str) -> None:
         super().__init__(OWN)
@@ -39,7 +39,7 @@ class Exported(dict[str, set[str]]):
 
 
 async def exported(pool: Pool) -> Exported:
-    """The export of a worker and a producer that have counted every kind of event."""
+    """The metrics that a worker and a producer export after they have counted every kind of event."""
     port, registry = free_port(), CollectorRegistry()
     await asyncio.to_thread(pool.start, "--metrics-port", port, "--fail-token", 300)
     async with pool.producer() as producer:
@@ -59,7 +59,7 @@ async def exported(pool: Pool) -> Exported:
 
 
 def strays(query: Query, known: Exported) -> list[str]:
-    """The names in a query that are not exported."""
+    """The metrics, labels and label values in a query that lmpool does not export."""
     text = re.sub(r"\$__\w+", "5m", query.text)
     names = set(NAMES.findall(re.sub(r"\{[^}]*\}", "", text)))
     found = [f"{query.name}: {name}" for name in names if name not in known]
@@ -73,7 +73,7 @@ def strays(query: Query, known: Exported) -> list[str]:
     grouped = {label for group in re.findall(r"\b(?:by|on) \(([^)]*)\)", text) for label in re.findall(r"\w+", group)}
     shown = set(re.findall(r"\{\{ ?(\w+) ?\}\}", query.legend))
     found += [f"{query.name}: {label}" for label in grouped | shown if label not in labels]
-    # A label that a sum has removed cannot be shown.
+    # A legend cannot show a label that the query's sum has removed.
     kept = re.match(r"(?:histogram_quantile\([\d.]+, )?(?:sum|max|min) (?:by \(([^)]*)\))?", text)
     if kept and shown - set(re.findall(r"\w+", kept[1] or "")):
         found.append(f"{query.name}: {query.legend} of what is grouped by {kept[1]}")
@@ -99,7 +99,7 @@ async def test_every_metric_is_on_the_board(pool: Pool) -> None:
     known = await exported(pool)
     asked = " ".join(query.text for query in board_queries())
     metrics = {SUFFIX.sub("", name) for name in known if name.startswith("lmpool_") and not name.endswith("_created")}
-    # Rows are bytes, too.
+    # The dashboard shows the bytes of the producer's cache, but not its number of rows.
     assert {name for name in metrics if name not in asked} == {"lmpool_producer_cache_rows"}
 
 

@@ -1,4 +1,4 @@
-"""The operations page describes exactly the existing messages, metrics and exceptions."""
+"""The operations page describes all log messages, metrics and exceptions that exist, and no others."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Metric(NamedTuple):
 
 
 def exported() -> dict[str, Metric]:
-    """The metrics that the collectors register: name -> kind, and labels other than the model."""
+    """Exported metrics: name -> kind of the metric, and its labels except `model`."""
     look = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
     producer = Producer(redis="redis://127.0.0.1:1")
     producer._counters.failures["WorkerError"] = 1

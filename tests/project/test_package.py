@@ -1,4 +1,4 @@
-"""The contents of an installation: the wheel and its entry points."""
+"""The wheel of lmpool has the right files, and its entry points exist."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.Z
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == sources
     assert "lmpool/broker/lua/queue/submit.lua" in packed
-    # Files of other authors come with their licence.
+    # The wheel has the pool page's files; uplot, by other authors, is packed with its licence.
     pages = {f"lmpool/web/static/{name}" for name in ("pool.html", "pool.js", "style.css", "uplot/LICENSE")}
     assert pages <= packed
     typed = {"lmpool/py.typed", *(f"lmpool/{part}/py.typed" for part in ("producer", "workers", "testing"))}
@@ -87,7 +87,7 @@ def test_the_install_guide_has_every_extra_that_users_install() -> None:
     listed = re.findall(
         r"^pip install '\.\[([\w-]+)\]'  *# \S", (ROOT / "docs/guides/serving.md").read_text("utf-8"), re.M
     )
-    # The extras for developers, and one that every worker's extra includes.
+    # The page leaves out the extras for developers, and `worker`, which every backend's extra includes.
     assert sorted(listed) == sorted(project["optional-dependencies"].keys() - {"dev", "test", "worker"})
 
 

@@ -1,4 +1,4 @@
-"""The documentation's site: errors that its build reports, and a reference that matches the code."""
+"""The build of the documentation's site reports errors, and its reference matches the code."""
 
 from __future__ import annotations
 

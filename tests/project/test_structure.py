@@ -1,4 +1,4 @@
-"""`tools.structure` measures a tiny package correctly."""
+"""`tools.structure`, which measures the size and structure of a package, is correct for a tiny package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Delays between retries: short at first, longer later, with jitter; and the timeout of a reply."""
+"""Delays between retries grow from short to long, with jitter; the timeout of a reply is limited."""
 
 from __future__ import annotations
 

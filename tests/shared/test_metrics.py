@@ -1,4 +1,4 @@
-"""Histograms: every observation in its bucket, quantiles as PromQL computes them."""
+"""Histograms count each observation in the right bucket, and have the quantiles that PromQL would compute."""
 
 from __future__ import annotations
 

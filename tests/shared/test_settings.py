@@ -1,4 +1,4 @@
-"""The number of cores of a process, and the variables that OpenMP reads when torch loads it."""
+"""lmpool counts the cores that a process may use, and sets OpenMP's variables before torch loads OpenMP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLD_HOST = "9:name=systemd:/x\n5:cpu,cpuacct:/docker/c0ffee\n3:cpuset:/\n0::/\n"
         ("0::/\n", {}, None),
         (HOST, {"user.slice/cpu.max": "400000 100000\n", "user.slice/a.scope/cpu.max": MAX}, 4.0),
         (HOST, {"user.slice/cpu.max": "400000 100000\n", "user.slice/a.scope/cpu.max": "50000 100000\n"}, 0.5),
-        # A container in the host's groups: its own group is mounted at the root.
+        # In this container, /proc names the host's path of the group, but the group is mounted at the root.
         ("0::/kubepods/pod1\n", {"cpu.max": "200000 100000\n"}, 2.0),
         (OLD_HOST, {"cpu/docker/c0ffee/cpu.cfs_quota_us": "300000\n",
                     "cpu/docker/c0ffee/cpu.cfs_period_us": "100000\n"}, 3.0),
@@ -77,13 +77,13 @@ def test_cores_are_limited_by_affinity_and_by_the_container(
         monkeypatch.delenv(name)
     settings.set_openmp_defaults()
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
-    # Torch finds the same number alone, so the variable stays unset.
+    # OMP_NUM_THREADS stays unset if torch would choose the same number of threads.
     assert os.environ.get("OMP_NUM_THREADS") == (None if expected == 8 else str(expected))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 def test_openmp_variables_are_set_before_torch_loads_and_the_log_names_the_threads(pool: Pool, tmp_path: Path) -> None:
-    """OpenMP prints its settings when it is loaded."""
+    """OpenMP prints its settings when torch loads it, so they show the variables that lmpool has set."""
     worker = pool.start(
         "--backend", "hf", "--log-format", "json", "--kv-cache-bytes", 0,
         model=str(write_model(tmp_path / "tiny", "llama")),
@@ -91,7 +91,7 @@ def test_openmp_variables_are_set_before_torch_loads_and_the_log_names_the_threa
             "env", "-u", "OMP_WAIT_POLICY", "OMP_NUM_THREADS=1", "OMP_DISPLAY_ENV=VERBOSE", *lmpool_command()
         ],
     )  # fmt: skip
-    # Spins of a thread before it sleeps: 300,000 unless the wait policy is passive.
+    # GOMP_SPINCOUNT is how often a thread spins before it sleeps: 300,000, or 0 if the wait policy is passive.
     assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", worker.text)) == {"0"}
     lines = [json.loads(line) for line in worker.text.splitlines() if line.startswith("{")]
     (entry,) = [line for line in lines if line["message"].startswith("computing on cpu; ")]

@@ -1,4 +1,4 @@
-"""Background tasks always end, and before the objects that they use are closed."""
+"""Background tasks always end, and they end before the objects that they use are closed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lmpool.aio import await_beside, end_tasks, finish, gather
 
 
 class Deaf:
-    """Waits, ignores the first `lost` cancellations, and records its end."""
+    """A coroutine that waits, ignores the first `lost` cancellations, and records its end."""
 
     def __init__(self, lost: int) -> None:
         self.heard = 0
@@ -40,7 +40,7 @@ async def begun(deaf: Deaf) -> asyncio.Task[None]:
 
 
 async def insist(task: asyncio.Task[None]) -> None:
-    """End a task that a test has left; otherwise the test's event loop would not end."""
+    """Cancel a task until it ends, because otherwise the test's event loop would not end."""
     while not task.done():
         task.cancel()
         await asyncio.sleep(0)
@@ -72,7 +72,7 @@ async def test_a_cancelled_end_tasks_returns_only_after_the_tasks_have_ended() -
     await asyncio.sleep(0)
     try:
         async with asyncio.timeout(10):
-            # Cancel the owner, and again while it ends the other task.
+            # `end_tasks` cancels the owner again while the owner waits for the end of its own task.
             await end_tasks([owner])
     finally:
         await insist(task)
@@ -181,7 +181,7 @@ async def test_the_first_of_many_simultaneous_failures_is_raised_and_none_is_rep
 
 @pytest.mark.parametrize("together", TOGETHER)
 async def test_a_cancellation_during_the_cleanup_after_a_failure_is_raised(together: Any) -> None:
-    """`asyncio.TaskGroup` before Python 3.13 raises the failure instead."""
+    """lmpool raises the cancellation, although `asyncio.TaskGroup` before Python 3.13 raises the failure."""
     is_ending, may_end = asyncio.Event(), asyncio.Event()
 
     async def end_slowly() -> None:

@@ -1,4 +1,4 @@
-"""Connections for the path of a request: raw connections, and connections that open again after they broke.
+"""Fast connections for requests: raw connections, and connections that open again after they broke.
 
 redis-py handles addresses, TLS, users and databases, but its cost per command is higher than the cost of a whole
 request. So redis-py opens a connection, and then this module takes over its transport.
@@ -82,7 +82,7 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
 
     def __init__(self, connection: AbstractConnection, max_reply: int = MAX_REPLY) -> None:
         self._max_reply = max_reply
-        self.received = 0  # Bytes of the current, incomplete reply.
+        self.received = 0  # Bytes received of the current, incomplete reply.
         self._reader = hiredis.Reader(protocolError=ProtocolError, replyError=ResponseError)
         self._pending: deque[asyncio.Future[Any]] = deque()
         super().__init__(connection)
@@ -138,7 +138,7 @@ class Connection(Generic[Raw]):
     """A connection that opens on demand by `connect`, and opens again after it broke."""
 
     def __init__(self, server: Server, connect: Callable[[], Awaitable[Raw]]) -> None:
-        self.reply_timeout_s = REPLY_TIMEOUT_S  # A connection without a reply for longer is broken; may change.
+        self.reply_timeout_s = REPLY_TIMEOUT_S  # Max seconds without a reply before the connection is closed.
         self._server = server
         self._connect = connect
         self._raw: Raw | None = None
@@ -192,7 +192,7 @@ class Connection(Generic[Raw]):
             del self._awaited[reply]
 
     def distrust(self, reply: object) -> ProtocolError:
-        """Close the connection after a reply that does not fit its command: no later one can fit. Returns the error."""
+        """Close the connection after a reply that does not fit its command: no later reply fits. Returns the error."""
         error = ProtocolError(f"{self._server} sent a reply that does not fit the command: {shown(reply)}")
         self.hang_up(error)
         return error
@@ -204,7 +204,7 @@ class Connection(Generic[Raw]):
             self._raw = None
 
     def check(self, raw: Raw, error: ResponseError) -> bool:
-        """Close the raw connection, and return True, if a command must be repeated on a new one after the error."""
+        """Close the raw connection and return True if, after the error, the command must be repeated on a new one."""
         if is_not_now := self._server.is_not_now(error):
             raw.close(self._server.explain(error))
         return is_not_now

@@ -21,12 +21,12 @@ from lmpool.vocabulary import Vocabulary
 MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; the limits of vocabularies allow no larger one.
 # Seconds for which a client may use a cached entry of the adapter registry; a change waits as long before it returns.
 KNOWN_FOR_S = 2.0
-MARGIN_S = 0.5  # Further seconds that a change of an adapter waits, because clocks run at different rates.
+MARGIN_S = 0.5  # Additional seconds that a change of an adapter waits, because clocks run at different rates.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
 async def register(redis: Redis, keys: Keys, value: Vocabulary | PackedTokenizer, *, anew: bool = False) -> None:
-    """Store a vocabulary or a tokenizer for a day, unless the pool has a value of its size; `anew`: in any case."""
+    """Store a vocabulary or a tokenizer for a day; without `anew`, not if the pool has a value of this size."""
     key = (keys.vocabulary if isinstance(value, Vocabulary) else keys.tokenizer)(value.digest)
     is_kept = False
     with suppress(ResponseError):  # The key holds another type than a string.
@@ -71,7 +71,7 @@ async def look_up_tokenizer(redis: Redis, keys: Keys, digest: str) -> str:
     try:
         if not data:
             raise ProtocolError("there is nothing: ask again in a moment, its workers write it down again")
-        # Unpack in a thread: 96 MiB would block the event loop.
+        # Unpack in a thread: unpacking up to 96 MiB would block the event loop.
         return await asyncio.to_thread(unpack_tokenizer, data, digest)
     except ProtocolError as error:
         raise UnknownTokenizer(f"what the pool has as the tokenizer {digest} is none: {error}") from error
@@ -100,7 +100,7 @@ class AdapterRegistry:
         self.fingerprint = fingerprint
 
     async def read(self, *names: str) -> Registered:
-        """Read the entries of some adapters, or the entries of all."""
+        """Read the entries of the named adapters, or of all adapters if no name is given."""
         fields = [adapters.OWNER_FIELD, adapters.VERSION_FIELD, *names] if names else []
         limits = {"most_bytes": adapters.MAX_ADAPTER_BYTES, "most_fields": adapters.MAX_ADAPTERS + 2}
         try:

@@ -1,4 +1,4 @@
-"""Meanings of the errors of servers and connections, and what to do: one sentence for each kind.
+"""Meanings of the errors of servers and connections, and what to do: one sentence for each kind of error.
 
 Servers begin an error with a word in capitals. redis-py removes some of these words and raises special classes. An
 error within a script has additional text about the script: Redis 6.2 puts this text first, later versions last.
@@ -58,7 +58,7 @@ _CLASSES = {
     exceptions.ClusterCrossSlotError: "CROSSSLOT",
     exceptions.NoScriptError: "NOSCRIPT",
 }
-# Texts of refusals without a code. Redis 7.0 and newer uses the first two for refusals within a script.
+# Texts of refusals without a code. Redis 7.0 and newer uses the first two texts for refusals within a script.
 _AUTH_WORDS = {
     "The user executing the script can't": "NOPERM",
     "ACL failure in script": "NOPERM",

@@ -26,9 +26,9 @@ MAX_AT_ONCE = 200  # Max prompts in one call of a script: while a script runs, t
 # Max lease of any worker, in ms: released jobs look idle for that long, so that a worker with any lease claims them.
 _MAX_LEASE_MS = int(LIMITS["lease_s"][1] * 1000)
 _REASONS_TTL_MS = 3_600_000  # Lifetime in ms of the reasons why jobs were released; dead letters contain them.
-_MAX_REASONS = 1000  # Max reasons kept per model.
+_MAX_REASONS = 1000  # Max reasons for the release of jobs that are kept per model.
 _MAX_REASON_TEXT = 500  # Max characters of a reason.
-# Name of a file -> its text; names are unique across the folders. Read all files when this module is imported: an
+# Name of a Lua file -> its text; names are unique across the folders. Read all files when this module is imported: an
 # installation may be replaced while the program runs.
 _TEXTS = {path.stem: path.read_text("utf-8") for path in Path(__file__).with_name("lua").glob("*/*.lua")}
 _INCLUDE = re.compile("^-- include (\\w+)$", re.MULTILINE)
@@ -49,7 +49,7 @@ class Script:
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     async def on(self, call: Call, keys: Sequence[bytes], args: Sequence[Argument]) -> Any:
-        """Run the script through a connection for the path of a request."""
+        """Run the script by `call`, the method of a fast connection (`lmpool.broker.connection`)."""
         try:
             return await call("EVALSHA", self.sha, len(keys), *keys, *args)
         except NoScriptError:
@@ -93,10 +93,10 @@ CLOSE_LANE = Script("close_lane")
 Fields = dict[bytes, bytes]  # The fields of an entry of a stream.
 Entries = list[tuple[bytes, Fields]]  # Entries of a stream: id, fields.
 MAX_FIELD_BYTES = 1024 * 1024  # Max bytes of a field of a heartbeat; the names and refusals of all adapters take less.
-MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more are only counted.
-_MAX_FIELDS = 4096  # Max fields of a hash that is read whole.
-_MAX_LANE = 1e9  # Max jobs that a lane counts with: clients may write larger numbers.
-# Error texts that begin with these mean that no worker has served the model yet: no stream, or no consumer group.
+MAX_WORKERS = 4000  # Max workers of a model that are listed by name; more workers are only counted.
+_MAX_FIELDS = 4096  # Max fields of a hash whose fields are all read.
+_MAX_LANE = 1e9  # Max jobs that are reported for a lane: clients may write any number.
+# Beginnings of the error texts for a model that no worker has served yet: its stream or consumer group does not exist.
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 
@@ -106,7 +106,7 @@ def stream_entries(reply: Any) -> Entries:
 
 
 def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
-    """Stream -> its entries, from the reply to a read of several streams. RESP2 and RESP3 nest them differently."""
+    """Stream -> its entries, from the reply to a read of several streams, which RESP2 and RESP3 nest differently."""
     found: dict[bytes, Entries] = {}
     try:
         for key, entries in reply.items() if isinstance(reply, dict) else reply or ():
@@ -125,9 +125,9 @@ def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
 async def release_jobs(
     redis: Redis, keys: ModelKeys, worker_id: str, lanes: Iterable[bytes], max_deliveries: int, reason: str
 ) -> int:
-    """Requeue a worker's jobs from the shared stream and from the lanes of these workers; return their number.
+    """Requeue a worker's jobs in the shared stream and in the lanes of the workers `lanes`; return the number of jobs.
 
-    Their delivery counts stay. Clients receive `reason` if a job is given up later.
+    The jobs keep their delivery counts. Clients receive `reason` if a job is given up later.
     """
     count = 0
     for lane in {b"", *lanes}:
@@ -169,7 +169,7 @@ def info_key(keys: Keys, model: str) -> bytes:
 
 
 async def read_infos(redis: Redis, keys: Keys, name: str | None = None) -> dict[bytes, bytes | int]:
-    """The encoded infos of a model, or of all: name -> info, or its size if that exceeds `MAX_INFO_BYTES`."""
+    """The encoded infos of one model or all models: name -> info, or its size if it exceeds `MAX_INFO_BYTES`."""
     wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]} if name is None else {info_key(keys, name): [name]}
     infos: dict[bytes, bytes | int] = {}
     for key, fields in wanted.items():
@@ -225,7 +225,7 @@ async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> A
 async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:
     """Worker -> jobs in its lane, waiting and held: the longest lanes first, up to `MAX_WORKERS`."""
     try:
-        # Read one member more than MAX_WORKERS, because the sum of the lengths, under "", is a member too.
+        # Read one member more than MAX_WORKERS: the member "", which holds the sum of all lengths, may be among them.
         lanes: Any = await redis.zrevrange(keys.lanes, 0, MAX_WORKERS, withscores=True)
     except ResponseError as error:
         if not str(error).startswith(_NO_QUEUE):

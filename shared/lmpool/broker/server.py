@@ -1,4 +1,4 @@
-"""The Redis server of a pool: its address, redis-py's connections to it, the masters of a cluster, clear errors."""
+"""The Redis server of a pool: its address, redis-py's connections to it, the masters of a cluster, and clear errors."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ UNNAMED: dict[str, Any] = {"driver_info": None} if _HAS_INFO else {"lib_name": N
 _ADVICE = ": start one with `lmpool up MODEL`, or set "
 _CONNECT_TIMEOUT_S = 5.0  # Seconds to connect and authenticate; a server on the same continent takes far less.
 _CLUSTER_TIMEOUT_S = 5.0  # Seconds for one node to report which master serves which slots.
-_MAX_NODES = 100  # Max nodes of a cluster that are remembered, for the case that the first nodes disappear.
-_MAX_CUTS = 8  # Max retries of a TLS connection that the server cuts: on a busy machine, half of them lose the reason.
+_MAX_NODES = 100  # Max nodes of a cluster that lmpool records, in case the first nodes disappear.
+_MAX_CUTS = 8  # Max retries of a TLS connection that a server cuts: on a busy machine, half the cuts lose the reason.
 # Connection options of a given redis-py client that lmpool does not copy.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
              "maint_notifications_pool_handler", "oss_cluster_maint_notifications_handler",
              "driver_info", "lib_name", "lib_version")  # fmt: skip
-# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have these with empty values.
+# Options that asyncio connections lack: OCSP, and in redis-py 5 encrypted keys. Clients have these options, but empty.
 _SYNC_ONLY = ("ssl_password", "ssl_ca_path", "ssl_validate_ocsp", "ssl_validate_ocsp_stapled", "ssl_ocsp_context",
               "ssl_ocsp_expected_cert")  # fmt: skip
 # Options of a given cluster client that are copied to the connections to each node.
@@ -63,7 +63,7 @@ _SCHEMES = ("redis", "rediss", "unix", f"redis{CLUSTER}", f"rediss{CLUSTER}")
 # The parts of an address that may be shown: a host, a numeric port, and a path.
 _PLACE = re.compile(r"(\[[0-9a-f:.]*\]?|[^:/]*)(:\d*)?(/.*)?", re.IGNORECASE)
 _FILES = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile")
-# redis-py's default for checking the host in a certificate; version 5 does not check it.
+# redis-py's default for checking the host in a certificate; version 5 does not check the host.
 _CHECKS_HOST: bool = inspect.signature(redis_sync.Redis).parameters["ssl_check_hostname"].default
 
 
@@ -75,7 +75,7 @@ def parse_url(url: str) -> dict[str, Any]:
             return dict(connections.parse_url(url))
         except ValueError as error:
             fault = str(error)  # The fault must be in an option. redis-py names the option without its value.
-    # Raise outside of the handler: as a cause, the first error would show the URL and its password in the traceback.
+    # Raise outside of the handler: a traceback would show the first error as the cause, with the URL and its password.
     raise SettingsError(f"redis: {mask(url)!r} is not a Redis URL: {fault}")
 
 
@@ -98,7 +98,7 @@ def _fault(url: str) -> str:
 
 
 def cluster_nodes(url: str) -> tuple[list[Place], str]:
-    """The nodes in the URL of a cluster, and the URL of the first one; no nodes for another URL."""
+    """The nodes in the URL of a cluster, and the URL of the first node; no nodes if the URL names no cluster."""
     scheme, mark, rest = url.partition("://")
     if not scheme.lower().endswith(CLUSTER) or scheme.lower() not in _SCHEMES:
         return [], url
@@ -268,16 +268,16 @@ class Server:
                 kwargs["ssl_check_hostname"] = True
         for name in _NOT_TAKEN:
             kwargs.pop(name, None)
-        # In a client of redis-py, None means its default.
+        # In a client of redis-py, an option that is None has its default value.
         defaults = {"socket_connect_timeout": _CONNECT_TIMEOUT_S, "protocol": 2}
         kwargs |= {name: default for name, default in defaults.items() if kwargs.get(name) is None}
         self._kwargs: dict[str, Any] = kwargs
         self.is_cluster = bool(nodes)  # Whether keys are on several masters.
         self.is_node = False  # Whether this is one master of a cluster.
-        self._cluster = self  # The masters of a cluster are copies of it, and keep this reference.
-        # Of a cluster: nodes of which one must answer, server of each node, master of each slot (None: not read yet).
+        self._cluster = self  # The objects for the cluster's masters are copies, which keep this reference.
+        # Known nodes of a cluster, one of which must answer; node -> its server.
         self._nodes, self._servers = nodes, dict[Place, Server]()
-        self._places: dict[int, Place] | None = None
+        self._places: dict[int, Place] | None = None  # Slot of a cluster -> its master; None if not read yet.
         self._reading = asyncio.Lock()
         for name in _FILES:
             try:
@@ -345,7 +345,7 @@ class Server:
                 await client.connection_pool.disconnect(inuse_connections=False)
 
     def client(self, *, reply_timeout_s: float = REPLY_TIMEOUT_S) -> redis_async.Redis:
-        """A client for control messages. It does not retry; callers do."""
+        """A redis-py client for control messages. The client does not retry; its callers do."""
         if self.is_cluster:
             options = self._kwargs | UNNAMED | ({"ssl": True} if self._is_tls else {})
             nodes = [ClusterNode(host, port) for host, port in self._nodes]
@@ -412,7 +412,7 @@ class Server:
         if meaning:
             return (ServerUnreachable if is_lost else ServerError)(f"{self} {meaning} ({text})")
         if is_lost:
-            # A server without TLS does not answer a TLS greeting. "reading" in the text: the connection was open.
+            # A server without TLS does not answer a TLS greeting. A text with "reading" means an open connection.
             is_mute = self._is_tls and "Timeout" in type(error).__name__ and "reading" not in text
             why = f"{loss} ({text})" if (loss := replies.loss(error)) else text
             return ServerUnreachable(f"no Redis server answers at {self}: {why}{'; is it a port with TLS?' * is_mute}")

@@ -1,4 +1,4 @@
-"""Checks of a server: whether its memory suits a pool, and whether its version has the fixes for hostile scripts."""
+"""Checks of a server: whether its memory suits a pool, and whether its version is safe against hostile scripts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LoRA adapters: their names, and the encoding of their entries in a model's registry (a Redis hash).
 
-Users name an adapter; a job names its exact weights, as "name@revision". Prompts for different weights therefore have
-different digests, so the cache never returns a row of weights that were replaced.
+Users name an adapter; a job names the adapter's exact weights, as "name@revision". Prompts for different weights have
+different digests, so the cache never returns a row that was computed with replaced weights.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_ADAPTERS = 4096
 """Max adapters in the registry of one model, so that one reply of a few megabytes can list all adapters."""
 
 MAX_LOADED = 64
-"""Default of the max adapters that a worker keeps loaded; an adapter takes 10 to 200 MB of memory."""
+"""Default limit of the adapters that a worker keeps loaded; an adapter takes 10 to 200 MB of memory."""
 
 MAX_ADAPTER_BYTES = 16 * 1024
 """Max bytes of an encoded registry entry: enough for a source of 4 KiB and the digest of the weights."""
@@ -33,7 +33,7 @@ VERSION_FIELD = "@"
 CHECK_PREFIX = "check-"
 """Prefix of the revision in a job whose adapter a worker must load for the first time; a nonce follows the prefix."""
 
-# Names lack separators ("@" before a revision, "=" before a folder) and characters that cannot be printed or encoded.
+# An adapter name has no separators ("@" before a revision, "=" before a folder) and no unprintable characters.
 _NAME = re.compile(r"[^@,=\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,100}")
 _REVISION = re.compile(r"[0-9A-Za-z._-]{1,64}")
 _VERSION = re.compile(rb"[0-9]{1,15}")
@@ -93,7 +93,7 @@ class Registered(NamedTuple):
 
     version: int  # Grows with every change: ms since 1970, or the last version plus 1; 0 for an empty registry.
     adapters: dict[str, Adapter]  # Name -> adapter.
-    versions: dict[str, int]  # Name -> version of the registry that the entry was written in.
+    versions: dict[str, int]  # Name -> version of the registry in which the entry was written.
 
 
 def unpack_adapter(data: bytes, what: str) -> Adapter:

@@ -51,7 +51,7 @@ class Prompt(NamedTuple):
     generated: int = 0  # Max tokens that `query` generates; 0 if the query is not for a continuation.
 
     def with_query(self, query: bytes, length: int, generated: int = 0) -> Prompt:
-        """The same prompt with a query."""
+        """This prompt with a query."""
         return Prompt(self.ids, query_digest(self.digest, query), self.adapter, query, length, generated)
 
 
@@ -106,7 +106,7 @@ def list_prompts(prompts: Iterable[Any]) -> list[Any]:
 
 
 def not_token_ids(ids: Any) -> NotTokenIds:
-    """The error for a value that is no sequence of token ids; its text names the part of the value that may be one."""
+    """The error for a value that is no sequence of token ids; its text names a part of the value that may be one."""
     if isinstance(ids, _TEXT):
         return NotTokenIds(f"the prompt is text, {_described(ids)}: pass its token ids, {_ENCODING}")
     hint = ""
@@ -237,7 +237,7 @@ class Failure(Message, frozen=True, tag=WIRE_VERSION):
         return _ENCODER.encode((WIRE_VERSION, self.kind, self.text[:_MAX_ERROR_TEXT]))
 
 
-_TRACED_HEAD = TracedJob(b"", "", "").pack()[:2]  # The length of the array, and the version.
+_TRACED_HEAD = TracedJob(b"", "", "").pack()[:2]  # Two bytes: the length of the array, and the version.
 _JOBS = msgspec.msgpack.Decoder(Job)
 _TRACED_JOBS: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(TracedJob)
 _FAILURES = msgspec.msgpack.Decoder(Failure)
@@ -264,7 +264,7 @@ def unpack_failure(data: bytes) -> Failure:
 
 
 def other_version(kind: str, version: int, own: int = WIRE_VERSION) -> str:
-    """The text of an error about another wire version."""
+    """The text of an error about a message with another wire version."""
     return f"{kind} wire version {version}, and this release of lmpool speaks {own}: run the same on all sides"
 
 

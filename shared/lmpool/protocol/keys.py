@@ -16,16 +16,16 @@ JOB_FIELD = b"m"
 """Field of a job's stream entry: the encoded job."""
 
 LIFETIME_FIELD = b"u"
-"""Field of a job entry: ms from the queueing of the job until its first client stops waiting.
+"""Field of a job's stream entry: ms from the queueing of the job until its first client stops waiting.
 
-In an entry that may be moved back to the backlog, a space and the prompt's digest follow.
+If the job may have to move to another stream or back to the backlog, a space and the prompt's digest follow.
 """
 
 SINCE_FIELD = b"t"
-"""Field of the entry of a moved job: when the job was first queued, in ms since 1970."""
+"""Field of a stream entry that came from another stream or the backlog: ms since 1970 when the job was first queued."""
 
 PRIORITY_FIELD = b"p"
-"""Field of a job that yields to other jobs: `BULK` or `CONTINUED`. See "Priorities" in docs/design/queue.md."""
+"""Priority field of a stream entry whose job yields to other jobs: `BULK` or `CONTINUED`. See docs/design/queue.md."""
 
 BULK = b"bulk"
 """Priority of jobs that only bulk clients wait for; the reply keys of bulk clients contain "reply:bulk:"."""
@@ -34,10 +34,10 @@ CONTINUED = b"continued"
 """Priority of jobs that generate a continuation for an interactive client."""
 
 HOME_FIELD = b"h"
-"""Field of a job entry: the home of the prompt, which is the worker that computed most of its prefix; b"" for none."""
+"""Field of a stream entry: the home of the prompt, the worker that computed most of its prefix; b"" for none."""
 
 CONTINUED_TIME, BULK_TIME = 1e11, 1e12
-"""First virtual start time of continuations, and that of bulk prompts: both kinds yield to all other prompts."""
+"""First virtual start times of continuations and of bulk prompts; all other prompts have lower start times."""
 
 REPLY_CAP = 1000
 """Approximate max messages in a reply stream."""
@@ -115,7 +115,7 @@ class ModelKeys:
         self.jobs: Final = base + b":jobs"
         """Stream with the consumer group `GROUP`: jobs for the worker that reads them first."""
         self.lanes: Final = base + b":lanes"
-        """Sorted set: worker id -> number of waiting and held jobs in its lane; "" -> sum of these numbers; expires."""
+        """Sorted set: worker id -> number of waiting and held jobs in its lane (see `lane`); "" -> sum; expires."""
         self.backlog: Final = base + b":backlog"
         """Sorted set: digest of a prompt that waits because the streams are full -> its virtual start time."""
         self.backlog_jobs: Final = base + b":backlog:jobs"
@@ -124,7 +124,7 @@ class ModelKeys:
         self.virtual_time: Final = base + b":virtual_time"
         """Sorted set: reply key -> start time of the client's last prompt in the backlog; reply key, ":tokens" -> start
         time of its last continuation; "", "continued", "bulk" -> start time of this kind's last prompt that moved to a
-        stream; "owed:continued", "owed" -> number of ended jobs that count towards the next turn of the kind."""
+        stream; "owed:continued", "owed" (for bulk) -> number of ended jobs since the last turn of the kind."""
         self.sole_client: Final = base + b":sole_client"
         """String: reply key of the only client with requests, if its jobs in the streams exceed their capacity; "" if
         these jobs were recently moved back for another client; expires."""
@@ -133,19 +133,19 @@ class ModelKeys:
         self.workers: Final = base + b":workers"
         """Sorted set: worker id -> server time in ms after which the worker counts as lost; expires."""
         self.loading: Final = base + b":loading"
-        """Sorted set: id of a worker that loads this model -> time after which the worker counts as lost; expires."""
+        """Sorted set: id of a worker that loads this model -> time in ms after which it counts as lost; expires."""
         self.claim_cursor: Final = base + b":claim_cursor"
         """String: id of the stream entry at which the next search for jobs of silent workers begins; expires."""
         self.dead: Final = base + b":dead"
         """Stream of dead letters: jobs that were given up, with the reason; capped."""
         self.reasons: Final = base + b":reasons"
-        """Hash: job entry -> why the worker that the job was last delivered to ended; capped, expires."""
+        """Hash: job entry -> why the worker to which the job was last delivered ended; capped, expires."""
         self.waiting: Final = base + b":waiting:"
         """Prefix of the keys (append a prompt's digest) that name the clients waiting for a prompt; each key expires.
 
         If one client waits, the key is a string: the client's reply key, a newline, and the entry or "later". Otherwise
         the key is a hash {"job": entry or "later", reply key: ""}. For an entry of a lane, a space and the lane's
-        worker follow the entry's id. "later": the job is in the backlog; "done": its row was just stored.
+        worker follow the entry's id. "later" stands for a job in the backlog, "done" for a row that was just stored.
         The field "keep" stands for an operator who has queued the job again.
         """
         self.wanted: Final = base + b":wanted"
@@ -157,11 +157,11 @@ class ModelKeys:
         """The keys, besides the lanes, that do not expire while workers serve the model; `jobs` is the first."""
 
     def lane(self, worker_id: str | bytes) -> bytes:
-        """Stream like `jobs`, which only one worker reads."""
+        """The lane of a worker: a stream of jobs that only this worker reads."""
         return self.base + b":lane:" + (worker_id.encode() if isinstance(worker_id, str) else worker_id)
 
     def reply(self, client_id: str, *, is_bulk: bool = False) -> bytes:
-        """Stream of finished digests for one client, with small rows; capped, expires."""
+        """Stream of messages for one client: digests of finished prompts, with small rows; capped, expires."""
         return self.base + b":reply:" + (BULK + b":" if is_bulk else b"") + client_id.encode()
 
     def adapter_check(self, nonce: str) -> bytes:

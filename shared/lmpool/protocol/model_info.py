@@ -52,9 +52,9 @@ class ModelInfo:
         gguf_file: the GGUF file in `source` that holds the tokenizer, or "".
         vocabulary: digest of the model's vocabulary (`lmpool.vocabulary`), which the pool stores; or "".
         tokenizer: digest of the model's tokenizer (`lmpool.protocol.tokenizer`), which the pool stores; or "".
-        answers_tries: whether its workers also answer trie jobs, in the step that computes the row.
-        positions: whether its workers predict every position of a text, and score a continuation, in one forward.
-        hidden: d, the size of a hidden state, if its workers send hidden states and the model's head; else 0.
+        answers_tries: whether the model's workers also answer trie jobs, in the step that computes the row.
+        positions: whether the workers predict every position of a text, and score a continuation, in one forward pass.
+        hidden: d, the size of a hidden state, if the workers send hidden states and the model's head; else 0.
         note: a sentence for people, such as that rows are synthetic.
         queue_limit: max prompts that wait at once; the pool refuses more prompts.
         lease_s: seconds after which another worker takes over the jobs of a silent worker.
@@ -90,8 +90,8 @@ class ModelInfo:
             "revision": self.revision,
             "dtype": self.dtype,
             "lossy": self.encoding if self.lossy else "",
-            # Unused since digests contain the adapter. Cached rows outlive releases and keep their fingerprint, so this
-            # field stays, and the next field keeps its name.
+            # Always "": the digest of a prompt contains its adapter. This field stays, and the next field keeps its
+            # name, so that cached rows keep their fingerprint.
             "adapter": "",
             "wire_version": ROW_VERSION,
         }

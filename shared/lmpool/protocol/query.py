@@ -48,8 +48,8 @@ _OF_NEXT_TOKEN = ("scores", "score_logits")
 _SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Kinds of values with one number per position.
 _MAX_BYTES = 8 * 1024 * 1024  # Max bytes of an encoded query; the node ids of a large trie take the most.
 _DIGEST_DIGITS = 32  # Hexadecimal digits of a fingerprint or of a vocabulary's digest.
-_FEW, _FEW_MORE = 1024, 4  # Weights tried first for `top_p`, and the factor by which each next attempt tries more.
-_BLOCK = 256  # Weights per block whose sum is computed first when a token is drawn.
+_FEW, _FEW_MORE = 1024, 4  # Number of largest weights tried first for `top_p`; factor of the number in each next try.
+_BLOCK = 256  # Weights per block: to draw a token, first blocks are summed, and then one block is searched.
 
 
 class TopK(NamedTuple):
@@ -68,7 +68,7 @@ class Sampling(NamedTuple):
     """The parameters of the draw of one token."""
 
     temperature: float  # Divides the log-probabilities; 0 takes the most likely token.
-    top_p: float  # Draws among the fewest most likely tokens whose probabilities sum to at least this number.
+    top_p: float  # Draws among the most likely tokens: the fewest whose probabilities sum to at least `top_p`.
     seed: int  # 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
 
 
@@ -85,7 +85,7 @@ class Continuation(NamedTuple):
 
 
 def top(row: Row, k: int, allowed: NDArray[np.int64] | None = None) -> TopK:
-    """The `k` largest entries of a row of shape (V,), or of its entries of the ascending ids `allowed`."""
+    """The `k` largest entries of a row of shape (V,), only of the tokens `allowed` (ascending ids) if given."""
     values = row if allowed is None else row[allowed]
     ids = _largest(values, k)
     return TopK(values[ids], ids if allowed is None else allowed[ids])
@@ -105,7 +105,7 @@ def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] 
         with np.errstate(over="ignore"):  # A tiny temperature overflows all but the largest entry to -inf.
             # A temperature beyond these bounds gives the same result as the bound, which float32 can represent.
             weights /= np.float32(min(max(temperature, 1e-30), 1e30))
-    np.exp(weights, out=weights)  # float32 is as exact as the row; sums use float64.
+    np.exp(weights, out=weights)  # float32 is as exact as the row; sums of weights use float64.
     if top_p == 1:
         return None, weights
     # Keep the fewest tokens whose weights sum to at least `top_p` of the total.
@@ -120,7 +120,7 @@ def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] 
 
 
 def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | None = None) -> int:
-    """A token drawn from a row of shape (V,), or from its tokens of the ascending ids `allowed`.
+    """A token drawn from a row of shape (V,), only from the tokens `allowed` (ascending ids) if given.
 
     Raises `NoProbability` if all allowed tokens have probability 0.
     """
@@ -129,13 +129,13 @@ def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | N
         if values.max() == -np.inf:
             raise NoProbability(f"none of the {len(allowed)} allowed tokens has a probability above 0")
         return int(allowed[sample(values, how)])
-    if how.temperature == 0:  # Faster than `kept`, with the same result.
+    if how.temperature == 0:  # `argmax` is faster than `kept`, with the same result.
         return int(row.argmax())
     ids, weights = kept(row, how.temperature, how.top_p)
     # Hash the seed to a number in [0, 1): a generator of numpy takes ten times as long.
     drawn = hashlib.blake2b(how.seed.to_bytes(8, "little"), digest_size=8).digest()
     share = (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
-    # Find the first token at which the cumulative weight exceeds this share of the total. Sum blocks first: a
+    # Find the first token at which the cumulative weight exceeds `share` of the total. Sum blocks first: a
     # cumulative sum over a large vocabulary takes four times as long.
     sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
     mass = sums.cumsum()
@@ -150,7 +150,7 @@ def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | N
 def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.floating]) -> int:
     """The first index at which `mass`, the cumulative sum of the weights, is above `wanted`."""
     place = int(mass.searchsorted(wanted, side="right"))
-    # Rounding can make `wanted` equal to the whole sum: then take the last token, but none without weight.
+    # Rounding can make `wanted` equal to the whole sum: then take the last token with a weight above 0.
     return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
 
 
@@ -188,7 +188,7 @@ def unpack_top(answer: NDArray[np.float32], vocab_size: int, *, of_row: bool = T
     k = answer.shape[-1] // 2
     values, ids = answer[..., :k].copy(), np.ascontiguousarray(answer[..., k:]).view("<u4").astype(np.int64)
     ordered = np.sort(ids, axis=-1)
-    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # False if a value is NaN.
+    is_falling = (values[..., 1:] <= values[..., :-1]).all()  # The comparison is False if a value is NaN.
     if not is_falling or ids.max() >= vocab_size or (ordered[..., 1:] == ordered[..., :-1]).any():
         raise ProtocolError(f"these are not the largest entries of a row of {vocab_size}")
     for most in (values[..., 0].min(), values[..., 0].max()):
@@ -206,7 +206,7 @@ def stack_tops(tops: Sequence[TopK], k: int) -> TopK:
 
 
 def pack_token(token: int) -> NDArray[np.float32]:
-    """A token id as float32 of shape (1,): its bits."""
+    """The bits of a token id, as float32 of shape (1,)."""
     return np.array([token], "<u4").view(np.float32)
 
 
@@ -244,14 +244,14 @@ def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continu
 
 @dataclass(frozen=True, slots=True)
 class SentWeights:
-    """The weights of one trie job, stored where any client may write and only trie workers may read.
+    """The weights of one trie job, stored under a Redis key that any client may write and only trie workers may read.
 
     Every client can read jobs and so knows the weights' name. The name is the digest of a secret that is stored with
     the weights, so trie workers notice when another client has overwritten them.
     """
 
     values: NDArray[np.float32]  # float32 (V,), C-contiguous.
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))  # Random bytes, used once.
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(SECRET_SIZE))  # Random bytes, for this job only.
 
     @property
     def name(self) -> bytes:
@@ -268,12 +268,12 @@ class TrieQuery(Message, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
-        op: "sum" or "max" of the weights (of a row: of its probabilities), or "logsumexp" of the log-weights (of a row:
-            of its log-probabilities).
+        op: "sum" or "max" of weights (for a row, its probabilities), or "logsumexp" of log-weights (for a row, its
+            log-probabilities).
         vocabulary: digest of the vocabulary.
         select: "inner": values of the inner nodes, (M,), for a client with the weights; "values": values of the inner
             nodes, then the weights, (M + V,); "nodes": values of `nodes`; "under": values of the children of one node.
-        nodes: int32 ids as bytes: of the requested nodes for "nodes", of the one node for "under".
+        nodes: int32 node ids as bytes: the requested nodes for "nodes", the parent node for "under".
         rows: fingerprint of the model of the row; "" if `source` names weights, or for the row of the job's own prompt.
         source: digest of the row's prompt, or the name of the weights; b"" for the row of the job's own prompt.
     """
@@ -294,14 +294,14 @@ class TrieQuery(Message, frozen=True):
 
 
 class TopQuery(Message, frozen=True, tag="top"):
-    """The `k` largest entries of the row, by `pack_top`; only of tokens in `allowed` (`TokenSet.packed`) if given."""
+    """The `k` largest entries of the row (see `pack_top`), only of tokens in `allowed` (`TokenSet.packed`) if given."""
 
     k: Annotated[int, Meta(ge=1)]
     allowed: bytes = b""
 
 
 class SampleQuery(Message, frozen=True, tag="sample"):
-    """One token drawn from the row, by `pack_token`; only from the tokens in `allowed` if given."""
+    """One token drawn from the row, encoded by `pack_token`; only from the tokens in `allowed` if given."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
@@ -316,13 +316,13 @@ class MassQuery(Message, frozen=True, tag="mass"):
 
 
 class PositionsQuery(Message, frozen=True, tag="positions"):
-    """Predictions after each token of the prompt from position `start` on, computed in a separate forward.
+    """Predictions after each token of the prompt from position `start` on, computed in a separate forward pass.
 
     The result is float32 of shape (n * width,), position after position.
 
     Attributes:
         start: the first position. The prediction at position i is about the token after the tokens 0 to i.
-        top: number of the most likely tokens to return at each position, by `pack_top`; 0 for none.
+        top: number of the most likely tokens to return at each position (see `pack_top`); 0 for none.
         targets: little-endian uint32 ids of the entries to return if `top` is 0; b"" for whole rows.
         values: kind of the values. "scores": only the log-probability of the token that follows (the last position has
             none). "score_logits": only that token's logit. "logz": only the logarithm of the sum of the exponentials of
@@ -339,7 +339,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     allowed: bytes = b""
 
     def check(self) -> None:
-        # At most one kind of result, or clients would misread the numbers.
+        # Allow at most one kind of result: clients would misread the numbers of two kinds.
         is_hidden = self.values == "hidden"
         is_one = (self.top > 0) + bool(self.targets) + (self.values in _SINGLE) + is_hidden <= 1
         if len(self.targets) % 4 or not is_one or is_hidden != (self.size > 0) or bool(self.allowed) > (self.top > 0):
@@ -351,7 +351,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return cls(start - 1, values="score_logits" if logits else "scores")
 
     def among(self, ids: NDArray[np.int64]) -> Self:
-        """The same query, limited to the tokens of these ascending ids."""
+        """This query, limited to the tokens with these ascending ids."""
         return replace(self, targets=ids.astype("<u4").tobytes(), allowed=b"")
 
     @property
@@ -365,7 +365,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
         return np.frombuffer(self.targets, "<u4").astype(np.int64)
 
     def width(self, vocab_size: int) -> int:
-        """Numbers per position in the result."""
+        """How many numbers the result has per position."""
         return 2 * self.top or len(self.targets) // 4 or self.size or (1 if self.values in _SINGLE else vocab_size)
 
     def span(self, length: int) -> range:
@@ -379,7 +379,7 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
     def of(self, logits: Row, log_z: Row, following: NDArray[Any]) -> Row:
         """The result for n positions, float32 (n, width).
 
-        Computed from logits (n, V), the logarithms (n,) of the sums of their exponentials, and the next tokens (n,).
+        It is computed from logits (n, V), the log-sum-exp (n,) of the logits, and the next tokens (n,).
         """
         if self.values == "logz":
             return log_z[:, None]
@@ -393,13 +393,13 @@ class PositionsQuery(Message, frozen=True, tag="positions"):
 
 
 class GenerateQuery(Message, frozen=True, tag="generate"):
-    """Tokens drawn one after another, by `pack_continuation`."""
+    """Tokens drawn one after another, encoded by `pack_continuation`."""
 
     most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens to generate.
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
     top_p: Annotated[float, Meta(gt=0, le=1)]
     seed: Annotated[int, Meta(ge=0)]  # Token i of the continuation is drawn with `seed` + i.
-    # Little-endian uint32: for each stop sequence its length and its tokens (`pack_stops`).
+    # Stop sequences in little-endian uint32: the length and then the tokens of each sequence (`pack_stops`).
     stop: Annotated[bytes, Meta(max_length=4 * MAX_STOP_NUMBERS)] = b""
 
     def check(self) -> None:
@@ -428,7 +428,7 @@ def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
 
 
 class HeadQuery(Message, frozen=True, tag="head"):
-    """A part of the model's head (`lmpool.protocol.row.Head`), which turns hidden states into rows; any prompt will do.
+    """A part of the model's head (`protocol.row.Head`), which turns hidden states into rows; a job may name any prompt.
 
     Attributes:
         part: "facts": the result of `pack_facts`. "bias": float32 (V,). "weights": `count` rows of the head's weights
@@ -441,7 +441,7 @@ class HeadQuery(Message, frozen=True, tag="head"):
 
 
 class FreshQuery(Message, frozen=True, tag="fresh"):
-    """The row, computed in a separate forward without cached keys and values. The nonce identifies the request."""
+    """The row, computed in a separate forward pass without cached keys and values. The nonce identifies the request."""
 
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
@@ -460,7 +460,7 @@ _DECODERS: dict[bytes, Decoder[Any]] = {
 
 def unpack_query(data: bytes) -> Query:
     """Decode a query. Raises `ProtocolError` for bytes that are no query."""
-    tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The tag is a short string; byte 1 has its length.
+    tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The tag is a short string: byte 1 has its length.
     query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
     query.check()
     return query

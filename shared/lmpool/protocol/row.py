@@ -45,8 +45,8 @@ FACTS = 3
 
 _HEADER = struct.Struct("<4sBBHIf")
 _LOG_Z_AT = 12  # Offset of logZ in the header.
-_MIN_BATCH = 4  # Min number of rows for which decoding them together is faster.
-_MAX_SMALL = 2048  # Max bytes of an encoded row or result that a notification carries; fetching costs more.
+_MIN_BATCH = 4  # Min number of rows that are decoded together; fewer rows are decoded faster one by one.
+_MAX_SMALL = 2048  # Max bytes of an encoded row or result that a notification carries to save the client a request.
 _MAX_LOGPROB = 1.0  # Largest log-probability that rounding of float32 numbers and logZ can produce.
 
 
@@ -100,7 +100,7 @@ def no_new_rows(_: int, __: int, ___: Encoding) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RowBlock:
-    """The rows of a step: one block of numbers, one digest per row.
+    """The rows of one step of a backend: one block of numbers, one digest per row.
 
     Attributes:
         digests: digest of the prompt of each row.
@@ -150,7 +150,7 @@ class RowBlock:
         return [(_HEADER.pack(*head, log_z[at]), numbers) for at, numbers in zip(chosen, parts, strict=True)]
 
     def row(self, index: int) -> Row:
-        """The log-probabilities of one row, float32 (V,), bit by bit as clients decode them; not copied for F32."""
+        """The log-probabilities of one row, float32 (V,), with the bits that clients decode; not copied for F32."""
         numbers = self.numbers[index]
         return numbers if self.log_z is None else _widened(numbers, self.encoding, float(self.log_z[index]))
 
@@ -211,7 +211,7 @@ class VectorBlock:
 
 
 Block = RowBlock | VectorBlock
-"""Results of a step: rows, or results of queries."""
+"""Results of one step of a backend: rows, or results of queries."""
 
 
 def small_values(block: Block) -> list[bytes] | None:
@@ -228,8 +228,8 @@ Allocate = Callable[[int], tuple[NDArray[np.uint8], memoryview]]
 def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | None = None) -> NDArray[np.float32]:
     """Decode one encoded row, uint8 (size,), to read-only float32 log-probabilities (V,).
 
-    An F32 row is used in place, not copied. `allocate` allocates the memory of a row in another encoding; None: new
-    memory. Raises `ProtocolError` if the bytes are not a row of V entries in this version of rows.
+    An F32 row is used in place, not copied. `allocate` allocates the memory of a row in another encoding (None: new
+    memory). Raises `ProtocolError` if the bytes are not a row of V entries in this version of rows.
     """
     encoding, log_z, numbers = _open(data, vocab_size, vocab_size)
     row = numbers
@@ -249,10 +249,10 @@ def decode_row(data: NDArray[np.uint8], vocab_size: int, allocate: Allocate | No
 
 
 def decode_rows(values: Sequence[object], vocab_size: int) -> list[NDArray[np.float32]] | None:
-    """As `decode_row` and `check_row` for many small rows together, in a fraction of their time.
+    """Decode and check many small rows together, in a fraction of the time of `decode_row` and `check_row`.
 
-    None if there are few rows, or if not all are `bytes` and valid in the same encoding: then the caller must decode
-    each row alone.
+    Returns None if there are few rows, or if not all are `bytes` and valid in the same encoding: then the caller must
+    decode each row alone.
     """
     if len(values) < _MIN_BATCH or set(map(type, values)) != {bytes}:
         return None
@@ -291,7 +291,7 @@ def split_rows(data: bytes, count: int) -> list[bytes] | None:
 
 
 def decode_alike(values: Sequence[bytes | None], vocab_size: int, count: int) -> NDArray[np.float32] | None:
-    """As `decode_entries` for many rows together, in a fraction of its time: float32 (n, count).
+    """Decode entries of many rows together, in a fraction of the time of `decode_entries`: float32 (n, count).
 
     Returns None if not all are valid rows in the same encoding: then the caller must decode each row alone.
     """
@@ -335,7 +335,7 @@ def _min_largest(vocab_size: int) -> float:
 
 
 def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return some entries of rows; raise `ProtocolError` if one of them is NaN or far above 0."""
+    """Return these entries of rows; raise `ProtocolError` if an entry is NaN or far above 0."""
     # The maximum is NaN if any entry is NaN.
     if not (most := row.max()) <= _MAX_LOGPROB:
         raise ProtocolError(f"the largest of {len(row)} entries is {most}: these are no log-probabilities")
@@ -398,7 +398,7 @@ def width_of(numbers: int, dtype: str) -> int:
 
 
 def pack_numbers(numbers: NDArray[Any]) -> NDArray[np.float32]:
-    """The bits of numbers (n, m) of a model's dtype, bfloat16 as uint16, as float32 (n, width)."""
+    """View numbers (n, m) of a model's dtype (uint16 for the bits of bfloat16) as float32 (n, width)."""
     if numbers.dtype == np.float32:
         return numbers
     if numbers.shape[1] % 2:
@@ -466,5 +466,5 @@ class Head:
 
 
 def pack_facts(scale: float, soft_cap: float | None, has_bias: bool) -> NDArray[np.float32]:
-    """The scale, the soft cap and whether there is a bias of a head, as float32 of shape (FACTS,)."""
+    """A head's scale, its soft cap (0 for none), and 1 if it has a bias, as float32 of shape (FACTS,)."""
     return np.array([scale, 0 if soft_cap is None else soft_cap, has_bias], np.float32)

@@ -22,7 +22,7 @@ class TokenSet:
 
     Attributes:
         ids: int64 token ids, each once, in ascending order; at least one.
-        vocab_size: V.
+        vocab_size: V, the number of tokens of the vocabulary.
         is_named: whether queries carry only the name of the set, which the pool stores; for sets that many queries use.
     """
 
@@ -45,7 +45,7 @@ class TokenSet:
 
     @cached_property
     def packed(self) -> bytes:
-        """The encoded set in a query. Equal sets have equal bytes, so that their cached results are found."""
+        """The encoded set in a query. Equal sets have equal bytes, so that queries with equal sets share results."""
         if self.is_named:
             return self.packed_name(self.name)
         ids = _ID_BYTES * len(self.ids)
@@ -63,7 +63,7 @@ def name_in(packed: bytes) -> bytes | None:
 
 
 def unpack_tokens(packed: bytes, vocab_size: int) -> TokenSet:
-    """Decode `TokenSet.packed` of a set without a name; raises `ProtocolError` for bytes that are no such set."""
+    """Decode `TokenSet.packed` of a set without a name; raises `ProtocolError` for any other bytes."""
     if packed[:1] == _BITS:
         return tokens_of_bits(packed[1:], vocab_size)
     ids = np.frombuffer(packed[1 : 1 + (len(packed) - 1) // _ID_BYTES * _ID_BYTES], "<u4").astype(np.int64)

@@ -1,7 +1,7 @@
-"""Pack a model's `tokenizer.json` under its digest, and check that a hostile file cannot freeze or fill a process.
+"""Compress a model's `tokenizer.json`, and check that a hostile file cannot freeze a process or fill its memory.
 
-Workers store the compressed file under `Keys.tokenizer`. It is JSON, so reading it runs no code. But a hostile
-tokenizer could freeze or fill the process that encodes text with it: the package `tokenizers` limits neither the time
+Workers store the compressed file under `Keys.tokenizer`. The file is JSON, so reading it runs no code. But a hostile
+tokenizer could freeze a process that encodes text, or fill its memory: the package `tokenizers` limits neither the time
 of a regular expression nor the length of the text that a normalizer makes. The check accepts known components only,
 patterns that cannot backtrack exponentially, and replacements that lengthen a text by a bounded factor. Workers run
 the check before they publish a tokenizer, and clients before they use a tokenizer.
@@ -37,13 +37,13 @@ MAX_NORMALIZED_CHARACTERS = 32 * 1024 * 1024
 
 _MAX_COMPONENTS = 64  # Max components, such as normalizers or decoders, in one list; real tokenizers have up to 12.
 _MAX_PATTERN_CHARACTERS = 2048  # Max characters of a regular expression; the longest known pattern has about 400.
-_MAX_REPEATS = 3  # Max quantifiers of a variable count in one alternative of a pattern; GPT-4o's pattern has 2.
+_MAX_REPEATS = 3  # Max quantifiers without a fixed count in one alternative of a pattern; GPT-4o's pattern has 2.
 _MAX_CHOICES = 12  # Max "?" and "|" in groups of one alternative: at most 4,096 ways to match; GPT-4o's pattern has 8.
 _MAX_SPECIAL_TOKENS = 64  # Max ids that a template adds to one text.
 _MAX_WORD_CHARACTERS = 1000  # Max characters of a word that WordPiece splits, in cubic time; BERT's limit is 100.
 _MAX_CHARACTERS = 256  # Max characters of a string setting, such as the text that a `Prepend` puts before a prompt.
 
-# For each part of the file: the name of the list in a `Sequence`, and the components that lmpool accepts.
+# For each part of a `tokenizer.json`: key of the list in a component `Sequence`, and component types that are accepted.
 _PARTS = {
     "normalizer": ("normalizers", {
         "BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "Nmt", "Precompiled", "Prepend",
@@ -59,12 +59,12 @@ _PARTS = {
     }),
 }  # fmt: skip
 
-# The flag x is not accepted: comments in a pattern could hide groups and repetitions from this check.
+# The regex flag x is not accepted: comments in a pattern could hide groups and repetitions from this check.
 _GROUP_OPENING = re.compile(r"\((?:\?(?::|=|!|<=|<!|>|[im]+:))?")
 _QUANTIFIER = re.compile(r"[*+?]|\{(\d*)(,?)(\d*)\}")
 # Characters accepted after a backslash: no back-references, no calls, and no "c" ("\c[" is one control character).
 _ESCAPED = frozenset("pPsSdDwWhHbBAzZGnrtfvaexu0")
-# A character class. It may contain POSIX classes and one level of nested classes, and must not begin with a bracket.
+# A character class may contain POSIX classes and one level of nested classes, and must not begin with a bracket.
 _IN_CLASS = r"\\.|[^\\\[\]]|\[:\^?[a-z]{4,6}:\]"
 _CLASS = re.compile(rf"\[(?!\^?\])(?:{_IN_CLASS}|\[(?!\^?\]|:)(?:{_IN_CLASS})*\])*\]", re.DOTALL)
 
@@ -72,7 +72,7 @@ _CLASS = re.compile(rf"\[(?!\^?\])(?:{_IN_CLASS}|\[(?!\^?\]|:)(?:{_IN_CLASS})*\]
 class PackedTokenizer(NamedTuple):
     """A compressed `tokenizer.json`."""
 
-    data: bytes  # The file as a zlib stream.
+    data: bytes  # The `tokenizer.json` as a zlib stream.
     digest: str  # 32 hex digits, the BLAKE2b-128 of `data`.
 
     @classmethod
@@ -128,7 +128,7 @@ class _File(msgspec.Struct):
 def check_tokenizer(text: str) -> float:
     """Check the content of a `tokenizer.json`; returns the max factor by which the tokenizer lengthens a text.
 
-    Raises `InvalidVocabulary` if it is not JSON, or a component is unknown, too slow, or lengthens texts too much.
+    Raises `InvalidVocabulary` if the file is not JSON, or a component is unknown or slow, or lengthens texts too much.
     """
     try:
         file = msgspec.json.decode(text, type=_File)
@@ -173,7 +173,7 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
         if name != "precompiled_charsmap" and isinstance(value, str):
             _check_size(f"{name} of its {kind}", len(value), _MAX_CHARACTERS)
     if kind == "Precompiled":
-        # Format: length of SentencePiece's trie in four bytes, the trie, and the replacements, each ended by a 0 byte.
+        # The data: length of SentencePiece's trie in four bytes, the trie, and replacements, each ended by a 0 byte.
         try:
             data = base64.b64decode(component["precompiled_charsmap"], validate=True)
         except (binascii.Error, ValueError, TypeError) as error:
@@ -200,7 +200,7 @@ def _check_component(part: str, component: dict[str, Any]) -> float:
         if part == "decoder":
             raise InvalidVocabulary("its decoder has a regular expression; lmpool accepts plain text there")
         check_regex(pattern)
-    # A regular expression may match a single character, and each match is replaced.
+    # A match of a regular expression may have a single character, and each match is replaced by the whole content.
     shortest = len(pattern) if form == "String" else 1
     return 1.0 if kind == "Split" else max(1.0, math.ceil(len(component["content"]) / shortest))
 
@@ -217,7 +217,7 @@ def check_regex(pattern: str) -> None:
         if escaped.isascii() and escaped.isalnum() and escaped not in _ESCAPED:
             raise _refused(pattern, f"has \\{escaped}, a back-reference, a call, or an unknown escape")
     at, repeats, choices, previous = 0, 0, 0, ""
-    # For each open group: whether it has always matched equally many characters so far. First: the whole pattern.
+    # Whether the whole pattern (first) and each open group have matched a fixed number of characters so far.
     fixed = [True]
     while at < len(pattern):
         character = pattern[at]

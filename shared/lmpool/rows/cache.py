@@ -41,16 +41,16 @@ Deliver = Callable[[Sequence[bytes], Sequence[Found]], None]
 """Callback that receives digests and the result for each digest; every digest is delivered once."""
 
 Then = Callable[[Call, Collection[bytes]], Awaitable[None]]
-"""Callback with a function that calls scripts on the model's queue, and the digests of the rows refused so far."""
+"""Callback that receives a function to call scripts on the model's queue, and the digests of the refused rows."""
 
 CHUNK_BYTES = 4 * 1024 * 1024  # Max bytes of values per MGET; each request costs its client about 90 µs.
 CHUNK_ROWS = 512  # Max keys per MGET, so that tiny values do not make one request arbitrarily long.
 
-_MAX_REPLY_BYTES = 16 * 1024 * 1024  # Max bytes of a reply; the longest has 4 million entries of rows.
-_CHUNKS_IN_FLIGHT = 2  # Max chunks in flight per server: the next one arrives while a chunk is decoded.
+_MAX_REPLY_BYTES = 16 * 1024 * 1024  # Max bytes of a reply; the longest reply has 4 million entries of rows.
+_CHUNKS_IN_FLIGHT = 2  # Max chunks in flight per server: the second chunk arrives while the first is decoded.
 _SMALL_BYTES = 4 * 1024  # Max bytes of values that hiredis receives faster than `RawRowReceiver`.
-_WEIGHTS_TTL_MS = 120_000  # Lifetime of a trie job's weights, unless the client removes them earlier.
-_ANSWER_TTL_MS = 60_000  # Max lifetime of an answer to a query: it can be computed again from its row.
+_WEIGHTS_TTL_MS = 120_000  # Lifetime in ms of a trie job's weights, unless the client removes the weights earlier.
+_ANSWER_TTL_MS = 60_000  # Max lifetime in ms of an answer to a query: an answer can be computed again from its row.
 _GLOB = re.compile(rb"[\\*?\[\]]")
 _NOTHING = memoryview(b"")
 
@@ -211,7 +211,7 @@ class RowCache:
         self.queue: Call = self._queue.call
 
     def ttl_ms(self, block: Block) -> int:
-        """The lifetime of a block in milliseconds."""
+        """How long Redis keeps the results of a block, in milliseconds."""
         return self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)
 
     async def put(
@@ -219,13 +219,13 @@ class RowCache:
     ) -> dict[bytes, str]:
         """Store a block. The first stored row of a digest stays, except for digests in `overwrite`.
 
-        The rows must not change before this method returns. `then` sends commands right behind the rows, which find the
-        rows or fail together with the rows. For rows in shared memory (`shared`), Redis stores references.
+        The rows must not change before this method returns. `then` sends commands directly after the rows: the commands
+        find the rows or fail together with the rows. For rows in shared memory (`shared`), Redis stores references.
 
         Returns digest -> reason, for the rows that the server refused.
         """
         references, replaced = shared.references, set(overwrite)
-        # Encode no row if all of them are in shared memory.
+        # Encode no rows if all rows are in shared memory.
         encoded = block.encoded() if len(references) < len(block.digests) else [(b"", _NOTHING)] * len(references)
         writes = [
             RowWrite(self._prefix + digest, references[digest], _NOTHING, digest in replaced)

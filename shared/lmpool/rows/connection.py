@@ -2,7 +2,7 @@
 
 hiredis parses the replies to `RawRowCommands`. Redis runs commands in their order, so a script that is sent after a
 write finds the row. hiredis makes two more copies of a received value than `RawRowReceiver`: rows of 128 KiB and above
-would take about twice the processor time, while rows up to 4 KiB take about 15 % less with hiredis.
+would take about twice the processor time, while rows up to 4 KiB take about 15 % less time with hiredis.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Value = bytes | Bulk | ResponseError | None
 
 _LARGE_BYTES = 32 * 1024  # Min bytes of a value whose copy costs more than a system call.
 _WINDOW_BYTES = 64 * 1024  # Max bytes per receive while no large value is expected; also the longest reply line.
-_NARROW_BYTES = 1024  # Max bytes per receive after a large value: the start of the next value must be copied.
+_NARROW_BYTES = 1024  # Max bytes per receive after a large value: the received start of the next value must be copied.
 _OK, _OK_REPLY = b"OK", b"+OK\r\n"
 
 
@@ -177,7 +177,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
             if not self._missing:
                 bulk, self._bulk = self._bulk, None
                 _check_line_end(bulk[-2:].tobytes())
-                # Callers recognise small values, such as references, by their type.
+                # Return a small value as `bytes`: callers recognise small values, such as references, by this type.
                 self._take(bulk[:-2] if bulk.size > _LARGE_BYTES else bulk[:-2].tobytes())
         except (ValueError, IndexError) as error:
             self._end = 0
@@ -191,12 +191,12 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
             kind, line = scratch[start], scratch[start + 1 : stop]
             start = stop + 2
             command = self._awaited[0]
-            if kind != 0x24 or line == b"-1":  # Not the size of a value.
-                if kind in (0x24, 0x5F):  # "$-1" or "_": no value.
+            if kind != 0x24 or line == b"-1":  # The line is not the size of a value.
+                if kind in (0x24, 0x5F):  # "$-1" and "_" stand for no value.
                     self._take(None)
-                elif kind == 0x2A and int(line) == command.count and not command.is_begun:  # "*": an array.
+                elif kind == 0x2A and int(line) == command.count and not command.is_begun:  # "*" begins an array.
                     command.is_begun = True
-                elif kind == 0x2D and not command.is_begun:  # "-": an error.
+                elif kind == 0x2D and not command.is_begun:  # "-" begins an error.
                     self._awaited.popleft()
                     if not command.future.done():
                         command.future.set_exception(ResponseError(line.decode("utf-8", "replace")))

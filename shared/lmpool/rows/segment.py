@@ -34,17 +34,17 @@ from lmpool.rows.shared_memory import BUCKET, PAGE, SLOT, WORD, Layout, Shared, 
 _log = logging.getLogger("lmpool.worker")
 
 _NONCE_SIZE = 8  # Bytes of the random part of a segment's name, so that all names differ.
-_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Rows per segment; if fewer, rows are overwritten before clients read them.
+_MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Min and max rows per segment; fewer rows are overwritten before they are read.
 _NAME_CHECK_S = 1.0  # Seconds between two checks that the worker's socket still exists.
 _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values from Linux's headers.
-_STEP_BYTES = 64 * 2**20  # Bytes to allocate between two checks that the segment is still wanted and fits.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values of these constants in Linux's headers.
+_STEP_BYTES = 64 * 2**20  # Bytes to allocate between two checks that the segment is wanted and fits into free memory.
 _RESERVE_SHARE = 16  # 1/16 of the free memory stays free, even if many workers create segments at once.
 _DEFAULT_SHARE = 8  # A segment takes 1/8 of the free memory by default: other programs need memory too.
 _MAX_DEFAULT_BYTES = 4 * 2**30  # Max default size of a segment; --shm-bytes can set more.
-_CONNECT_S = 0.1  # Timeout of a connection to a worker; a live worker accepts within 1 ms.
+_CONNECT_S = 0.1  # Timeout in seconds of a connection to a worker; a live worker accepts within 1 ms.
 _BACKLOG = 64  # Max readers that wait for a connection at once.
-_OLD_S = 0.1  # Min age of a socket to remove; a worker listens microseconds after creating it.
+_OLD_S = 0.1  # Min age in seconds of a socket to remove; a worker listens microseconds after creating its socket.
 # Files with a container's used memory, and with the part that is file cache (reclaimable): cgroups version 2 and 1.
 _CONTAINER_MEMORY = (
     ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory.stat", "inactive_file "),
@@ -116,13 +116,13 @@ class Segment:
         self._words = self._view.cast("Q")
         self._layout = layout
         self._oldest = bytearray(layout.buckets)  # Index of the entry to replace next, per bucket.
-        # Number and digest of the row in each slot (b"" until it is computed); the number of each row by digest.
+        # Number and digest of the row in each slot; the digest is b"" until the row is computed.
         self._held: list[tuple[int, bytes]] = [(0, b"")] * layout.slots
-        self._numbers: dict[bytes, int] = {}
+        self._numbers: dict[bytes, int] = {}  # Digest -> number of the row.
         self._replaced: list[bytes] = []
         self._stored: set[bytes] = set()  # Digests of rows that Redis stores too.
-        self._last = layout.slots - 1  # So the first row is in the first slot, and no row has number 0.
-        # Slots that `new_rows` handed out: first row number and a weak reference to the memory, by row number.
+        self._last = layout.slots - 1  # Start value: the first row is in slot 0, and no row has number 0.
+        # Slots that `new_rows` handed out, ordered by row number: first row number, weak reference to the memory.
         self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
         self.nonce, self.size, self.slots = layout.nonce, layout.size, layout.slots
@@ -152,7 +152,7 @@ class Segment:
             return None
         with self._lock:
             first = self._last + 1
-            if (beyond := first % layout.slots + count) > layout.slots:  # A batch is contiguous: begin at slot 0.
+            if (beyond := first % layout.slots + count) > layout.slots:  # Use adjacent slots: begin at slot 0.
                 first += layout.slots - (beyond - count)
             if not self._take(first, count):
                 return None
@@ -173,7 +173,7 @@ class Segment:
         for number in range(first, first + count):
             before, digest = self._held[slot := number % self.slots]
             self._held[slot] = number, b""
-            if digest and self._numbers.get(digest) == before:  # The row was not written to another slot.
+            if digest and self._numbers.get(digest) == before:  # The row has no newer copy in another slot.
                 del self._numbers[digest]
                 if digest in self._stored:
                     self._stored.discard(digest)
@@ -183,7 +183,7 @@ class Segment:
         return True
 
     def first_of(self, numbers: NDArray[Any]) -> int | None:
-        """The number of the first of some rows that lie in adjacent slots of `new_rows`; None for other rows."""
+        """The row number of the first of these rows, if they are in adjacent slots of `new_rows`; else None."""
         layout = self._layout
         at = numbers.ctypes.data - self._bytes.ctypes.data - layout.first - SLOT.size - HEADER_SIZE
         if not 0 <= at < layout.slots * layout.stride or numbers.strides[0] != layout.stride:
@@ -252,7 +252,7 @@ class Segment:
         return self._numbers.get(digest)
 
     def row(self, number: int) -> NDArray[np.uint8]:
-        """The encoded row of a number, uint8 of shape (size,), in place."""
+        """The encoded row with this number, uint8 of shape (size,), not copied."""
         begin = self._at(number) + SLOT.size
         length = SLOT.unpack_from(self._memory, self._at(number))[2]
         return self._bytes[begin : begin + length]
@@ -303,8 +303,8 @@ def free_bytes() -> int:
 def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
     """Create a segment of at most `size` bytes for a model's rows; takes about a second for each 3 GiB.
 
-    None if `size` is too small, or once `is_wanted` returns False. Raises `OSError` if the folder of sockets cannot
-    be used, or too little memory is free.
+    Returns None if `size` is too small, or as soon as `is_wanted` returns False. Raises `OSError` if the folder of
+    sockets cannot be used, or too little memory is free.
     """
     stride = rounded_up(SLOT.size + rounded_up(encoded_size(vocab_size, Encoding.F32), WORD), PAGE)
     slots = min(_MAX_SLOTS, size // stride)
@@ -320,7 +320,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
     except OSError as error:
         raise OSError(error.errno, f"{place}: {error.strerror}") from error
     reserve = free_bytes() // _RESERVE_SHARE
-    if not hasattr(os, "memfd_create"):  # Missing on macOS and in builds of Python for old systems.
+    if not hasattr(os, "memfd_create"):  # macOS and old Linux systems lack `memfd_create`.
         raise OSError(errno.ENOSYS, "this Python cannot make sealed memory (os.memfd_create)")
     with ExitStack() as cleanup:
         fd = os.memfd_create(name_of(nonce), _MFD_CLOEXEC | _MFD_ALLOW_SEALING)
@@ -389,7 +389,7 @@ class SegmentWriter:
             if segment is not None and not self._is_wanted:  # The worker has stopped without waiting for this thread.
                 segment.close()
             elif segment is not None:
-                self.host = shared_memory.host_token()  # First: the event loop reads it as soon as there is a segment.
+                self.host = shared_memory.host_token()  # Set first: the event loop reads it once a segment exists.
                 self.segment = segment
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)

@@ -62,8 +62,8 @@ BUCKET = struct.Struct("<8Q")
 WORD = 8
 """Bytes of a word; a checksum is a sum of words."""
 
-_O_PATH = getattr(os, "O_PATH", 0)  # macOS lacks this flag, and no segment can be created there.
-_F_GET_SEALS = 1034  # Value from Linux's headers.
+_O_PATH = getattr(os, "O_PATH", 0)  # macOS lacks O_PATH, and no segment can be created on macOS.
+_F_GET_SEALS = 1034  # Value of F_GET_SEALS in Linux's headers.
 _NUMBER = struct.Struct("@Q")  # Native byte order: `struct` reads the number at once, not byte by byte.
 _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
@@ -72,9 +72,9 @@ _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1  # A reference of another version counts as no row.
 _PLACE = struct.Struct("<8sQ")
 _MAX_NAME = 255  # Max bytes of a worker's name in a reference.
-_MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row costs no more than a reference and a slot.
-_ANSWER_S = 0.1  # Max wait for one worker's segment; a live worker sends its segment within 1 ms.
-_ALL_ANSWER_S = 1.0  # Max wait for all segments together, even if many workers are frozen.
+_MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row in Redis costs no more than a reference.
+_ANSWER_S = 0.1  # Max seconds to wait for one worker's segment; a live worker sends its segment within 1 ms.
+_ALL_ANSWER_S = 1.0  # Max seconds to wait for all segments together, even if many workers are frozen.
 _MAX_SPARE, _MAX_SPARE_BYTES = 64, 64 * 2**20  # Max buffers, and max bytes of buffers, kept for later rows.
 
 
@@ -125,7 +125,7 @@ def segments_in(place: Path) -> Iterator[Path]:
     """The sockets of segments in a user's folder; none in a folder that other users can write to."""
     with suppress(OSError), own_folder(place):
         for path in place.glob(f"{NAME}*"):
-            with suppress(OSError):  # An entry that cannot be read must not hide the others.
+            with suppress(OSError):  # An entry that cannot be read must not hide other entries.
                 if path.is_socket():
                     yield path
 
@@ -247,7 +247,7 @@ def rounded_up(size: int, unit: int) -> int:
 
 
 def checksum_of(row: NDArray[np.uint8]) -> int:
-    """The sum of the words of a row modulo 2^64."""
+    """The sum of the 8-byte words of a row, modulo 2^64."""
     return int(np.add.reduce(row.view(np.uint64)))
 
 
@@ -275,7 +275,7 @@ class RowMemory:
         return self._lend(memory, writeable.toreadonly()), writeable
 
     def take_writeable(self, size: int) -> NDArray[np.uint8]:
-        """As `take`, for an array that the caller may change, and for sizes that vary."""
+        """Take memory like `take`, but as an array that the caller may change, and for sizes that vary."""
         # Round the size up to an eighth of a power of two, so that memory of a similar size can be reused.
         step = max(PAGE, 1 << max(0, (size - 1).bit_length() - 3))
         memory = self._next(-(-size // step) * step)
@@ -304,7 +304,7 @@ class _OpenSegment(NamedTuple):
     layout: Layout
     memory: mmap.mmap
     view: memoryview
-    first: int  # Offset of the first slot, kept because `layout` computes it anew at each call.
+    first: int  # Offset of the first slot: `layout.first` would compute it again at each access.
 
 
 @dataclass(slots=True)
@@ -326,7 +326,7 @@ class SegmentReader:
         self._wanted = b""
         self._is_closed = False
         self._rows, self._encoded = RowMemory(), RowMemory()
-        self.host = host_token()  # This host, as in references; b"" if no segment can be read.
+        self.host = host_token()  # Token of this host, which references contain; b"" if no segment can be read.
         self.counts = ReadCounts()
 
     @property
@@ -336,7 +336,7 @@ class SegmentReader:
 
     async def refresh(self, fingerprint: str) -> None:
         """Let `find` search the existing segments with a model's rows; release segments that were removed."""
-        # Select before the first await: `find` must not search segments of another model any more.
+        # Select segments before the first await: from now on `find` must search segments of this model only.
         self._wanted = fingerprint_bytes(fingerprint)
         self._select()
         if unknown := await self.release_removed() - set(map(name_of, self._segments)):
@@ -350,7 +350,7 @@ class SegmentReader:
         self._searched = [found for found in self._segments.values() if found.layout.fingerprint == self._wanted]
 
     async def release_removed(self) -> set[str]:
-        """Release segments that their workers have removed: only then is the memory of the segments freed.
+        """Release segments that their workers have removed: the kernel frees a segment when no process maps it.
 
         Returns the names of all existing segments.
         """
@@ -389,16 +389,16 @@ class SegmentReader:
         return row
 
     def follow(self, value: bytes, digest: bytes, vocab_size: int) -> Row | None:
-        """As `read`, for a reference as stored in Redis; also None for a reference of another version."""
+        """Copy the row of a reference as stored in Redis; None if `read` returns None, or for another version."""
         reference = unpack_reference(value)
         return None if reference is None else self.read(reference, digest, vocab_size)
 
     def read_at(self, place: bytes, digest: bytes, vocab_size: int) -> Row | None:
-        """As `read`, for the place in a notification."""
+        """Copy the row at the place that a notification carries; None if `read` returns None."""
         return self.read(Reference(self.host, *_PLACE.unpack(place)), digest, vocab_size)
 
     def find(self, digest: bytes, vocab_size: int, out: Row | None = None) -> Row | None:
-        """As `read`, for a row in any segment that the last `refresh` found.
+        """Copy the row of a digest from any segment that the last `refresh` found; None if no segment has the row.
 
         `out` is a float32 array (V,) to read into; its content is undefined if the row is not found.
         """

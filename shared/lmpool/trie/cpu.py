@@ -7,7 +7,7 @@ single row every addition waits for the result of the previous one.
 
 First the weights of a block are sorted into the order of the sweep, then the sweep computes the inner nodes, and then
 the result is gathered from both. All sums are float64, in an order that depends neither on the width of the block nor
-on the number of threads: the lanes of a block never mix.
+on the number of threads: the rows of a block never mix.
 
 A pool of threads processes the blocks, because the compiled loops release the interpreter lock. Numba's parallel loops
 are no alternative: their default threading layer ends the process when two threads use it at once, and the other layers
@@ -99,7 +99,7 @@ def logs(sums, out):  # type: ignore[no-untyped-def]
 
 @_compiled(*[types.float64] * 4, returns=types.UniTuple(types.float64, 2))  # type: ignore[no-untyped-call]
 def _join(peak, mass, other_peak, other_mass):  # type: ignore[no-untyped-def]
-    """mass * exp(peak) + other_mass * exp(other_peak) as (peak, mass), with the larger peak."""
+    """Add mass * exp(peak) and other_mass * exp(other_peak); returns the sum as (peak, mass), with the larger peak."""
     if other_peak > peak:
         peak, mass, other_peak, other_mass = other_peak, other_mass, peak, mass
     if np.isinf(peak) or other_peak == -np.inf:
@@ -144,7 +144,7 @@ def block_loops(width: int) -> dict[str, Callable[..., Any]]:
     @_compiled(_INTS, _WEIGHTS, _SINGLES)
     def permute(order, numbers, out):  # type: ignore[no-untyped-def]
         """Sort weights into the order of the sweep."""
-        # A loop of its own, not part of `interleave`: a processor overlaps random reads, but not random writes.
+        # This loop is not part of `interleave`: a processor overlaps random reads, but not random writes.
         for rank in range(order.shape[0]):
             token = order[rank]
             for lane in range(width):
@@ -252,7 +252,7 @@ class CpuKernels:
         check_choice("op", op, OPS)
         weights = check_weights(weights, self._plan.n_tokens, batch=True, may_have_nan=True)
         out = np.empty((len(weights), len(source)), np.float32)
-        # Choose blocks as wide as possible while every thread has work: they take less time per row, but more in total.
+        # Choose blocks as wide as possible while every thread has work: a wide block takes less time per row.
         widest = next((width for width in WIDTHS if len(weights) <= width * self._threads), WIDTHS[-1])
         todo = iter(firsts := range(0, len(weights), widest))
 

@@ -3,7 +3,7 @@
 Inner nodes are numbered in preorder. So once the tokens are sorted by their home (the inner node that their weight is
 added to), the tokens below a node are neighbours, and the node's value is the sum over a range. A tree of pairs is
 built over the sorted weights (the sums of 2, 4, 8, ... neighbours), and each range is composed of at most 2 * log2(V)
-of its blocks. This takes about twenty kernel launches, however deep the trie is. No number is subtracted, so small
+blocks of the tree. This takes about twenty kernel launches, however deep the trie is. No number is subtracted, so small
 values keep their precision. No number is added atomically, so every result has the same bits in every run and every
 batch. On torch's CPU device only sums and maxima have equal bits: torch chooses vectorised or scalar exponentials by
 the shape, and these differ in the last bit of a float64, so a float32 log-sum-exp may rarely be rounded differently.

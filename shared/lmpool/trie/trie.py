@@ -21,11 +21,11 @@ from lmpool.settings import count_threads, shown
 from lmpool.vocabulary import Vocabulary
 
 WIDEST = 8
-"""Max rows that the loops of the CPU kernels process side by side; wider blocks leave the first-level cache."""
+"""Max rows that the loops of the CPU kernels process side by side; wider blocks exceed the first-level cache."""
 
 _MAX_SHOWN = 120  # Max characters of a value in an error message.
 _WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ within 8 bytes.
-_BLOCK = 1 << 22  # Max bytes of all windows together, which bounds the memory.
+_BLOCK = 1 << 22  # Max bytes of all compared windows together, which bounds the memory.
 
 Ints = NDArray[np.int64]
 Nodes = NDArray[np.int32]
@@ -139,7 +139,7 @@ class Trie(Compressed):
         self.leaf = np.empty(len(tokens), np.int32)
         self.leaf[order] = last
 
-        # Within a token the depth grows by one per node, from the length that it shares with the token before it.
+        # Within a token the depth grows by one per node, from the length of the prefix shared with the previous token.
         depths = np.zeros(int(last[-1]) + 1, np.int64)
         depths[1:] = np.arange(1, depths.size) - np.repeat(last - lengths, added)
         self.label = np.zeros(depths.size, np.uint8)

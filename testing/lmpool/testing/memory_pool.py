@@ -262,7 +262,7 @@ class MemoryPool:
 
     @property
     def model(self) -> SyntheticModel:
-        """The first of the pool's models."""
+        """The first model that the pool serves."""
         return self.models[0]
 
     @property

@@ -1,1 +1,1 @@
-"""Tests of the Redis server: connections, replies and scripts."""
+"""Tests of everything between lmpool and the Redis server: connections, replies, users and scripts."""

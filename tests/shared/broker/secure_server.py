@@ -1,4 +1,4 @@
-"""A server as docker/redis describes it: TLS with a private authority, client certificates, users with few rights."""
+"""A server with the settings of docker/redis: TLS with a private authority, client certificates, restricted users."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from tests.support.pool import spoken, until
 
 SHIPPED = Path(__file__).parents[3] / "docker" / "redis"
 ROLES = ("producer", "adapters", "worker", "trie-worker", "web", "operator", "batch")
-# It contains characters that a URL must encode, and is found wherever it appears.
+# The password contains characters that a URL must encode, and a text that tests search for in outputs.
 PASSWORD = "s3cr3t/@:?#%{role}"
 
 
 def installed_server(kind: str) -> str:
-    """A server program of `tools.install_server`, which fetches it if it is missing.
+    """Path of a server program; `tools.install_server` downloads the program if it is missing.
 
     Args:
-        kind: "debian", which supports TLS, or "6.2".
+        kind: "debian" for Debian's Redis, which supports TLS, or "6.2" for Redis 6.2.
     """
     folder = Path(os.environ.get("LMPOOL_TEST_SERVERS", ".cache")) / f"redis-{kind}"
     command = [sys.executable, "-m", "tools.install_server", kind, str(folder)]
@@ -42,18 +42,18 @@ def installed_server(kind: str) -> str:
 
 
 def password_of(role: str) -> str:
-    """The password of a user."""
+    """The password of the user of a role."""
     return PASSWORD.format(role=role)
 
 
 class SecureServer:
-    """A server process with the shipped settings.
+    """A server process with the settings that docker/redis contains.
 
     Args:
-        folder: contains its files.
-        tls: with TLS on a port, as shipped; otherwise with the same users on a socket, for programs without TLS.
-        extra: more lines of users.
-        is_cluster: as the only master of a cluster.
+        folder: the folder for the server's files.
+        tls: whether the server uses TLS on a port; otherwise it listens on a socket, for programs without TLS.
+        extra: lines with more users for the file of users.
+        is_cluster: whether the server is the only master of a cluster.
     """
 
     def __init__(self, folder: Path, *, tls: bool = True, extra: str = "", is_cluster: bool = False) -> None:
@@ -61,7 +61,7 @@ class SecureServer:
         self.tls = tls
         self.is_cluster = is_cluster
         self.authority = trustme.CA()
-        # redis-py has the address for localhost when it connects to a cluster.
+        # redis-py connects to 127.0.0.1 instead of localhost when it connects to a cluster.
         self.certify("server", self.authority, "localhost", *(["127.0.0.1"] if is_cluster else []))
         self.certify("client", self.authority, "client")
         users = (SHIPPED / "users.acl").read_text()
@@ -77,7 +77,7 @@ class SecureServer:
             self._bus_port: int = bus.getsockname()[1]
 
     def certify(self, name: str, authority: trustme.CA, *hosts: str, **options: Any) -> None:
-        """Write an authority's certificate (NAME.ca.crt), and one that it issues (NAME.crt) with its key (NAME.key)."""
+        """Write an authority's certificate (NAME.ca.crt), a certificate from it (NAME.crt), and its key (NAME.key)."""
         issued = authority.issue_cert(*hosts, **options)
         authority.cert_pem.write_to_path(str(self.folder / f"{name}.ca.crt"))
         issued.cert_chain_pems[0].write_to_path(str(self.folder / f"{name}.crt"))
@@ -91,26 +91,26 @@ class SecureServer:
         host: str = "localhost",
         files: Mapping[str, str | None] | None = None,
     ) -> str:
-        """The URL of a user; `files` replace those of the client's certificate, None omits one."""
+        """The URL of a user; `files` replaces certificate files in the URL, and the value None omits a file."""
         user = f"{role}:{quote(password or password_of(role), safe='')}"
         if not self.tls:
             return spoken(f"unix://{user}@{self.folder}/s")
         defaults = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
         chosen = {name: str(self.folder / file) for name, file in defaults.items()} | dict(files or {})
-        # On a busy machine looking up the host and TLS take longer than the default five seconds.
+        # On a busy machine, the host lookup and the TLS handshake take longer than the default five seconds.
         query = {"socket_connect_timeout": "60"} | {name: value for name, value in chosen.items() if value is not None}
         return spoken(f"rediss://{user}@{host}:{self.port}/0?{urlencode(query)}")
 
     def client(self, role: str) -> redis.Redis:
-        """A client of a user.
+        """A redis-py client that connects as the user of a role.
 
-        It tries once: with redis-py's default of eleven attempts in each of eleven tries, a silent server takes longer
-        than a test may, and the error would not show the cause.
+        The client tries once: with redis-py's default of eleven times eleven attempts, a silent server would hold up
+        the test for too long, and the error would not show the cause.
         """
         return redis.Redis.from_url(self.url(role), retry=Retry(NoBackoff(), 0), socket_timeout=60)
 
     def refusals(self) -> list[str]:
-        """Refusals: user, command or key, reason, and whether in a script."""
+        """Refusals in the server's ACL log: user, command or key, reason, and whether a script ran the command."""
         with self.client("admin") as admin:
             log: Any = admin.acl_log()
         return sorted(
@@ -120,7 +120,7 @@ class SecureServer:
 
     @contextmanager
     def running(self) -> Iterator[SecureServer]:
-        """The server runs while the context is open."""
+        """Run the server while the context is open."""
         process = subprocess.Popen(self.command(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
         def answers() -> bool:
@@ -144,7 +144,7 @@ class SecureServer:
             until(lambda: admin.cluster("info")["cluster_state"] == "ok", "the cluster is whole")
 
     def command(self) -> list[str]:
-        """The command that starts the server: the shipped settings, with the paths of this machine."""
+        """The command that starts the server with the settings of docker/redis and paths in the test's folder."""
         files = {"aclfile": "users.acl", "tls-ca-cert-file": "server.ca.crt", "tls-cert-file": "server.crt"}
         files["tls-key-file"] = "server.key"
         places = {name: str(self.folder / file) for name, file in files.items()}
@@ -162,7 +162,7 @@ class SecureServer:
 
     @property
     def log(self) -> str:
-        """The server's log."""
+        """The text that the server has logged."""
         log = self.folder / "log"
         return log.read_text() if log.exists() else ""
 

@@ -1,4 +1,4 @@
-"""The users of docker/redis: the whole pool runs under them, and no user can do more than its role."""
+"""The whole pool runs under the Redis users of docker/redis, and no user can do more than its role needs."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from tests.support.trie_answers import answers_of, assert_right, draw_weights, r
 V = 512
 KEYS = Keys()
 LEASE = ("--lease-s", "3")
-# On a busy machine a heartbeat may be late, and the model seems unserved for a moment.
+# Options of patient clients: on a busy machine a heartbeat may be late, and the model seems unserved for a moment.
 PATIENT: dict[str, Any] = {"when_absent": "wait", "timeout": 60.0}
 SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V), *LEASE)
 
-# Commands that no worker and no producer may run.
+# Commands that neither workers nor producers may run.
 FORBIDDEN = (
     "FLUSHALL", "FLUSHDB", "KEYS *", "CONFIG GET *", "CONFIG SET maxmemory 1", "SCRIPT FLUSH", "SCRIPT LOAD x",
     "DEBUG JMAP", "ACL LIST", "ACL SETUSER x", "SHUTDOWN", "MONITOR", "CLIENT LIST", "CLIENT KILL TYPE normal",
@@ -54,7 +54,7 @@ CHANGING_ADAPTERS = (
     "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs", "WAIT 0 1",
 )  # fmt: skip
 
-# Keys of other roles, by role.
+# Role -> commands on keys of other roles, which the user of the role must not run.
 NOT_THEIRS = {
     "producer": (
         "INFO memory", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x", "PEXPIRE lmpool:tokenizer:d 1",
@@ -109,18 +109,18 @@ NOT_THEIRS = {
         "FLUSHDB", *CHANGING_ADAPTERS,
     ),
 }  # fmt: skip
-# Jobs of arq belong to one role: their worker reads and writes the files that they name.
+# Only the role "batch" may change jobs of arq, because arq's worker reads and writes the files that jobs name.
 OF_BATCH = ("ZADD arq:lmpool:batch 1 a", "SET arq:job:a x", "GET arq:job:a", "DEL arq:result:a")
 
 
 def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
-    """Add a user with the rights of a role for the model "mine" alone, by the page's instructions; return its name."""
+    """Add a user with a role's rights on the model "mine" only, as docker/redis/README.md says; return its name."""
     (way,) = re.findall(r"^(sed -n .*MODEL.*)$", (SHIPPED / "README.md").read_text(), re.MULTILINE)
     name = f"guest-{role}"
     for old, new in (("MODEL", "mine"), ("FINGERPRINT", fingerprint), ("user producer", f"user {role}")):
         way = way.replace(old, new)
     way = way.replace("user guest", f"user {name}")
-    # The file also has the passwords of other users: the new line must not contain them.
+    # users.acl also has the passwords of other users, which the new line must not contain.
     way = way.replace("PASSWORD-OF-guest", f"PASSWORD-OF-{name}")
     done = subprocess.run(["sh", "-c", way], cwd=server.folder, capture_output=True, text=True, check=True)
     line = done.stdout.split()
@@ -133,7 +133,7 @@ def add_guest(server: SecureServer, role: str, fingerprint: str) -> str:
 
 @pytest.fixture(scope="module", params=["tls", "embedded"])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
-    """Debian's server with TLS; and the embedded program with the same users."""
+    """Debian's Redis with TLS, or the program of the embedded server without TLS but with the same users."""
     folder = tmp_path_factory.mktemp("s")
     with SecureServer(folder, tls=request.param == "tls").running() as running:
         yield running
@@ -141,7 +141,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def workers(server: SecureServer, tmp_path: Path) -> Iterator[Workers]:
-    """Starts workers, and ends them; then the server is empty."""
+    """A starter of workers; at the end of the test the workers are killed and the server is emptied."""
     started = Workers(server, tmp_path)
     yield started
     started.end()
@@ -150,27 +150,27 @@ def workers(server: SecureServer, tmp_path: Path) -> Iterator[Workers]:
 
 
 class Workers:
-    """Worker processes that read their address from the environment, where no list of processes shows it."""
+    """Worker processes that read the server's URL from the environment, because `ps` would show an argument."""
 
     def __init__(self, server: SecureServer, folder: Path) -> None:
         self._server, self._folder = server, folder
         self.all: list[WorkerProcess] = []
 
     def start(self, role: str, *arguments: str) -> WorkerProcess:
-        """Start one without waiting for it."""
+        """Start a worker process without waiting until it serves."""
         log = self._folder / f"worker-{len(self.all)}"
         environment = {"LMPOOL_REDIS_URL": self._server.url(role)}
         self.all.append(WorkerProcess([*lmpool_command(), *arguments], log, environment))
         return self.all[-1]
 
     def end(self) -> None:
-        """Kill those that still run."""
+        """Kill the worker processes that still run."""
         for worker in self.all:
             worker.end()
 
 
 def command(server: SecureServer, role: str, *arguments: str) -> str:
-    """Run a command line; return its output."""
+    """Run an `lmpool` command as the user of a role; return the command's output."""
     done = run_lmpool(*arguments, LMPOOL_REDIS_URL=server.url(role))
     assert done.returncode == 0, done.stderr
     assert "s3cr3t" not in done.stdout + done.stderr
@@ -183,12 +183,12 @@ async def ask_everything(server: SecureServer, tmp_path: Path) -> None:
     rows = np.stack([synthetic_row(prompt, vocab_size=V) for prompt in prompts])
     async with Producer("syn", redis=server.url("producer"), cache_bytes=0, **PATIENT) as producer:
         assert "s3cr3t" not in repr(producer)
-        for _ in range(2):  # Computed, then from the cache.
+        for _ in range(2):  # The rows are computed first, and then come from the cache.
             assert np.array_equal(await producer.batch_logprobs(prompts), rows)
         many = [[7, i] for i in range(100)]
         assert np.array_equal((await producer.batch_logprobs(many))[99], synthetic_row(many[99], vocab_size=V))
         with server.client("admin") as admin:
-            # A damaged row, and a value that is no row.
+            # Damage all rows: junk in place of a row must not reach clients.
             digests = sorted(admin.scan_iter(f"lmpool:row:{producer.model.fingerprint}:*"))
             for key in digests:
                 admin.set(key, b"junk", px=60_000)
@@ -247,7 +247,7 @@ async def test_the_whole_pool_runs_under_users_with_few_rights(
     shown = command(server, "operator", "logprobs", "--ids", "1,2", "--model", "syn", "--wait", "--json")
     assert json.loads(shown)["top"]
     assert "no adapters" in command(server, "operator", "adapters", "list", "--model", "syn")
-    # A killed worker: others claim its jobs, and sweep its keys.
+    # A worker is killed while it holds jobs: other workers claim its jobs and remove its keys.
     stuck = workers.start("worker", "worker", "stuck", *SYNTHETIC, "--step-ms", "600000")
     await asyncio.to_thread(stuck.until_says, "serving ")
     async with Producer("stuck", redis=server.url("producer"), **PATIENT) as producer:
@@ -380,7 +380,7 @@ def test_no_user_has_more_rights_than_its_role(server: SecureServer, role: str) 
 
 
 def _is_refusal(error: ResponseError) -> bool:
-    # A script's refusals have other texts, and DEBUG is disabled for all users.
+    # Refusals within scripts have other texts than direct refusals, and the server disables DEBUG for all users.
     told = ("ermission", "The user executing the script can't", "DEBUG command not allowed")
     return isinstance(error, NoPermissionError) or any(text in str(error) for text in told)
 
@@ -399,10 +399,10 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})
         (row,) = admin.scan_iter("lmpool:row:*")
-    # The only model that it may use: it need not be named.
+    # The guest need not name the model "mine", because it may use only this model.
     async with Producer(redis=server.url(guest), **PATIENT) as producer:
         assert np.array_equal(await producer.logprobs([1]), synthetic_row([1], vocab_size=V, seed=1))
-    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # At once, not "no row within 20 s".
+    with pytest.raises(AuthenticationFailed, match=r"^\w+://\S+ refuses"):  # The error comes at once, not after 20 s.
         await Producer("theirs", redis=server.url(guest), timeout=20).logprobs([1])
     for name in (guest, guest_worker):
         with server.client(name) as client:
@@ -414,7 +414,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
             ):
                 with pytest.raises(NoPermissionError):
                     client.execute_command(*words)
-            # Nor by a script, behind a key that it may use.
+            # A script that names an allowed key cannot read the forbidden keys either.
             for key in (row, reply):
                 with pytest.raises(ResponseError) as caught:
                     client.eval("return redis.call('GETRANGE', ARGV[1], 0, 9)", 1, KEYS.model("mine").jobs, key)
@@ -423,11 +423,11 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
     def has_looked() -> bool:
         return any(line.startswith(f"{guest_worker}: lmpool:{{theirs}}:") for line in server.refusals())
 
-    # It leaves the keys of the other model to that model's workers, and continues.
+    # The restricted worker may not remove the keys of the model "theirs"; it skips the keys and continues.
     await asyncio.to_thread(until, has_looked, "the restricted worker looks after infos that nobody serves")
     restricted.signal(signal.SIGTERM)
     assert await asyncio.to_thread(restricted.wait) == 0
-    # On a busy machine a heartbeat may be late, and the stream is gone for a moment.
+    # UNBLOCKED is no failure: on a busy machine a heartbeat may be late, and the stream is missing for a moment.
     troubles = [line for line in restricted.text.splitlines() if "will try again" in line and "UNBLOCKED" not in line]
     assert not troubles
 
@@ -442,7 +442,7 @@ async def test_workers_write_tokenizers_and_producers_read_them(server: SecureSe
             assert await look_up_tokenizer(client, KEYS, packed.digest) == "{}"
 
 
-# Commands that change any key, whatever it holds.
+# Commands on one key, which a tenant must not run on a key of another tenant.
 TO_A_KEY = (
     "GET", "MGET", "GETRANGE 0 1", "STRLEN", "EXISTS", "PTTL", "HGETALL", "HGET f", "HKEYS", "HLEN", "HSTRLEN f",
     "XLEN", "XRANGE - +", "XPENDING workers", "XINFO CONSUMERS workers", "ZCARD", "ZRANGE 0 -1", "SET x", "HSET f x",
@@ -451,11 +451,11 @@ TO_A_KEY = (
 
 
 def add_tenants(server: SecureServer) -> list[str]:
-    """Add the users of two tenants, by the page's instructions; return their names."""
+    """Add the users of two tenants as docker/redis/README.md says; return the users' names."""
     (way,) = re.findall(
         r"^(grep '\^user default '.*?>> tenants\.acl)$", (SHIPPED / "README.md").read_text(), re.M | re.S
     )
-    # The file also has the passwords of other users: the new line must not contain them.
+    # users.acl also has the passwords of other users, which the new lines must not contain.
     (place := server.folder / "tenants").mkdir()
     users = re.sub("SHA256-OF-THE-PASSWORD-OF-[a-z-]+", 64 * "0", (SHIPPED / "users.acl").read_text())
     (place / "users.acl").write_text(users)
@@ -491,14 +491,14 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
         for number, producer in enumerate((red, blue, red, blue)):
             assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
         with server.client("red-producer") as client:
-            # The rest of its own pool is not safe from a tenant; the pool repairs itself, and no other tenant notices.
+            # A tenant damages its own job stream: its pool repairs the stream, and other tenants are not affected.
             client.execute_command("XADD", "red:{syn}:jobs", f"{2**64 - 1}-{2**64 - 1}", "m", "x")
         for number, producer in enumerate((blue, red), 7):
             assert np.array_equal(await producer.logprobs([number]), synthetic_row([number], vocab_size=V))
         assert "the job stream of 'syn' was replaced" in workers.all[0].text
         assert "was replaced" not in workers.all[1].text
     assert "syn" in command(server, "blue-operator", "status", "--prefix", "blue")
-    # Commands of redis-py for the client of this test.
+    # redis-py sends CLIENT SETINFO when this test's own client connects; a refusal of it does not count.
     assert not (refused := [line for line in server.refusals() if "client|setinfo" not in line]), "\n".join(refused)
     with server.client("admin") as admin:
         admin.set("blue:weights:w", "x")
@@ -508,7 +508,7 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
             kinds = ("models", "worker", "row", "weights", "{syn}:jobs")
             return keys if all(any(key.startswith(f"blue:{kind}".encode()) for key in keys) for kind in kinds) else []
 
-        # A late heartbeat leaves no key of its worker for a while.
+        # Wait until each kind of key exists: the key of a worker with a late heartbeat is missing for a while.
         blue_keys = await asyncio.to_thread(until, of_all_kinds, "there is a key of each kind")
     for role in roles:
         with server.client(f"red-{role}") as client:
@@ -528,7 +528,7 @@ async def test_tenants_are_both_served_and_neither_can_touch_the_other(server: S
 
 
 def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
-    """A command about a key, after its subcommand if it has one."""
+    """The words of a command, with the key after the subcommand if the command has a subcommand."""
     return (name, arguments[0], key, *arguments[1:]) if name == "XINFO" else (name, key, *arguments)
 
 
@@ -536,7 +536,7 @@ def _about(key: bytes, name: str, *arguments: str) -> tuple[str | bytes, ...]:
 def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Path, tls: bool) -> None:
     server = SecureServer(tmp_path, tls=tls)
     shipped = (SHIPPED / "users.acl").read_text()
-    for number, role in enumerate(ROLES, 1):  # The one that still has none.
+    for number, role in enumerate(ROLES, 1):  # Only this role's user has no password.
         users = re.sub(rf"#SHA256-OF-THE-PASSWORD-OF-(?!{role} )[a-z-]+", f"#{'0' * 64}", shipped)
         (tmp_path / "users.acl").write_text(users)
         done = subprocess.run(server.command(), capture_output=True, text=True, check=False, timeout=DEADLINE_S)
@@ -545,7 +545,7 @@ def test_the_server_does_not_start_before_its_users_have_passwords(tmp_path: Pat
 
 
 def test_trie_workers_may_store_answers_and_no_rows() -> None:
-    # The fingerprint of trie workers is the same everywhere until the meaning of their results changes.
+    # users.acl can name the fingerprint of trie workers, which changes only if the meaning of their results changes.
     info = TrieBackend(TrieSettings()).info
     (line,) = [
         line for line in (SHIPPED / "users.acl").read_text().splitlines() if line.startswith("user trie-worker ")
@@ -563,14 +563,14 @@ async def test_a_producer_marks_the_model_as_wanted_and_an_operator_sees_it(
             "ACL", "SETUSER", "before", "on", "resetchannels", *_split(without), f">{password_of('before')}"
         )
     async with Server(server.url("operator")).client() as operator, Server(server.url("web")).client() as page:
-        # Rights of an older release: the user sees no mark, and there is no other difference.
+        # The user "before" has the rights of an older release: its requests are served, but operators see no mark.
         for user, wanted in (("before", 0), ("producer", 1)):
             await wait_in_vain(server.url(user))
             assert [(await read_demand(client, KEYS, "none")).wanted for client in (operator, page)] == [wanted, wanted]
 
 
 async def wait_in_vain(url: str) -> None:
-    """Wait in vain for a model until the timeout; on a busy machine connecting alone may take it all."""
+    """Wait for a missing model until the timeout; retry with longer timeouts if only connecting takes so long."""
     for timeout in (0.5, 5.0, 50.0):
         try:
             await Producer("none", redis=url, when_absent="wait").open(timeout=timeout)
@@ -583,5 +583,5 @@ async def wait_in_vain(url: str) -> None:
 
 
 def _split(rules: str) -> list[str]:
-    """The rules of a user; a rule in parentheses has its own commands and keys."""
+    """Split a user's line into its rules; a text in parentheses is one rule with its own commands and keys."""
     return re.findall(r"\([^()]*\)|\S+", rules)

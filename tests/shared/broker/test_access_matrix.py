@@ -1,4 +1,4 @@
-"""Every command of the server, for every user of docker/redis, on every key of a pool: who may read and write which."""
+"""Which user of docker/redis may read and write which key of a pool, checked with every command of the server."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.shared.broker.secure_server import SHIPPED, SecureServer
 
 TRIE_ROWS = Keys().row(TrieBackend(TrieSettings()).info.fingerprint).decode()
 
-# Per key and user the kinds of commands that the user has: "r" reading, "w" writing, "rw" both, "-" none. A
-# writing command may be as weak as setting a lifetime; test_access.py has the commands that no user may run.
+# Kinds of commands that a user may run on a key: "r" reading, "w" writing, "rw" both, "-" none. A writing command may
+# be as weak as setting a lifetime; test_access.py has the commands that no user may run.
 ACCESS = f"""
 key                       producer adapters worker trie-worker web operator batch
 lmpool:models             r        r        rw     -           r   r        r
@@ -63,21 +63,21 @@ lmpool:{{trie}}:adapters  r        rw       rw     w           r   r        r
 other:models              -        -        -      -           -   -        -
 arq:lmpool:batch          -        -        -      -           -   -        rw
 """
-# Commands without a key that every user has, and those of some. test_access.py checks INFO. Scripts may name all keys
-# of the pool, and each command in them is checked alone.
+# Commands without a key that every user may run (OF_ALL) or one user may run (WITHOUT_KEY). test_access.py checks INFO.
+# SCRIPTS may name any key of the pool, because the server checks each command in a script.
 OF_ALL = {"asking", "cluster|slots", "exec", "multi", "ping", "select", "time"} | {
     f"command|{name}" for name in ("count", "docs", "getkeys", "getkeysandflags", "help", "info", "list")
 }
 WITHOUT_KEY = {"producer": set(), "adapters": set(), "worker": set(), "trie-worker": set(), "web": set(),
                "operator": {"scan"}, "batch": {"dbsize", "discard", "unwatch"}}  # fmt: skip
-# Arguments of commands whose keys follow a number of keys, or a word.
+# Arguments to try for commands whose keys follow a number of keys, or a word.
 MOVABLE = ("1 KEY", "1 KEY MIN", "0 1 KEY MIN", "KEY 1 KEY", "x 1 KEY", "STREAMS KEY 0", "GROUP g c STREAMS KEY >")
 SCRIPTS = {"eval", "evalsha"}
 
 
 class Command(NamedTuple):
     words: tuple[str, ...]
-    forms: tuple[tuple[str, ...], ...]  # Arguments; "KEY" stands for the key.
+    forms: tuple[tuple[str, ...], ...]  # Lists of arguments; "KEY" stands for the key.
     is_write: bool
     categories: frozenset[str]
 
@@ -93,14 +93,14 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def commands_of(admin: Any) -> Iterator[Command]:
-    """All commands and subcommands of a server."""
+    """All commands and subcommands that a server has."""
     admin.response_callbacks.pop("COMMAND", None)
     for entry in admin.execute_command("COMMAND"):
         subcommands = entry[9] if len(entry) > 9 else []
         for name, arity, flags, first, last, _, categories, *_ in subcommands or [entry]:
             words = tuple(name.decode().split("|"))
             flat = {flag.decode() for flag in flags}
-            if "no_auth" in flat:  # Every connection may send these: AUTH, HELLO, QUIT, RESET.
+            if "no_auth" in flat:  # Any user may send AUTH, HELLO, QUIT and RESET.
                 continue
             least = max(abs(arity) - len(words), 1 if first else 0)
             if first:
@@ -116,7 +116,7 @@ def commands_of(admin: Any) -> Iterator[Command]:
 
 
 def replies_of(admin: Any, calls: list[tuple[str, ...]]) -> list[Any]:
-    """The server's replies, including errors."""
+    """The server's replies to commands; an error is a reply, too."""
     with admin.pipeline(transaction=False) as pipe:
         for call in calls:
             pipe.execute_command(*call)
@@ -125,14 +125,14 @@ def replies_of(admin: Any, calls: list[tuple[str, ...]]) -> list[Any]:
 
 
 def on_a_key(admin: Any, commands: list[Command]) -> list[tuple[Command, tuple[str, ...]]]:
-    """The commands that name keys, each with its forms in which the server finds one."""
+    """The commands that name keys, each with the arguments in which the server finds one key."""
     forms = [(command, form) for command in commands if command.name not in SCRIPTS for form in command.forms]
     found = replies_of(admin, [("COMMAND", "GETKEYS", *command.words, *form) for command, form in forms])
     return [pair for pair, keys in zip(forms, found, strict=True) if isinstance(keys, list) and b"KEY" in keys]
 
 
 def table() -> tuple[list[str], dict[str, list[str]]]:
-    """The users, and the rights of each of them per key."""
+    """The users, and for each key the rights of each user, as the table `ACCESS` lists them."""
     (_, *users), *rows = (line.split() for line in ACCESS.strip().splitlines())
     return users, {key: access for key, *access in rows}
 
@@ -159,7 +159,7 @@ def test_every_user_reads_and_writes_the_keys_of_the_table_and_runs_no_dangerous
         for user in users:
             dry_run = ("ACL", "DRYRUN", user)
             replies = replies_of(admin, [(*dry_run, *command.words, *command.forms[0]) for command in commands])
-            # A user who may run it on some key gets a refusal of the key, not of the command.
+            # For a command that the user may run on some key, the server refuses the key, not the command.
             usable = {c for c, reply in zip(commands, replies, strict=True) if b"to run the" not in as_bytes(reply)}
             assert not {command.name for command in usable if command.categories & {"dangerous", "admin"}}, user
             assert {command.name for command in usable - with_keys} - SCRIPTS - OF_ALL == WITHOUT_KEY[user], user
@@ -199,7 +199,7 @@ def test_the_file_for_redis_6_2_is_made_of_rules_that_it_has_and_allows_no_sort(
     made = subprocess.run(["sh", "-c", way], cwd=SHIPPED, capture_output=True, text=True, check=True).stdout
     assert not re.search(r"[()]|%[RW]|sort_ro", made)
     for line in made.splitlines():
-        # There SORT reads keys that the user has no right to: BY and GET are not checked.
+        # Redis 6.2 does not check the keys after BY and GET, so SORT could read keys of other users.
         _, has_category, behind = line.rpartition("+@sortedset ")
         assert not has_category or behind.startswith("-sort "), line.split()[1]
         assert not re.search(r"\+sort\b|\+@(all|read|write|list|set)\b", line)

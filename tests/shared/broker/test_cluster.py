@@ -102,7 +102,7 @@ async def test_users_with_few_rights_work_on_a_cluster(tmp_path: Path) -> None:
                 trie = await producer.trie()
                 assert abs(float((await trie.weight_sum(prompt=[5], nodes=[0]))[0]) - 1) < 1e-3
             refused = [str(entry) for node in masters(cluster) for entry in run(node, "ACL", "LOG")]
-            # The client of the test itself names itself.
+            # The test's own client sends CLIENT SETINFO, whose refusal does not count.
             assert [entry for entry in refused if "client|setinfo" not in entry] == []
             with pytest.raises(redis.exceptions.NoPermissionError):
                 redis.RedisCluster.from_url(urls["producer"].replace("+cluster", "")).set("lmpool:row:x:y", b"")
@@ -111,7 +111,7 @@ async def test_users_with_few_rights_work_on_a_cluster(tmp_path: Path) -> None:
 
 
 def rules(line: str, password: str) -> list[str]:
-    """The rules of a user in a line of `users.acl`, with a password; text in parentheses is one rule."""
+    """Split a line of `users.acl` into rules, with a password added; a text in parentheses is one rule."""
     words = re.findall(r"\([^)]*\)|\S+", line.split(maxsplit=2)[2])
     return [f">{password}" if word.startswith("#") else word for word in words]
 
@@ -136,7 +136,7 @@ def run(node: redis.Redis, *words: Any) -> Any:
 
 
 def move_slot(cluster: LocalCluster, slot: int) -> None:
-    """Move a slot with all its keys from its master to another, as `redis-cli --cluster reshard` does."""
+    """Move a slot and its keys from one master to another, as `redis-cli --cluster reshard` does."""
     nodes = masters(cluster)
     ids = [run(node, "CLUSTER", "MYID") for node in nodes]
     (source,) = [at for at, node in enumerate(nodes) if _serves(node, ids[at], slot)]
@@ -160,7 +160,7 @@ def _serves(node: redis.Redis, node_id: bytes, slot: int) -> bool:
 
 
 async def test_requests_survive_the_restart_of_a_master(cluster: LocalCluster, pool: Pool, tmp_path: Path) -> None:
-    """Each master restarts empty, also the one with the queue; clients request the lost prompts again."""
+    """Each master restarts without its keys, also the master with the queue; clients request lost prompts again."""
     gate = Gate(tmp_path / "gate")
     pool.start("--step-ms", 30, "--max-batch", 8, "--lease-s", 2, command=gate.command)
     async with pool.producer(when_absent="wait") as producer:
@@ -235,7 +235,7 @@ async def test_a_node_with_the_info_but_without_the_queue_is_explained(cluster: 
 
 
 def test_a_server_without_cluster_mode_is_explained() -> None:
-    # The error of redis-py for the reply "This instance has cluster support disabled".
+    # redis-py raises this error for the reply "This instance has cluster support disabled".
     refused = ConnectionError("the cluster cannot be used: … Cluster mode is not enabled on this node")
     told = Server("redis+cluster://h:7000").explain(refused)
     assert str(told) == "redis+cluster://h:7000 is no Redis Cluster: name it as redis://HOST:PORT"

@@ -1,4 +1,4 @@
-"""Readers of replies: complete streams are read, damaged ones refused; lengths of lanes."""
+"""Functions that read Redis replies: complete replies are read, damaged replies refused, lengths of lanes limited."""
 
 from __future__ import annotations
 

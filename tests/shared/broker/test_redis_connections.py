@@ -1,4 +1,4 @@
-"""Connections of redis-py in a pool: no cancellation and no time limit is lost."""
+"""lmpool's connections, subclasses of redis-py's: no cancellation and no time limit is lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOMENTS = 40
 
 
 def plain(url: str) -> str:
-    """The server; on a cluster, one node."""
+    """The URL of a server, or of one node if the server is a cluster."""
     return url.replace("+cluster", "")
 
 
@@ -36,7 +36,7 @@ async def ask_long(client: redis_async.Redis) -> None:
 
 
 async def check_that_it_is_heard(server: Server) -> None:
-    """Cancel a task at each of many moments: it ends, and another task can use the connection."""
+    """Cancel a task at many moments; check that the task ends and another task can use the connection."""
     async with server.client() as client:
         await client.set("something", b"else")
         for moment in range(MOMENTS):
@@ -50,7 +50,7 @@ async def check_that_it_is_heard(server: Server) -> None:
 
 
 async def test_a_command_can_be_cancelled_at_any_moment(server_url: str) -> None:
-    """redis-py sends by `asyncio.wait_for`, which in Python 3.11 loses most of these cancellations."""
+    """lmpool avoids redis-py's `asyncio.wait_for`, which in Python 3.11 loses most cancellations while it sends."""
     await check_that_it_is_heard(Server(server_url))
 
 
@@ -82,7 +82,7 @@ def deaf() -> Iterator[str]:
 
 async def test_sending_has_a_time_limit(deaf: str) -> None:
     async with Server(deaf).client(reply_timeout_s=0.2) as client:
-        for _ in range(2):  # The limit holds for the next command too.
+        for _ in range(2):  # The time limit holds for each command.
             with pytest.raises(redis.TimeoutError, match="writing to socket"):
                 await asyncio.wait_for(client.set("key", bytes(64 << 20)), DEADLINE_S)
             with pytest.raises(redis.TimeoutError, match="reading"):
@@ -90,7 +90,7 @@ async def test_sending_has_a_time_limit(deaf: str) -> None:
 
 
 def connection_to(url: str, kind: type = connections.Connection, **options: Any) -> Any:
-    """A connection that is not open yet and sends no greeting."""
+    """A closed connection that sends no greeting when it opens."""
     named: dict[str, Any] = {**connections.parse_url(url), **UNNAMED, "protocol": 2, "retry": Retry(NoBackoff(), 0)}
     return connection_class(named.pop("connection_class", kind))(**named, **options)
 
@@ -100,7 +100,7 @@ async def test_connecting_has_its_own_time_limit(server_url: str) -> None:
 
     async def be_slow(connection: connections.AbstractConnection) -> None:
         await asyncio.sleep(5 * limit)
-        connection.socket_timeout = DEADLINE_S  # The next part is not about limits.
+        connection.socket_timeout = DEADLINE_S  # Lift the time limit.
 
     connection = connection_to(plain(server_url), socket_timeout=limit, redis_connect_func=be_slow)
     await connection.send_command("PING")
@@ -136,7 +136,7 @@ async def test_a_connection_that_is_cancelled_while_it_opens_is_closed(server_ur
 
 
 async def test_a_silent_server_and_one_that_reads_nothing_have_different_errors(deaf: str) -> None:
-    """redis-py checks the connection before it sends a command."""
+    """A server that sends no reply to redis-py's health check causes an error about reading, not about writing."""
     connection = connection_to(deaf, socket_timeout=0.2, health_check_interval=1)
     await connection.connect()
     connection.next_health_check = 0
@@ -146,7 +146,7 @@ async def test_a_silent_server_and_one_that_reads_nothing_have_different_errors(
 
 
 class Moving(connections.Connection):
-    """Sets another limit while it sends, as redis-py does when a server announces that it moves."""
+    """A connection that sets another time limit while it sends, as redis-py does when the server announces a move."""
 
     async def send_packed_command(self, command: Any, check_health: bool = True) -> None:
         self.socket_timeout = 30.0
@@ -161,7 +161,7 @@ async def test_a_limit_that_changes_during_a_command_stays_changed(deaf: str) ->
 
 
 class Traced(connections.Connection):
-    """A subclass of a user."""
+    """A connection class that a user has derived."""
 
 
 def test_each_connection_class_of_redis_py_has_a_counterpart() -> None:

@@ -1,4 +1,4 @@
-"""Errors of servers and connections, explained in sentences that say what to do."""
+"""lmpool explains errors of servers and connections in sentences that say what the user must do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WRITE = "return redis.call('SET', KEYS[1], 1)"
 READ = "return redis.call('GET', KEYS[1])"
 LIST = "return redis.call('LPUSH', KEYS[1], 1)"
 TAKE = "return redis.call('XREADGROUP', 'GROUP', 'g', 'c', 'STREAMS', KEYS[1], '>')"
-# Settings of the server: name -> value during the test and after it.
+# Server settings that cause an error: name -> (value during the test, value after the test).
 FULL = {"maxmemory-policy": ("noeviction", "noeviction"), "maxmemory": ("1", "0")}
 ALONE = {"min-replicas-to-write": ("1", "0")}
 STALE = {"replica-serve-stale-data": ("no", "yes")}
@@ -40,13 +40,13 @@ CASES: dict[str, tuple[tuple[Any, ...], str, str, dict[str, tuple[str, str]]]] =
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
-    """A server whose settings and users a test may change."""
+    """A server for this module, whose settings and users a test may change."""
     with EmbeddedServer(folder=tmp_path_factory.mktemp("s") / "r") as server:
         yield server
 
 
 def explained(server: Server, client: redis_sync.Redis, *command: Any) -> LMPoolError:
-    """The explained error of a command that fails."""
+    """Run a command that fails; return the error in lmpool's explained form."""
     with pytest.raises(RedisError) as caught:
         client.execute_command(*command)  # type: ignore[no-untyped-call]
     return server.explain(caught.value)
@@ -105,7 +105,7 @@ def test_missing_rights_and_wrong_passwords_have_different_errors(own: EmbeddedS
         assert told[1].endswith("; is this the prefix of its pool, and a user for this part of it?")
 
 
-# The same error within a script, as Redis 6.2, 7.0 and Valkey report it.
+# Forms of an error's text: outside a script, then within a script in Redis 6.2, Redis 7.0 and Valkey.
 WRAPPED = [
     "{}",
     "{} script: on @user_script:1.",
@@ -180,12 +180,12 @@ async def test_other_programs_at_the_address_are_recognised(kind: str) -> None:
 
 
 async def test_a_connection_that_is_closed_at_once_is_recognised() -> None:
-    """The connection may close before or after the client writes."""
+    """The error is the same whether the server closes the connection before or after the client writes."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         server = Server(f"redis://127.0.0.1:{listening.getsockname()[1]}")
         pool: Any = server.client().connection_pool
         connection = await pool.get_connection()
-        # The event loop does not run in between, so it has not noticed the cut when it must write.
+        # The event loop does not run between the cut and the write, so it writes to a cut connection.
         cut(listening.accept()[0])
         with pytest.raises(RedisError) as caught:
             await connection.send_command("PING")

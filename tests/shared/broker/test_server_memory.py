@@ -1,4 +1,4 @@
-"""Full servers, and servers with unsuitable settings: warnings of workers and commands, and reasons in errors."""
+"""Workers and commands warn of full servers and of unsuitable settings, and errors name these causes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WARNING = "the server's memory is not set up for a pool: "
 
 @pytest.fixture
 def own_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A pool with its own server."""
+    """A pool on a server that no other test uses."""
     pool = Pool(own_server.url, "memory", tmp_path)
     yield pool
     pool.end()
@@ -94,7 +94,7 @@ def test_bench_reports_evictions(own_pool: Pool) -> None:
 
 
 def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
-    """Delete every row before the producer fetches it."""
+    """Delete every row just before the producer fetches it."""
     fetch = Submitter.fetch
 
     async def too_late(submitter: Submitter, digests: Sequence[bytes], **options: bool) -> None:
@@ -106,12 +106,12 @@ def make_rows_go(monkeypatch: pytest.MonkeyPatch, pool: Pool) -> None:
 
 
 async def late(pool: Pool, text: str = "the row was gone") -> str:
-    """Wait until a request that ends without a row has this reason."""
+    """Send requests until one ends without a row for the reason `text`; return the error's text."""
     ends: list[DeadlineExceeded] = []
     async with pool.producer(cache_bytes=0) as producer:
 
         async def is_told() -> bool:
-            # A client that is blocked for as long has lost nothing yet.
+            # If the event loop is blocked for the whole timeout, no row is lost yet, and the error has another reason.
             with pytest.raises(DeadlineExceeded) as caught:
                 await producer.logprobs([1], timeout=2)
             ends.append(caught.value)
@@ -150,7 +150,7 @@ async def test_a_row_evicted_together_with_its_notification_is_reported(own_pool
     async with gated_worker(own_pool, backend, lease_s=1.0), own_pool.producer(timeout=3000) as producer:
         patient = asyncio.create_task(producer.logprobs([1]))
         await until_async(lambda: is_held(own_pool), "the worker holds it")
-        # The rest after its row and the client's reply stream were evicted.
+        # Delete the waiting key, as if the server had evicted the row, the reply stream and this key.
         own_pool.redis.delete(*waiting())
         await until_async(is_asked_again, "it is asked for again, after a lease")
         await until_async(is_told_as_gone, "who asks for it hears that it was gone")
@@ -226,7 +226,7 @@ TROUBLES: dict[str, tuple[Callable[[Pool], Any], Callable[[Pool], Any], str]] = 
         lambda pool: pool.redis.config_set("maxmemory", 1 << 28),
         "maxmemory",
     ),
-    # A replica of a master that does not exist: it answers reads and refuses writes.
+    # Make the server a replica of a missing master, so that it serves reads and refuses writes.
     "replica": (
         lambda pool: pool.redis.replicaof("127.0.0.1", "1"),
         lambda pool: pool.redis.replicaof("NO", "ONE"),

@@ -1,4 +1,4 @@
-"""Old servers cause one line of warning in workers and in `lmpool status`."""
+"""Old servers with known vulnerabilities cause one warning line in workers and in `lmpool status`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ LINE = "may lack the fixes of CVE-2025-49844"
         ("valkey", "8.1.4", False),
         ("valkey", "9.0.0", False),
         ("valkey", "9.1.2-rc1", False),
-        # No vulnerability of these is known.
+        # Servers for which lmpool lists no vulnerability.
         ("keydb", "6.3.4", False),
         ("fakeredis", "2.40.0", False),
         ("redis", "", False),
@@ -109,13 +109,13 @@ async def test_the_pool_in_memory_causes_no_warning(short_dir: Path) -> None:
 
 @pytest.fixture(params=["embedded", "debian", "6.2"])
 def kind(request: pytest.FixtureRequest) -> str:
-    """The server program."""
+    """The kind of server program that the test runs."""
     return str(request.param)
 
 
 @pytest.fixture
 def old_or_new(kind: str, short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pool]:
-    """A pool on a server of that kind."""
+    """A pool on a server of the kind `kind`."""
     monkeypatch.delenv(embedded.BINARY_VARIABLE, raising=False)
     if kind != "embedded":
         monkeypatch.setenv(embedded.BINARY_VARIABLE, installed_server(kind))

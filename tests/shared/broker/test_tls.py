@@ -1,4 +1,4 @@
-"""TLS with a private certificate authority: rows of any size arrive, and other clients are refused."""
+"""TLS with a private certificate authority: rows of any size arrive, and clients without a valid certificate fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ STATUS = ("status",)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
-    """A server with TLS, and certificates that it must refuse."""
+    """A server with TLS, and certificates that the server must refuse."""
     made = SecureServer(tmp_path_factory.mktemp("s"))
     made.certify("stranger", trustme.CA(), "client")
     made.certify("expired", made.authority, "client", not_after=datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC))
@@ -81,7 +81,7 @@ async def test_large_rows_arrive_bit_for_bit(server: SecureServer, tmp_path: Pat
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
-    """The one master of a cluster with TLS."""
+    """A cluster of one master with TLS."""
     with SecureServer(tmp_path_factory.mktemp("c"), is_cluster=True).running() as running:
         yield running
 
@@ -109,13 +109,13 @@ async def test_clients_of_a_cluster_with_tls_are_taken_over(cluster: SecureServe
 
 
 def options_of(server: SecureServer, host: str = "localhost") -> dict[str, Any]:
-    """The options of a client of redis-py."""
+    """Options for a client of redis-py that connects to the server with TLS."""
     files = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
     user = {"username": "producer", "password": password_of("producer"), "ssl": True}
     return {"host": host, "port": server.port, **user, **{name: str(server.folder / files[name]) for name in files}}
 
 
-# `Redis` of redis-py 5 compares no host unless this is requested, and its settings then say that it does not.
+# redis-py 5 compares the certificate's host only on request: its settings then say False, which lmpool must override.
 @pytest.mark.parametrize("says", [None, True, False], ids=["of this redis-py", "told to", "of redis-py 5"])
 @pytest.mark.parametrize("kind", [redis.Redis, redis_async.Redis, RedisCluster])
 async def test_a_client_for_another_host_than_the_certificates_is_refused(
@@ -143,7 +143,7 @@ async def test_a_client_can_accept_any_host(
 
 @pytest.fixture(scope="module")
 def as_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureServer]:
-    """A server with the certificates that the page of docker/redis describes, for this machine's name."""
+    """A server whose certificates were made as docker/redis/README.md says, for this machine's name."""
     made = SecureServer(tmp_path_factory.mktemp("d"))
     page = (SHIPPED / "README.md").read_text("utf-8")
     (way,) = re.findall(r"^ *```sh\n( *openssl .*?)```", page, re.MULTILINE | re.DOTALL)
@@ -155,7 +155,7 @@ def as_described(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureSer
 
 
 def handshake(server: SecureServer, certificate: str) -> bytes:
-    """Connect as strictly as Python 3.13 does, with a certificate; returns the reply to a PING."""
+    """Connect with a certificate, with checks as strict as Python 3.13's; return the reply to a PING."""
     context = ssl.create_default_context(cafile=server.folder / "server.ca.crt")
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     context.load_cert_chain(server.folder / f"{certificate}.crt", server.folder / f"{certificate}.key")
@@ -172,7 +172,7 @@ async def test_the_certificates_of_the_page_pass_strict_verification(as_describe
 
 
 def test_the_certificates_of_the_page_serve_one_purpose_each(as_described: SecureServer) -> None:
-    with pytest.raises((ssl.SSLError, ConnectionError)):  # The alert may be lost as the server closes at once.
+    with pytest.raises((ssl.SSLError, ConnectionError)):  # If the server closes at once, its alert may be lost.
         handshake(as_described, "server")
     until(lambda: "certificate verify failed" in as_described.log, "the server says why it has refused it")
     verify = ["openssl", "verify", "-x509_strict", "-CAfile", "server.ca.crt", "-purpose"]
@@ -226,7 +226,7 @@ CASES = ("wrong password", "unknown user", "user that is off", "no certificate",
 async def test_a_refused_client_gets_the_reason_at_once(server: SecureServer, case: str) -> None:
     url, kind, text = bad_urls(server)[case]
     with pytest.raises(kind, match=text) as caught:
-        # Not at the deadline.
+        # The request fails at once, not at its deadline of 3600 s.
         await asyncio.wait_for(Producer("syn", redis=url, timeout=3600).logprobs([1]), DEADLINE_S)
     message = str(caught.value)
     assert "\n" not in message
@@ -270,7 +270,7 @@ async def test_a_refused_client_gets_the_reason_although_the_first_connection_is
 )
 def test_a_refused_command_ends_with_one_line(server: SecureServer, case: str, arguments: tuple[str, ...]) -> None:
     url, _, text = bad_urls(server)[case]
-    # Even the traceback of a bug would show no password.
+    # With LMPOOL_TRACEBACK, a refused command still prints one line without a password.
     assert re.search(text, refused([*arguments, "--redis", url], LMPOOL_TRACEBACK="1"))
 
 
@@ -301,14 +301,14 @@ async def test_errors_of_a_server_without_tls_and_with_few_databases_are_explain
 
 
 def answers(port: int) -> bool:
-    """Whether a server accepts connections at a port of this machine."""
+    """Whether a server on this machine accepts connections at a port."""
     with contextlib.suppress(redis.ConnectionError), redis.Redis(port=port) as client:
         return bool(client.ping())
     return False
 
 
 def refused(arguments: list[str], **environment: str) -> str:
-    """Run a command line that must end at once with exit code 2; return its line of output."""
+    """Run an `lmpool` command that must end with exit code 2 and one line of output; return this line."""
     done = run_lmpool(*arguments, **environment)
     assert SECRET not in done.stdout + done.stderr
     assert done.returncode == 2, done.stderr
@@ -317,7 +317,7 @@ def refused(arguments: list[str], **environment: str) -> str:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exception and its causes, as a traceback shows them."""
+    """An exception and its causes, in the order of a traceback."""
     cause = error.__cause__ or error.__context__
     while cause is not None:
         yield cause

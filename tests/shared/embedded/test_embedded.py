@@ -1,4 +1,4 @@
-"""The embedded server: real servers, real owner processes, real signals."""
+"""The embedded Redis server, tested with real servers, owner processes and signals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ needs_root = pytest.mark.skipif(
 
 NOBODY = 65534
 
-# Prints the server's process id, then lives until it is killed or its stdin ends.
+# A program that owns a server: it prints the server's process id, then lives until it is killed or its stdin ends.
 OWNER = """
 import os, signal, sys
 from lmpool import embedded
@@ -64,19 +64,19 @@ def eventually(true: Callable[[], bool], within: float = 120.0) -> bool:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; a zombie counts as ended."""
+    """Whether a process has ended; a zombie process counts as ended."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except ProcessLookupError:
         return True
-    except FileNotFoundError:  # A system without /proc, or the process ended between the two lines.
+    except FileNotFoundError:  # This system has no /proc, or the process has just ended.
         return False
 
 
 @pytest.fixture
 def base() -> Iterator[Path]:
-    # Not tmp_path: a socket's path may have about 100 bytes. Other users may enter; only lmpool's folder is closed.
+    # A socket's path may have about 100 bytes, and tmp_path is longer. Other users may enter this parent folder.
     folder = Path(tempfile.mkdtemp(prefix="lmp"))
     folder.chmod(0o755)
     yield folder
@@ -110,13 +110,13 @@ def start_owner() -> Iterator[Callable[..., Owner]]:
 
     yield start
     for owner, server_pid in owners:
-        # The owner and its forked child stop at the end of their stdin.
+        # `communicate` closes stdin, which ends the owner and its forked child.
         owner.communicate()
         assert eventually(lambda pid=server_pid: gone(pid)), "the server outlived its owner"  # type: ignore[misc]
 
 
 def left_in(folder: Path) -> list[Path]:
-    """The contents of the folder without the state file, which stays."""
+    """The files in a folder, except the state file, which remains after a server."""
     return [path for path in folder.iterdir() if path.name != "state"]
 
 
@@ -317,7 +317,7 @@ def test_server_ends_when_its_keeper_is_killed(folder: Path, is_suspended: bool)
             os.kill(pid, signal.SIGSTOP)
         keeper.kill()
         assert eventually(lambda: gone(pid))
-        assert eventually(lambda: not server.running)  # Its threads may end after its process is a zombie.
+        assert eventually(lambda: not server.running)  # A killed process may be a zombie before its threads end.
         assert server.why_ended == "was ended together with its keeper process"
         server.start()
         assert embedded.find() == server.url
@@ -375,7 +375,7 @@ def test_forked_child_neither_stops_the_server_nor_keeps_its_lock(start_owner: C
     assert embedded.find() is not None
     owner.kill()
     owner.wait()
-    # The child lives until its stdin ends, after this test.
+    # The owner's forked child still lives: its stdin is open until the end of this test.
     with EmbeddedServer() as server:
         assert embedded.find() == server.url
 

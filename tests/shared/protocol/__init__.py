@@ -1,1 +1,1 @@
-"""Tests of messages between processes: their bytes, and the names of keys."""
+"""Tests of the messages between processes: the bytes of messages, and the names of Redis keys."""

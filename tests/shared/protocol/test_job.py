@@ -1,4 +1,4 @@
-"""Control messages: round trips, exact bytes, and ProtocolError for all malformed input."""
+"""Jobs and failures as messages: round trips, exact bytes, and ProtocolError for all malformed input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
-    # Ids are one `bin` (c4), whatever their number.
+    # MessagePack encodes all token ids as one `bin` (byte c4), however many they are.
     assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9707c40407000000a161a26670c3c40109c400"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-5:].hex() == "c2c400c400"
     assert Job(b"", "", "", host=b"here").pack()[-6:].hex() == "c40468657265"
@@ -210,11 +210,11 @@ def test_any_other_messagepack_is_refused(value: Any) -> None:
             read(data)
 
 
-# Bombs: small messages that would decode to large objects.
+# Bombs: small messages that would become large objects if they were decoded
 
 
 def peak_bytes(read: Callable[[bytes], object], data: bytes) -> int:
-    """The peak of memory while a message is refused."""
+    """Peak of allocated bytes while a reader refuses a message."""
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
@@ -225,7 +225,7 @@ def peak_bytes(read: Callable[[bytes], object], data: bytes) -> int:
 
 
 def tree_of_lists(depth: int) -> bytes:
-    """Lists of eight lists of eight lists ..., empty ones at the end: one byte for each of them."""
+    """Nested lists of eight lists each, `depth` levels deep; each list is encoded as one byte."""
     return b"\x90" if depth == 0 else b"\x98" + tree_of_lists(depth - 1) * 8
 
 
@@ -251,7 +251,7 @@ def test_a_bomb_is_refused_without_decoding_it(read: Callable[[bytes], object], 
 
 @pytest.mark.parametrize("depth", [5, 6], ids=["37 KB", "300 KB"])
 def test_a_tree_of_lists_is_refused_without_decoding_it(depth: int) -> None:
-    # No field of any message is a list. Each byte of this would become an object of some 70 bytes.
+    # If this message were decoded, each of its bytes would become a list of about 70 bytes.
     data = tree_of_lists(depth)
     assert peak_bytes(unpack_job, data) < 200_000 + 4 * len(data)
 

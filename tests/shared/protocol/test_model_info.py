@@ -1,4 +1,4 @@
-"""Model infos: round trips, the fields of the fingerprint, and every malformed info refused."""
+"""Model infos, the descriptions of served models: round trips, fingerprints, and refusal of malformed infos."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_version_of_rows_is_part_of_the_fingerprint(monkeypatch: pytest.Monk
 
 
 def test_the_fingerprint_is_pinned() -> None:
-    # It names rows in a cache that outlives releases; the same weights must keep the same name.
+    # The fingerprint names rows in a cache that outlives releases, so it must not change for the same weights.
     assert INFO.fingerprint == "c892dd89ed9a74b5f26911a5cc3324d3"
 
 
@@ -137,17 +137,17 @@ def test_encodings_are_identified_by_their_codes() -> None:
     assert encodings == {"f32": Encoding.F32, "bf16": Encoding.BF16, "f16": Encoding.F16}
 
 
-# Malformed infos
+# Malformed model infos
 
 
 def packed(**changed: Any) -> bytes:
-    """An info as MessagePack, with some fields replaced."""
+    """A model info as MessagePack, with some fields replaced."""
     data: bytes = msgpack.packb({**encoded(INFO), **changed})
     return data
 
 
 def encoded(info: ModelInfo) -> dict[Any, Any]:
-    """The encoded fields of an info."""
+    """The decoded MessagePack fields of a model info."""
     return {"wire_version": WIRE_VERSION, **asdict(info)}
 
 
@@ -194,7 +194,7 @@ IMPOSSIBLE: list[tuple[str, Any]] = [
 
 @pytest.mark.parametrize(("name", "value"), IMPOSSIBLE)
 def test_a_value_that_no_model_has_is_refused(name: str, value: object) -> None:
-    # Each would raise an exception of another tree where it is used: int(nan * 1000), struct.pack, ...
+    # If such a value were accepted, its first use, as int(nan * 1000), would raise an error that is no LMPoolError.
     with pytest.raises(ProtocolError, match=f"has {name} = {value!r}: [Ee]xpected "):
         ModelInfo.unpack(packed(**{name: value}))
 
@@ -249,7 +249,7 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
         assert type(getattr(info, name)) in {declared, int if declared is float else declared}
 
 
-# Other releases
+# Model infos of other releases
 
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
@@ -259,7 +259,7 @@ def test_the_info_of_a_later_release_is_refused_by_its_version(more: dict[str, A
 
 
 def test_workers_of_another_wire_version_count_as_another_model() -> None:
-    # Releases without a wire version have only the fingerprint in their heartbeats, and compare it.
+    # Old releases compare only the fingerprint in heartbeats, so the prefix with the wire version makes it differ.
     assert INFO.service_fingerprint == f"7-{INFO.fingerprint}"
 
 

@@ -1,4 +1,4 @@
-"""Prompts: every accepted kind gives the same bytes, every bad input its own exception with value and limit."""
+"""Prompts: all accepted kinds give the same bytes; each bad input raises an exception that names value and limit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TORCH_DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 
 
 class Token(IntEnum):
-    """Ids as the members of an enumeration."""
+    """Token ids as the members of an enumeration."""
 
     A = 3
     B = 0
@@ -92,7 +92,7 @@ def test_ids_are_little_endian_uint32_and_read_back(ids: list[int]) -> None:
 
 
 def test_digest_is_16_bytes_of_blake2b() -> None:
-    # Pinned: processes of different releases must give a prompt the same digest.
+    # Digests must not change, because processes of different releases must compute the same digest of a prompt.
     assert DIGEST_SIZE == 16
     assert encode([0]).digest.hex() == "11d2df4e979aa105cf552e9544ebd2b5"
 
@@ -106,7 +106,7 @@ def test_digest_is_keyed_by_the_adapter() -> None:
 
 
 def test_long_adapter_names_give_different_digests() -> None:
-    # A BLAKE2b key has at most 64 bytes.
+    # Names around 64 bytes, because a BLAKE2b key has at most 64 bytes.
     names = ["é" * 32, "a" * 64, "a" * 65, "a" * 66, "a" * 500 + "b", "a" * 500 + "c"]
     digests = {digest_of(IDS_BYTES, name) for name in names}
     assert len(digests) == len(names)
@@ -168,7 +168,7 @@ def test_the_largest_uint64_is_out_of_range() -> None:
 
 
 def test_an_id_of_thousands_of_digits_is_out_of_range() -> None:
-    # Python refuses to print integers of over 4300 digits.
+    # Python refuses to print integers of over 4300 digits, so the error must not contain the id.
     with pytest.raises(InvalidPrompt):
         encode([10**5000])
 
@@ -279,7 +279,7 @@ def test_other_values_than_flat_sequences_of_integers_are_refused_and_shown(ids:
 
 @pytest.mark.parametrize("kind", [list, tuple, deque, UserList])
 def test_a_bool_among_integers_is_refused_in_every_kind_of_sequence(kind: Callable[[list[Any]], Any]) -> None:
-    # numpy would convert it to an integer.
+    # numpy would convert True to the integer 1.
     with pytest.raises(NotTokenIds, match="True"):
         encode(kind([True, 2]))
 
@@ -288,7 +288,7 @@ def test_a_sequence_is_refused_for_its_length_before_it_is_read() -> None:
     with pytest.raises(PromptTooLong, match=str(10**12)):
         encode(range(10**12))
     with pytest.raises(NotTokenIds, match="range"):
-        encode(range(10**30))  # It has no len().
+        encode(range(10**30))  # len() fails for this range.
 
 
 def test_a_huge_bad_prompt_gives_a_short_message() -> None:

@@ -1,4 +1,4 @@
-"""Queries on the wire, and the registry of vocabularies."""
+"""Encoded queries (top-k, samples, masses, trie sums), their results, and the registry of vocabularies."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_query_survives_the_wire(query: Query) -> None:
 
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
-    # The digest of a result is computed from these bytes.
+    # These bytes must not change, because the digest of a result is computed from them.
     assert TopQuery(300).pack().hex() == "93a3746f70cd012cc400"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "95a673616d706c65cb3fe0000000000000cb3ff000000000000007c400"
     assert MassQuery(b"i\1\0\0\0").pack().hex() == "92a46d617373c4056901000000"
@@ -161,7 +161,7 @@ def test_missing_last_fields_have_their_defaults() -> None:
 
 
 def rows_of(count: int, vocab_size: int) -> Row:
-    """Rows with many equal entries."""
+    """`count` rows in which many entries are equal."""
     logits = np.random.default_rng(count).integers(0, 5, (count, vocab_size)).astype(np.float32)
     return np.asarray(logits - np.log(np.exp(logits).sum(axis=1, keepdims=True)), np.float32)
 
@@ -266,7 +266,7 @@ async def test_a_vocabulary_is_sent_only_when_the_pool_has_none_or_another(pool:
             UnknownVocabulary, match=f"{vocabulary.digest} .its value is another: {Vocabulary([b'c']).digest}"
         ):
             await look_up(redis, pool.keys, vocabulary.digest)
-        # Of the same size: only a client that got UnknownVocabulary stores it again (`anew`).
+        # A damaged value of the right size is replaced only with `anew`, which clients pass after UnknownVocabulary.
         wrong = bytearray(vocabulary.pack())
         wrong[-1] ^= 1
         await redis.set(key, bytes(wrong))

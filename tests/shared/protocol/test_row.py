@@ -1,4 +1,4 @@
-"""Rows on the wire: the exact layout, exact round trips, and refusal of every kind of damage."""
+"""Encoded rows: the exact layout, exact round trips, and refusal of every kind of damage."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def block_of(encoding: Encoding, numbers: NDArray[Any], log_z: float = 0.0) -> R
 
 
 def received(data: bytes) -> NDArray[np.uint8]:
-    """Bytes as the connection for rows returns them: an array that owns writeable memory."""
+    """Bytes in the form that the connection for rows returns: an array that owns writeable memory."""
     return np.frombuffer(data, np.uint8).copy()
 
 
 def sample(encoding: Encoding, vocab_size: int = 5) -> bytes:
-    """An encoded row."""
+    """The bytes of an encoded row with the numbers 0, 1, 2, …"""
     numbers = np.arange(vocab_size).astype(encoding.dtype)
     return block_of(encoding, numbers, 1.5).encode(0)
 
 
-# The layout
+# The layout of a row
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_size_of_a_row_is_known_before_it_is_made(encoding: Encoding, vocab_
 
 @encodings
 def test_one_entry_is_read_in_place_from_its_own_bytes(encoding: Encoding) -> None:
-    """Like GETRANGE: the header once, then the few bytes of one entry."""
+    """Each entry can be decoded from the row's header and the entry's own bytes, which GETRANGE returns."""
     data = sample(encoding, 7)
     row = decode_row(received(data), 7)
     *_, log_z = struct.unpack("<4sBBHIf", data[:16])
@@ -91,7 +91,7 @@ def test_one_entry_is_read_in_place_from_its_own_bytes(encoding: Encoding) -> No
         assert row[i] == np.float32(value) - np.float32(log_z)
 
 
-# Round trips
+# Round trips of rows
 
 
 @given(hnp.arrays(np.float32, st.integers(1, 40), elements=float32s))
@@ -160,7 +160,7 @@ def test_a_decoded_row_is_read_only(encoding: Encoding) -> None:
 
 @encodings
 def test_a_decoded_row_cannot_be_made_writeable(encoding: Encoding) -> None:
-    # All callers with the same prompt get the same array.
+    # Decoded rows are read-only, because all callers with the same prompt get the same array.
     row = decode_row(received(sample(encoding)), 5)
     with pytest.raises(ValueError, match="WRITEABLE"):
         row.flags.writeable = True
@@ -179,7 +179,7 @@ def test_rows_of_two_bytes_are_widened_into_memory_of_their_own() -> None:
         assert not np.shares_memory(decode_row(data, 5), data)
 
 
-# Many small rows at once
+# Many small rows that are decoded at once
 
 
 @encodings
@@ -221,7 +221,7 @@ def test_rows_of_a_chunk_with_an_invalid_row_are_decoded_one_by_one(encoding: En
         assert decode_rows(entries, 5) is None
 
 
-# Damage
+# Damaged rows
 
 
 def with_header(
@@ -233,7 +233,7 @@ def with_header(
     size: int = 5,
     log_z: float = 0.0,
 ) -> bytes:
-    """A row of V = 5 with another header."""
+    """The bytes of a row of five entries, with some fields of the header replaced."""
     header = struct.pack("<4sBBHIf", magic, version, encoding if code is None else code, 0, size, log_z)
     return header + sample(encoding)[16:]
 
@@ -302,7 +302,7 @@ def test_a_changed_header_is_refused_or_changes_log_z_alone(data: st.DataObject,
     at = data.draw(st.sampled_from([0, 1, 2, 3, 4, 5, 8, 9, 10, 11]))
     bad = bytearray(good)
     bad[at] ^= data.draw(st.integers(1, 255))
-    # Byte 5 is the encoding: two encodings of one width give two valid rows.
+    # Byte 5 is the encoding, and BF16 and F16 have the same width, so a swap of these two gives a valid row.
     if at == 5 and {encoding, bad[5]} == {Encoding.BF16, Encoding.F16}:
         assert decode_row(received(bytes(bad)), 5).shape == (5,)
     else:
@@ -310,7 +310,7 @@ def test_a_changed_header_is_refused_or_changes_log_z_alone(data: st.DataObject,
             decode_row(received(bytes(bad)), 5)
 
 
-# Blocks
+# Blocks of rows
 
 
 @encodings

@@ -1,4 +1,4 @@
-"""Sampling from rows in this process."""
+"""Sampling of tokens from rows in the client's process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_draws_have_the_frequencies_of_the_probabilities() -> None:
 def test_a_temperature_of_zero_takes_the_most_likely_token_and_equal_seeds_draw_equally() -> None:
     assert sample(ROW, Sampling(0.0, 0.5, 1)) == int(ROW.argmax())
     assert sample(ROW, Sampling(1e-6, 1.0, 1)) == int(ROW.argmax())
-    # Temperatures that float32 cannot represent, on both sides.
+    # Some of these temperatures are too small or too large for float32.
     for tiny in (1e-30, 1e-45, 1e-117, 5e-324):
         assert sample(ROW, Sampling(tiny, 0.9, 1)) == sample(ROW, Sampling(tiny, 1.0, 1)) == int(ROW.argmax())
     for huge in (1e30, 1e39, 1.7e308):

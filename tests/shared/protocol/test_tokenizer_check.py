@@ -1,4 +1,4 @@
-"""A tokenizer that could freeze or fill a client is refused, and the patterns of known models are not."""
+"""A client refuses a tokenizer that could freeze it or fill its memory, and accepts tokenizers of known models."""
 
 from __future__ import annotations
 

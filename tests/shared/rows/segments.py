@@ -1,4 +1,4 @@
-"""Segments for one test, and rows to write to them."""
+"""Fixtures with segments of shared memory and their readers, and rows to write to segments."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from lmpool.synthetic import synthetic_row
 
 V = 1500
 SLOT = 8192
-"""Bytes of a slot for rows of V, in whole pages."""
+"""Bytes of a slot for rows of V entries, rounded up to whole pages."""
 
 
 @pytest.fixture(name="place", autouse=True)
 def place_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The folder of this user's segments, in memory."""
+    """The folder, in a memory file system, of the segments of the current user."""
     with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as machine:
         monkeypatch.setenv("LMPOOL_SHM_DIR", machine)
         folder().mkdir(mode=0o700)
@@ -39,7 +39,7 @@ def make(slots: int = 64) -> Segment:
 
 @pytest.fixture(name="segment")
 def segment_fixture() -> Iterator[Segment]:
-    """A segment with 64 slots."""
+    """A segment of shared memory with 64 slots."""
     segment = make()
     yield segment
     segment.close()
@@ -47,7 +47,7 @@ def segment_fixture() -> Iterator[Segment]:
 
 @pytest.fixture(name="reader")
 def reader_fixture(segment: Segment) -> Iterator[SegmentReader]:
-    """A reader of the fixture `segment`."""
+    """A reader that has mapped the fixture `segment`."""
     reader = SegmentReader()
     refresh(reader)
     yield reader
@@ -73,7 +73,7 @@ def put(segment: Segment, number: int) -> Reference:
 
 
 def write_row(segment: Segment, name: int, row: Row) -> int | None:
-    """Write one row; return its number."""
+    """Write one row; return the row's number in the segment, or None if it was not written."""
     block = RowBlock([prompt(name)], row[None], None, Encoding.F32)
     (number,) = segment.write(block.digests, block.encoded())
     return number

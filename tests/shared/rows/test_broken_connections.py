@@ -1,4 +1,4 @@
-"""Replies that break a connection for large values, and the requests that wait for replies then."""
+"""Malformed replies break a connection for large values, and all requests that wait for replies fail."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ async def test_a_lost_connection_fails_all_pending_requests(reason: Exception | 
 
 
 async def test_the_end_of_the_stream_closes_the_transport() -> None:
-    # A wrong reply makes the event loop close it, and `connection_lost` follows.
+    # `eof_received` returns a false value, so that the event loop closes the transport and calls `connection_lost`.
     assert not Receiver().raw.eof_received()
 
 

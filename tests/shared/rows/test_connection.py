@@ -1,4 +1,4 @@
-"""Raw connections: replies cut at any byte, and the bytes that connections send."""
+"""Raw connections to Redis: replies may be cut at any byte, and commands are sent as the right bytes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_mget_reply_cut_anywhere_gives_its_values(answer: list[bytes | None],
 
 
 def test_a_small_value_is_bytes_although_a_read_cuts_it() -> None:
-    """Callers recognise references by their type."""
+    """Small values must be `bytes`, because callers tell references from rows by their type."""
 
     async def work() -> None:
         connection = Receiver()
@@ -195,7 +195,7 @@ async def test_lost_bytes_of_a_value_are_not_replaced_by_bytes_of_the_next_reply
     assert_broken(connection, replies, ProtocolError)
 
 
-# Large values: errors of the server
+# Large values: errors that the server returns
 
 
 async def test_a_refused_mget_raises_and_the_next_one_gets_its_values() -> None:
@@ -248,7 +248,7 @@ async def test_the_reply_of_a_cancelled_request_goes_to_no_other_request() -> No
     assert plain(after) == [b"x"]
 
 
-# Commands and writes
+# Connections for commands and writes
 
 NESTED = st.recursive(
     st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=12),
@@ -258,7 +258,7 @@ NESTED = st.recursive(
 
 
 def resp(value: Any) -> bytes:
-    """A value as a server replies it."""
+    """A value encoded in Redis's protocol, as the server sends it."""
     if isinstance(value, list):
         return b"*%d\r\n" % len(value) + b"".join(map(resp, value))
     return b":%d\r\n" % value if isinstance(value, int) else bulk(value)
@@ -313,7 +313,7 @@ async def test_a_refused_row_is_an_error_of_that_row_alone() -> None:
 
 @pytest.mark.parametrize("data", [b":1\r\n", b"$1\r\nx\r\n", b"*1\r\n:1\r\n"])
 async def test_a_reply_that_no_set_can_have_closes_the_connection(data: bytes) -> None:
-    # A reply was lost: the later ones would count as replies of other commands.
+    # A SET's impossible reply means that a reply was lost, so later replies would be assigned to wrong commands.
     commands = Commands()
     replies = [commands.set(2), commands.raw.call([b"PING"])]
     commands.feed(b"+OK\r\n" + data)
@@ -382,7 +382,7 @@ async def test_a_lost_connection_fails_all_commands_and_a_closed_one_sends_nothi
             await reply
 
 
-# On the wire
+# Bytes that connections send
 
 
 async def test_the_protocol_is_changed_while_reading_is_paused() -> None:

@@ -1,4 +1,4 @@
-"""A server without memory evicts rows as they are stored: other rows are served, and no request is delayed."""
+"""A full server evicts rows right after workers store them: other rows are served, and no request is delayed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from tests.support.pool import DEADLINE_S, Pool, V, count_waiting, until_async
 
 
 class Evicting:
-    """Removes rows right after their SETs, like a server without memory.
+    """Removes chosen rows right after workers store them, like a full server.
 
     Attributes:
-        is_gone: (block, a digest in it) -> whether that row is removed.
-        stored: number of SETs of each digest.
-        before: awaited before rows are removed.
+        is_gone: function of a block and a digest in the block that returns whether to remove this row.
+        stored: digest -> number of times that a worker has stored its row.
+        before: function that is awaited before rows are removed, or None.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Evicting:
         then: Then | None = None,
         shared: Shared = NOT_SHARED,
     ) -> dict[bytes, str]:
-        """Replaces `RowCache.put`."""
+        """Replacement of `RowCache.put` that removes rows after it has stored them."""
         self.stored.update(block.digests)
         gone = [digest for digest in block.digests if self.is_gone(block, digest)]
         if gone and self.before is not None:
@@ -68,7 +68,7 @@ _put = RowCache.put
 
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Evicting:
-    """A simulation of the server's evictions."""
+    """Simulated evictions by the server, in place of `RowCache.put`."""
     evicting = Evicting()
     monkeypatch.setattr(RowCache, "put", lambda rows, *args, **settings: evicting.put(rows, *args, **settings))
     return evicting
@@ -76,7 +76,7 @@ def evicting(monkeypatch: pytest.MonkeyPatch) -> Evicting:
 
 @pytest.fixture
 async def worker(own_pool: Pool) -> AsyncIterator[Worker]:
-    """A worker in this process, in steps of 8 prompts."""
+    """A worker in this process that computes up to 8 prompts per step."""
     backend = SyntheticSettings("syn", vocab_size=V, max_batch=8, step_ms=20)
     worker = Worker(Server(own_pool.url), backend, WorkerSettings(own_pool.prefix))
     ready = asyncio.Event()
@@ -89,7 +89,7 @@ async def worker(own_pool: Pool) -> AsyncIterator[Worker]:
 
 @pytest.fixture
 def own_pool(own_server: EmbeddedServer, tmp_path: Path) -> Pool:
-    """A pool on one server, where workers see the rows that they have stored."""
+    """A pool on a single server, not a cluster, because a worker sees there whether its rows are stored."""
     return Pool(own_server.url, "evicting", tmp_path)
 
 
@@ -98,13 +98,13 @@ def digest_of(*prompt: int) -> bytes:
 
 
 async def ask(producer: Producer, *tokens: int) -> None:
-    """Request rows and check them."""
+    """Request one row per token and check the rows."""
     for token, row in zip(tokens, await asyncio.gather(*(producer.logprobs([token]) for token in tokens)), strict=True):
         assert np.array_equal(row, synthetic_row([token], vocab_size=V))
 
 
 async def is_done(pool: Pool) -> bool:
-    """Whether no job is queued or held."""
+    """Whether the queue has no jobs, neither waiting nor held."""
     return pool.jobs() == 0 and pool.held() == 0
 
 
@@ -132,7 +132,7 @@ async def test_a_row_that_is_always_evicted_fails_with_advice(
 ) -> None:
     evicting.is_gone = is_gone
     async with own_pool.producer() as producer:
-        # A shorter result would be sent with its notification.
+        # Request the top 300, because a smaller result would be sent within the notification and not be stored.
         unlucky = producer.logprobs([3]) if kind == "logprobs" else producer.topk([3], 300)
         failing = asyncio.ensure_future(unlucky)
         await ask(producer, 0, 1, 2, 4)

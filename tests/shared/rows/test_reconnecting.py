@@ -1,4 +1,4 @@
-"""Connections for many callers: a silent server is abandoned, and callers are served in order."""
+"""One connection serves many callers: it is closed if the server is silent, and callers are served in order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_a_server_that_falls_silent_is_given_up_whenever_that_is(connectio
 async def test_a_server_that_answers_in_time_is_not_given_up(connection: Connection[Any], deaf: Deaf) -> None:
     connection.reply_timeout_s, loop = 0.05, asyncio.get_running_loop()
     began = loop.time()
-    # Longer than the first one's deadline.
+    # Requests go on for longer than the first request's deadline.
     while loop.time() < began + 3 * connection.reply_timeout_s:
         loop.call_soon(deaf.ask().set_result, "there")
         assert await connection.wait_for(deaf, deaf.asked[-1]) == "there"
@@ -115,7 +115,7 @@ async def test_a_shorter_timeout_counts_next_to_longer_ones(connection: Connecti
 
 
 async def test_callers_get_a_connection_in_the_order_of_their_calls() -> None:
-    # A row that was stored first must not be removed first.
+    # Callers of one connection must run in order, so that a SET and a later DEL of one row are not swapped.
     connected = asyncio.Event()
 
     async def connect() -> Any:

@@ -1,4 +1,4 @@
-"""The memory of a segment: its size, the processes that may map it, and the remains of workers that ended."""
+"""Segments of shared memory: their size, the processes that may map them, and removal after a worker's end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_readers_release_a_segment_without_socket_and_its_worker_creates_the_soc
     assert segment.keep_name()
     (path,) = place.iterdir()
     path.unlink()
-    assert reader.find(prompt(1), V) is not None  # The segment is still mapped.
+    assert reader.find(prompt(1), V) is not None  # The reader still has the segment mapped.
     refresh(reader)
     assert reader.find(prompt(1), V) is None
     assert not segment.keep_name()
@@ -148,7 +148,7 @@ def test_memory_that_is_no_segment_is_refused(place: Path, size: int) -> None:
 
 
 def test_the_folder_may_have_a_long_name(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of sockets have at most 107 bytes."""
+    """Sockets of segments work in a folder with a long name, although a socket's path has at most 107 bytes."""
     folder = place / ("x" * 200)
     folder.mkdir()
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(folder))
@@ -200,7 +200,7 @@ except OSError as error:
 
 
 def test_python_without_sealed_memory_raises_an_os_error(place: Path) -> None:
-    """As on macOS, and in builds for old systems, which lack the names of seals too."""
+    """A segment cannot be made where Python lacks memfd_create, as on macOS, or the names of seals."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_SEALS], capture_output=True, text=True, check=True)
     assert "memfd_create" in done.stdout
 

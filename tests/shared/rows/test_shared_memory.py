@@ -1,4 +1,4 @@
-"""A segment of rows in shared memory: readers get the written row, or nothing."""
+"""Segments of rows in shared memory: a reader gets exactly the written row, or no row."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_16_bit_rows_are_read(segment: Segment, reader: SegmentReader) -> None:
     block = RowBlock([prompt(1)], bits[None], np.array([log_z]), Encoding.BF16)
     segment.write(block.digests, block.encoded())
     put(segment, 2)
-    for _ in range(2):  # The decoded rows have different encoded sizes.
+    for _ in range(2):  # Read two rows with different encoded sizes, twice.
         row, other = reader.find(prompt(1), V), reader.find(prompt(2), V)
         assert row is not None
         assert other is not None
@@ -91,7 +91,7 @@ def test_each_replaced_row_is_reported_once(segment: Segment) -> None:
         put(segment, number % 70)
         replaced.append(segment.replaced())
     assert replaced == [[]] * 64 + [[prompt((number - 64) % 70)] for number in range(64, 140)]
-    # A row that is written a second time moves to a new slot, so the reuse of its first slot does not replace it.
+    # A row that is written again moves to a new slot, so reusing its first slot does not replace the row.
     again = make()
     try:
         for number in [*range(63), 0]:
@@ -119,7 +119,7 @@ def test_a_read_with_a_wrong_prompt_number_or_model_finds_no_row(segment: Segmen
 def test_a_row_whose_slot_has_a_wrong_byte_is_not_returned(
     segment: Segment, reader: SegmentReader, at: int, is_length_known: bool
 ) -> None:
-    """Simulates a processor that reorders stores."""
+    """A wrong byte in the slot simulates a processor that reorders stores: the reader must return no row."""
     segment.is_summed = True
     reference, other = put(segment, 5), put(segment, 6)
     if is_length_known:
@@ -142,7 +142,7 @@ def test_a_row_that_is_replaced_while_it_is_copied_is_not_returned(
     is_length_known: bool,
     encoding: Encoding,
 ) -> None:
-    """The other row has the same words in another order, and therefore the same checksum."""
+    """The new row has the words of the old row in another order, and therefore the same checksum."""
     segment.is_summed = is_summed
     log_z = None if encoding is Encoding.F32 else np.zeros(1, np.float32)
 
@@ -175,7 +175,7 @@ def test_rows_have_checksums_on_processors_that_reorder_stores(monkeypatch: pyte
 
 
 def in_place(segment: Segment, names: list[int], encoding: Encoding = Encoding.F32) -> RowBlock:
-    """A block of rows that are computed in the memory of slots."""
+    """A block whose rows were computed directly in the memory of slots."""
     rows = segment.new_rows(len(names), V, encoding)
     assert rows is not None
     for row, name in zip(rows, names, strict=True):
@@ -242,7 +242,7 @@ def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) ->
 def test_slots_that_rows_are_copied_to_are_not_reused(
     segment: Segment, reader: SegmentReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend's thread takes slots while another thread copies; at the end of the ring, some slots are skipped."""
+    """The backend's thread takes slots while another thread copies rows into other slots, which must stay reserved."""
     for name in range(33):
         put(segment, name)
     block = RowBlock([prompt(100), prompt(101)], np.stack([row_of(100), row_of(101)]), None, Encoding.F32)
@@ -264,7 +264,7 @@ def test_slots_that_rows_are_copied_to_are_not_reused(
 
 
 def test_a_segment_of_an_older_layout_is_not_read(segment: Segment, reader: SegmentReader) -> None:
-    """In that layout rows had only checksums, and their field was padding."""
+    """A reader ignores a segment of layout 1, whose slots lack the field that marks rows with a checksum."""
     header = bytearray(segment._memory[: shared_memory.HEADER.size])
     assert Layout.read(segment._memory) is not None
     header[6:8] = (1).to_bytes(2, "little")
@@ -409,7 +409,7 @@ def test_rows_of_a_forked_child_do_not_change_when_the_parent_reads_more(
     if not child:
         try:
             os.close(write_end)
-            os.read(read_end, 1)  # The parent has continued reading by then.
+            os.read(read_end, 1)  # Wait until the parent has read more rows.
             os._exit(0 if row.tobytes() == row_of(0).tobytes() else 1)
         finally:
             os._exit(2)

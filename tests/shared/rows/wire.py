@@ -1,4 +1,4 @@
-"""Replies of a server as bytes, and connections that receive them."""
+"""Helpers for tests of connections: encoded replies of a server, and connections that receive these replies."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from redis.asyncio.connection import AbstractConnection
 from lmpool.rows.connection import RawRowCommands, RawRowReceiver, RowWrite
 
 MAX_BYTES = 1_000_000
-LARGE = 200_000  # More than the receiver's window of 64 KiB.
+LARGE = 200_000  # Bytes of a large value; more than the receiver's window of 64 KiB.
 Reply = asyncio.Future[Any]
 
 
 class Transport:
-    """Records what a connection writes, and feeds it like an event loop: `get_buffer`, then `buffer_updated`."""
+    """Records the bytes that a connection writes, and feeds replies to it with `get_buffer` and `buffer_updated`."""
 
     def __init__(self) -> None:
         self.protocol: asyncio.BufferedProtocol | None = None
@@ -48,7 +48,7 @@ class Transport:
             self.write(bytes(chunk))
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Feed bytes, at most `sizes` at a time, then as many as the connection has a buffer for."""
+        """Feed bytes in pieces of at most `sizes`, then in pieces as large as the connection's buffer."""
         assert self.protocol is not None
         steps = iter(sizes)
         at = 0
@@ -62,12 +62,12 @@ class Transport:
 
 
 def opened(transport: Transport) -> AbstractConnection:
-    """An open connection of redis-py with that transport."""
+    """An open connection of redis-py that uses the given transport."""
     return cast(AbstractConnection, SimpleNamespace(_writer=SimpleNamespace(transport=transport)))
 
 
 class Receiver:
-    """A connection for large values on a transport."""
+    """A connection for large values, on a `Transport`."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
         self.max_bytes = max_bytes
@@ -85,7 +85,7 @@ class Receiver:
 
 
 class Commands:
-    """A connection for commands and writes on a transport."""
+    """A connection for commands and writes, on a `Transport`."""
 
     def __init__(self) -> None:
         self.transport = Transport()
@@ -95,7 +95,7 @@ class Commands:
         return self.raw.set([RowWrite(b"key-%d" % i, b"head", memoryview(bytes(size)), False) for i in range(count)], 9)
 
     def feed(self, data: bytes, sizes: Iterable[int] = ()) -> None:
-        """Feed bytes, at most `sizes` at a time."""
+        """Feed bytes in pieces of at most `sizes`."""
         steps, at = iter(sizes), 0
         while at < len(data) and not self.raw.closed:
             count = next(steps, len(data))
@@ -112,7 +112,7 @@ def array(values: list[bytes | None], null: bytes = b"$-1\r\n") -> bytes:
 
 
 def plain(reply: Any) -> Any:
-    """A reply as bytes, None and the texts of errors."""
+    """A reply in comparable form: arrays become bytes, errors become their texts."""
     if isinstance(reply, asyncio.Future):
         assert reply.done()
         return plain(reply.result())
@@ -124,7 +124,7 @@ def plain(reply: Any) -> Any:
 
 
 def in_a_loop(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run one example of a property; each has its own loop."""
+    """Run one example of a Hypothesis property in a new event loop."""
     asyncio.run(work())
 
 

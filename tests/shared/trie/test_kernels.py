@@ -1,4 +1,4 @@
-"""Kernels: every node's sum, maximum and log-sum-exp equal brute force, on the CPU and by torch."""
+"""Kernels of the CPU and of torch: each node's sum, maximum and log-sum-exp equal values from brute force."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ BATCHES = [1, 3, 8, 9, 33]
 
 
 def numbers(low: float, high: float, *, infinite: bool = False) -> st.SearchStrategy[float]:
-    """Float32 numbers of a range, small ones among them, and -inf when `infinite`."""
+    """Strategy for float32 numbers in a range, with tiny numbers, and with -inf if `infinite` is true."""
     finite = st.floats(np.float32(low).item(), np.float32(high).item(), width=32)
     return finite | st.just(-math.inf) if infinite else finite
 
 
 @st.composite
 def cases(draw: st.DrawFn, elements: st.SearchStrategy[float]) -> tuple[Trie, Weights]:
-    """A trie and a batch of weights for it."""
+    """Draw a trie and a batch of weights for its tokens."""
     trie = Trie(draw(vocabularies))
     shape = (draw(st.sampled_from(BATCHES)), trie.n_tokens)
     return trie, draw(hnp.arrays(np.float32, shape, elements=elements))
 
 
 def by_hand(trie: Trie, weights: Weights, over: Callable[[list[float]], float]) -> NDArray[np.float64]:
-    """Every node's value over the tokens that begin with its prefix, float64 (B, N)."""
+    """Compute each node's value from the tokens that begin with the node's prefix, as float64 (B, N)."""
     tokens = trie.vocabulary.tokens
     prefixes = [trie.prefix(node) for node in range(trie.n_nodes)]
     below = [[i for i, token in enumerate(tokens) if token.startswith(prefix)] for prefix in prefixes]
@@ -80,7 +80,7 @@ def large(vocabulary: str) -> Trie:
 
 
 def plain_sums(trie: Trie, weights: Weights) -> NDArray[np.float64]:
-    """Sums of all nodes of a large trie, level by level over the uncompressed trie."""
+    """Sums of all nodes of a large trie, added up level by level."""
     sums = np.zeros((len(weights), trie.n_nodes))
     for row, given_row in zip(sums, weights, strict=True):
         np.add.at(row, trie.leaf, given_row.astype(np.float64))
@@ -91,14 +91,14 @@ def plain_sums(trie: Trie, weights: Weights) -> NDArray[np.float64]:
 
 
 def some_weights(rows: int, tokens: int, seed: int = 0) -> Weights:
-    """Probabilities over many orders of magnitude."""
+    """Random probabilities that differ by many orders of magnitude."""
     logits = 6 * np.random.default_rng(seed).standard_normal((rows, tokens))
     odds = np.exp(logits - logits.max(1, keepdims=True))
     weights: Weights = (odds / odds.sum(1, keepdims=True)).astype(np.float32)
     return weights
 
 
-# Equal to brute force
+# Values equal brute force
 
 
 @everywhere
@@ -107,7 +107,7 @@ def some_weights(rows: int, tokens: int, seed: int = 0) -> Weights:
 def test_each_node_has_the_sum_of_the_tokens_below_it(make: Maker, case: tuple[Trie, Weights]) -> None:
     trie, weights = case
     expected = by_hand(trie, weights, math.fsum)
-    # Numbers below the smallest normal float32 have fewer digits.
+    # Float32 numbers below the smallest normal number have fewer digits, hence the absolute tolerance.
     np.testing.assert_allclose(make(trie).values("sum", weights), expected, rtol=1e-6, atol=1e-44)
 
 
@@ -179,7 +179,7 @@ def test_a_chain_of_3000_nested_tokens_has_all_its_suffix_sums(make: Maker) -> N
 
 @pytest.mark.parametrize("rows", range(1, 34))
 def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
-    """Padding repeats the last row, so that row must be computed like its copies."""
+    """The kernel pads a batch with copies of its last row; each row is scaled by its own maximum."""
     trie = Trie([b"a", b"ab", b"ac"])
     for far in range(rows):
         weights = np.full((rows, 3), -1, np.float32)
@@ -190,7 +190,7 @@ def test_every_row_of_a_batch_finds_its_own_range(rows: int) -> None:
         np.testing.assert_allclose(values, expected, rtol=1e-6)
 
 
-# Special numbers
+# Special numbers as weights
 
 
 @everywhere
@@ -240,7 +240,7 @@ def test_a_maximum_of_negative_numbers_is_negative(make: Maker) -> None:
     assert make(trie).values("max", np.array([[-3, -2, -7]], np.float32))[0, :2].tolist() == [-2, -2]
 
 
-# Batches, threads and runs
+# Same bits in every batch, thread and run
 
 
 @everywhere
@@ -248,7 +248,7 @@ def test_a_maximum_of_negative_numbers_is_negative(make: Maker) -> None:
 def test_a_row_has_the_same_bits_in_every_batch_and_every_run(make: Maker, op: Op) -> None:
     trie = large("tekken")
     weights = some_weights(33, trie.n_tokens)
-    # Rows that need the slow log-sum-exp must not change other rows, at any position in a batch.
+    # Rows 2, 5 and 8 need the slow log-sum-exp, which must not change the results of other rows of the batch.
     weights[[2, 5, 8], 7] = -900
     kernels = make(trie)
     alone = np.concatenate([kernels.inner(op, weights[row : row + 1]) for row in range(9)])
@@ -342,7 +342,7 @@ def test_no_more_buffers_are_kept_than_threads(monkeypatch: pytest.MonkeyPatch) 
     assert bytes_held(kernels) - empty == buffer_size
 
 
-# Refusals
+# Refused weights
 
 
 @everywhere
@@ -381,7 +381,7 @@ def test_an_unknown_operation_is_refused(make: Maker) -> None:
         make(Trie(EXAMPLE)).inner("mean", np.ones((1, 7), np.float32))  # type: ignore[arg-type]
 
 
-# Torch
+# Kernels of torch
 
 
 @every_op
@@ -393,7 +393,7 @@ def test_a_batch_that_is_computed_in_parts_has_the_same_bits(op: Op, monkeypatch
     assert kernels.inner(op, weights).tobytes() == whole.tobytes()
 
 
-# Opening
+# The choice of kernels
 
 
 def test_the_device_decides_which_kernels_compute() -> None:

@@ -1,4 +1,4 @@
-"""Tries: their numbering, the compressed form, lookups and values, against dicts of dicts."""
+"""Tries have the same node numbers, lookups and values as tries that are built from nested dicts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmpool.trie.trie import Trie
 from lmpool.vocabulary import Vocabulary
 from tests.support.tries import EXAMPLE, arrays_of, assert_same, reference, sums, tekken, vocabularies
 
-# Numbering
+# Numbers of nodes
 
 
 def test_nodes_are_numbered_by_prefix_and_inner_nodes_with_them() -> None:
@@ -30,7 +30,7 @@ def test_nodes_are_numbered_by_prefix_and_inner_nodes_with_them() -> None:
         "leaf": [7, 2, 1, 0, 4, 2, 6],
         "child_start": [0, 2, 4, 5, 6, 6, 7, 7, 7],
         "child": [1, 7, 2, 5, 3, 4, 6],
-        # Inner are "", "a" and "ab".
+        # The inner nodes are "", "a" and "ab".
         "home": [0, 2, 1, 0, 2, 2, 1],
         "inner_parent": [-1, 0, 1],
         "value_of": [0, 1, 2, 3 + 4, 3 + 4, 3 + 6, 3 + 6, 3 + 0],
@@ -123,7 +123,7 @@ def test_a_chain_of_nested_prefixes_is_one_line_of_inner_nodes() -> None:
     token = random.Random(0).randbytes(8000)
     trie = Trie([token[:size] for size in range(8000, 0, -1)])
     assert trie.parent.tolist() == list(range(-1, 8000))
-    assert trie.n_inner == 8000  # The last node belongs to one token.
+    assert trie.n_inner == 8000  # All of the 8001 nodes but the last have children.
     assert trie.prefix(8000) == token
     assert trie.node(token) == 8000
 
@@ -186,7 +186,7 @@ def test_a_trie_is_shown_by_its_sizes() -> None:
     assert trie.nbytes == sum(array.nbytes for array in arrays_of(trie).values()) + trie.vocabulary.nbytes
 
 
-# Requested nodes
+# Lookups of nodes
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_unknown_nodes_are_refused_together(nodes: Any) -> None:
         Trie(EXAMPLE).check_nodes(nodes)
 
 
-# Values
+# Values of nodes
 
 
 @given(vocabularies, st.integers(0, 3), st.data())

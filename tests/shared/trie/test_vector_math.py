@@ -1,4 +1,4 @@
-"""No thread of torch calls a vector function of MKL as the first one."""
+"""lmpool calls each vector function of MKL once in one thread before several threads of torch call it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lmpool.trie.trie import Trie
 
 
 class Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch is partly untyped
-    """Records the functions that torch runs."""
+    """Records the functions that torch runs, and their dtypes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

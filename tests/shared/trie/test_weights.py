@@ -1,4 +1,4 @@
-"""Weights: refused arrays and their errors, arrays that are used without a copy, and the cost of the check."""
+"""Arrays of weights: errors for bad arrays, arrays that are used without a copy, and the cost of the check."""
 
 from __future__ import annotations
 

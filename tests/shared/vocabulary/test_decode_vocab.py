@@ -1,4 +1,4 @@
-"""Byte strings of tokenizers: equal to genlm-backend's, and correct for tokenizers that it cannot read."""
+"""`decode_vocab` gives genlm-backend's byte strings of tokens, and reads tokenizers that genlm-backend cannot read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BYTES = {bytes([byte]): byte for byte in range(256)}
 
 
 def genlm(tokenizer: Any, fallback: str = "tokenizer") -> DecodedVocab:
-    """The vocabulary that genlm-backend reads."""
+    """The vocabulary that genlm-backend reads from a tokenizer."""
     tokens, texts = genlm_decode_vocab(tokenizer, fallback)
     return DecodedVocab([token.byte_string for token in tokens], texts)
 
@@ -37,7 +37,7 @@ def unigram(pieces: Iterable[str], added: list[str] | None = None) -> Tokenizer:
 
 
 class Slow:
-    """A slow tokenizer of transformers, without a backend."""
+    """A slow tokenizer of transformers, which has no Rust tokenizer behind it."""
 
     name_or_path = "some/slow"
 
@@ -58,7 +58,7 @@ class Slow:
         return {i: piece for piece, i in self.get_vocab().items()}[token]
 
 
-# Equal to genlm-backend
+# Byte strings equal to those of genlm-backend
 
 
 @pytest.mark.parametrize("make", real.READABLE.values(), ids=real.READABLE)
@@ -90,14 +90,14 @@ def test_any_pieces_of_sentencepiece_are_read_as_genlm_reads_them(pieces: list[s
 @given(st.sets(st.binary(min_size=2, max_size=5), max_size=8), st.lists(st.text("▁aĠ中|", min_size=1, max_size=4)))
 def test_any_byte_level_pieces_are_read_as_genlm_reads_them(tokens: set[bytes], added: list[str]) -> None:
     tokenizer = real.byte_level(BYTES | {token: 256 + i for i, token in enumerate(tokens)})
-    # Added tokens are longer than one character, so that none replaces a character of the alphabet.
+    # Added tokens are longer than one character, so that no added token replaces a character of the alphabet.
     tokenizer.add_tokens([f"<{text}>" for text in added])
     decoded = decode_vocab(real.fast(tokenizer))
     assert decoded == genlm(real.fast(tokenizer))
     assert decoded.tokens[: 256 + len(tokens)] == [*BYTES, *tokens]
 
 
-# Other libraries
+# Tokenizers of other libraries
 
 
 def test_tekken_is_the_same_from_mistral_common_and_from_transformers() -> None:
@@ -144,7 +144,7 @@ def test_a_processor_is_read_by_its_tokenizer() -> None:
     assert decode_vocab(Processor()) == decode_vocab(real.gpt2())
 
 
-# WordPiece, which genlm-backend refuses
+# WordPiece tokenizers, which genlm-backend refuses
 
 
 def test_wordpiece_continuations_lose_their_prefix_and_words_stay_unchanged() -> None:
@@ -171,7 +171,7 @@ def test_a_real_wordpiece_is_read() -> None:
     assert b"".join(tokens[i] for i in ids).decode() == "".join(texts[i] for i in ids) == "नेपालीहरूका"
 
 
-# Duplicates, gaps, added tokens
+# Duplicate tokens, unused ids and added tokens
 
 
 def test_duplicates_are_kept_apart() -> None:
@@ -207,7 +207,7 @@ def test_added_tokens_are_their_text_in_utf_8() -> None:
     added = ["<é>", "Ġ", "a▁b"]
     backend = real.byte_level(BYTES)
     backend.add_tokens([AddedToken(text) for text in added])
-    # "Ġ" is the space of GPT-2's alphabet and had an id before; as an added token it is a text.
+    # "Ġ" stands for the space in GPT-2's alphabet; added as a token, it keeps its id but is the plain text "Ġ".
     tokens = decode_vocab(backend).tokens
     assert tokens[256:] == ["<é>".encode(), "a▁b".encode()]
     assert tokens[0x20] == "Ġ".encode()
@@ -225,13 +225,13 @@ def test_a_malformed_byte_token_is_text(piece: str) -> None:
 
 
 def test_the_end_of_a_word_is_a_space_as_in_its_decoder() -> None:
-    # As in CLIP's vocabulary.
+    # CLIP's vocabulary marks the ends of words with "</w>".
     backend = Tokenizer(models.BPE({"the": 0, "the</w>": 1, "</w>": 2}, [], end_of_word_suffix="</w>"))
     backend.decoder = decoders.ByteLevel()
     assert decode_vocab(backend).tokens == [b"the", b"the ", b" "]
 
 
-# Slow tokenizers
+# Slow tokenizers of transformers
 
 
 def test_a_slow_tokenizer_is_read_by_its_own_byte_decoder() -> None:
@@ -257,14 +257,14 @@ def test_bytes_that_utf_8_never_has_may_be_missing_from_an_alphabet() -> None:
 
 
 def with_decoder(decoder: Any) -> Tokenizer:
-    """A tokenizer of one token."""
+    """A tokenizer with one token and the given decoder."""
     backend = Tokenizer(models.BPE({"a": 0}, []))
     backend.decoder = decoder
     return backend
 
 
 class Reversed:
-    """A decoder written in Python."""
+    """A decoder of tokenizers that is written in Python."""
 
     def decode_chain(self, tokens: list[str]) -> list[str]:
         return tokens[::-1]

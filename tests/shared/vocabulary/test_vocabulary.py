@@ -1,4 +1,4 @@
-"""Vocabularies: limits are checked before memory is used, digests are stable, round trips exact, damage refused."""
+"""Vocabularies (byte strings of tokens): limits are checked early, digests are stable, damaged bytes are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ vocabularies = st.lists(st.binary(max_size=6), min_size=1, max_size=12)
 
 
 def peak_of(action: Callable[[], Any]) -> int:
-    """The peak of allocated bytes."""
+    """The peak of allocated bytes while an action runs."""
     tracemalloc.start()
     try:
         action()
@@ -31,7 +31,7 @@ def peak_of(action: Callable[[], Any]) -> int:
         tracemalloc.stop()
 
 
-# Contents
+# Contents of a vocabulary
 
 
 @given(vocabularies)
@@ -79,11 +79,11 @@ def test_a_later_change_of_the_list_changes_nothing() -> None:
     assert vocabulary.tokens == TOKENS
 
 
-# The digest
+# The digest of a vocabulary
 
 
 def test_the_digest_is_pinned() -> None:
-    # Clients and workers of other releases name vocabularies by this digest.
+    # The digest must not change, because clients and workers of other releases name vocabularies by it.
     assert Vocabulary(TOKENS).digest == "fc7210571a28f84dcc90f422d5c29a53"
 
 
@@ -156,7 +156,7 @@ def test_a_vocabulary_at_a_limit_is_accepted_and_one_above_it_refused() -> None:
         Vocabulary([b"", longest + b"x"])
 
 
-# Packed
+# Packed vocabularies
 
 
 def test_the_layout_is_pinned() -> None:
@@ -186,7 +186,7 @@ def test_an_unpacked_vocabulary_keeps_nothing_of_the_buffer() -> None:
 def header(
     *, magic: bytes = b"LMPV", version: int = 1, zero: int = 0, zeros: int = 0, count: int = 2, total: int = 3
 ) -> bytes:
-    """A header; by default of two tokens with three bytes."""
+    """The header of a packed vocabulary; by default of two tokens with three bytes in all."""
     return struct.pack("<4sBBHII", magic, version, zero, zeros, count, total)
 
 
@@ -237,7 +237,7 @@ def test_random_bytes_are_no_vocabulary(data: bytes) -> None:
 
 
 def mutations(data: st.DataObject, packed: bytes) -> Iterator[bytes]:
-    """The bytes with one changed, truncated, and with bytes inserted."""
+    """Damaged copies of packed bytes: with one byte changed, truncated, and with bytes inserted."""
     at = data.draw(st.integers(0, len(packed) - 1))
     yield packed[:at] + bytes([packed[at] ^ data.draw(st.integers(1, 255))]) + packed[at + 1 :]
     yield packed[:at]
@@ -251,7 +251,7 @@ def test_changed_bytes_are_refused_or_another_vocabulary(data: st.DataObject, to
             vocabulary = Vocabulary.unpack(changed)
         except ProtocolError:
             continue
-        # No byte is ignored: an accepted vocabulary packs to the same bytes.
+        # An accepted vocabulary packs to the same bytes again, so the reader has ignored no byte.
         assert vocabulary.pack() == changed
         assert vocabulary == Vocabulary(vocabulary.tokens)
         assert vocabulary.digest != Vocabulary(tokens).digest

@@ -36,7 +36,7 @@ MAX_CHECKED = 64
 # Seconds between two log lines about dropped prompts.
 _LOG_DROPPED_INTERVAL_S = 60.0
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
-_MAX_JOINED_STEPS = 8  # Max steps whose results are published together; the first result must not wait for long.
+_MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
 _MIN_BLOCK_MS = 4  # Min ms that a read for jobs blocks: short, so that an idle worker soon steals other workers' jobs.
 _MAX_BLOCK_MS = 500  # Max ms that a read for jobs blocks: a worker that is stopped waits for the end of its last read.
 # Max seconds that the fetch loop pauses when the backend's thread begins to work, so that this thread gets the GIL.
@@ -456,7 +456,7 @@ class Dispatcher:
         """Drop prompts that no client waits for any more, so that the backend does not compute them.
 
         Each call checks the prompts whose last check is the longest ago. Usually a client that disconnects has many
-        jobs, so after a drop the call checks all prompts. Prompts younger than a second are not checked, so a worker
+        jobs, so after a drop the call checks all prompts. Prompts younger than a second start no check, so a worker
         that answers within a second checks no prompts.
 
         Returns:

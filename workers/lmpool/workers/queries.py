@@ -37,7 +37,7 @@ _ROW_MISSING = (errors.SourceMissing.__name__, errors.CorruptRow.__name__)
 
 Answer = NDArray[np.float32] | Failure
 TokenIds = NDArray[np.int64]
-TokenSets = Mapping[bytes, TokenIds | LMPoolError]  # Set, as packed in a query -> its token ids, or its error.
+TokenSets = Mapping[bytes, TokenIds | LMPoolError]  # Set of tokens, as packed in a query -> token ids or error.
 
 
 @dataclass(eq=False)
@@ -166,7 +166,7 @@ def allowed_in(job: BackendJob) -> bytes:
 
 
 def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPrompt, NDArray[np.float32]]:
-    """Answer queries for logits and logZ from 16-bit rows. The backend answers queries that fail here."""
+    """Answer queries for logits and logZ from 16-bit rows. A query that fails here is left to the backend."""
     answers = {}
     for prompt, block in rows.items():
         try:

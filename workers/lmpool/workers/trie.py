@@ -1,6 +1,6 @@
 """Trie workers: fetch the inputs of trie jobs, cache these inputs within byte limits, and answer the jobs in batches.
 
-The event loop fetches tries, weights and rows (`TrieInputs`). The backend's thread computes (`answer`).
+The event loop fetches tries, weights and rows (`TrieInputs`). The backend's thread computes answers (`answer`).
 """
 
 from __future__ import annotations
@@ -326,7 +326,7 @@ def _compute(trie: Trie, kernels: Kernels, batch: Jobs, groups: list[list[bytes]
     for out, digests in zip(weights, groups, strict=True):
         job = batch[digests[0]]
         assert job.vector is not None
-        if job.query.rows and job.query.op != "logsumexp":  # Convert log-probabilities.
+        if job.query.rows and job.query.op != "logsumexp":  # Compute probabilities.
             np.exp(job.vector, out=out)
         else:
             out[:] = job.vector

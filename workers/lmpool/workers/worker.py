@@ -270,7 +270,7 @@ class Worker:
     async def _drain(self, serving: Serving, fetching: asyncio.Task[None]) -> None:
         """Wait until a stop is requested and the worker has finished the prompts in flight.
 
-        The backend has no time limit. The server must accept the results within a lease and a heartbeat interval, or
+        The backend may run for any time. The server must accept the results within a lease and a heartbeat interval, or
         sooner after the backend broke, because other workers then wait for the prompts in flight.
         """
         in_flight, engine_thread, lifecycle = serving.in_flight, serving.engine_thread, self._lifecycle

@@ -1,1 +1,1 @@
-"""Tests of adapters that are registered, changed and removed, with their own helpers."""
+"""Tests of LoRA adapters that clients register, change and remove, with helpers for these tests."""

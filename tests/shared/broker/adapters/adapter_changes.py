@@ -1,4 +1,4 @@
-"""Helpers of the tests of adapter changes."""
+"""Helpers for tests that add, replace and remove adapters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
 
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let clients' cached registry entries expire soon, so that changes take less time."""
+    """Shorten the time for which clients cache an adapter's entry, so that changes of adapters take less time."""
     for module in (adapters_module, registries):
         monkeypatch.setattr(module, "KNOWN_FOR_S", 0.2)
     monkeypatch.setattr(registries, "MARGIN_S", 0.1)
 
 
 def write(folder: Path, name: str, content: str) -> Path:
-    """An adapter of the synthetic backend."""
+    """Write an adapter of the synthetic backend; return its folder."""
     (folder / name).mkdir(exist_ok=True)
     (folder / name / "weights").write_text(content)
     return folder / name
@@ -54,12 +54,12 @@ async def two_clients(pool: Pool) -> AsyncIterator[tuple[Producer, Producer]]:
 
 
 async def put(pool: Pool, producer: Producer, name: str, adapter: Adapter) -> None:
-    """Write an entry of the registry, as a client does after a check."""
+    """Write an adapter's entry to the registry, as a client does after a worker has checked the adapter."""
     redis = Server(pool.url).client()
     await registries.AdapterRegistry(redis, pool.keys.model("syn"), producer.model.fingerprint).put(name, adapter)
     await redis.aclose()
 
 
 def revision_in(folder: Path) -> str:
-    """The revision of an adapter of the synthetic backend."""
+    """The revision of the adapter that a folder contains, for the synthetic backend."""
     return SyntheticBackend(SyntheticSettings(vocab_size=V)).load_adapter("any", str(folder))

@@ -1,4 +1,4 @@
-"""A server with a replica that may lag behind, and a proxy that leads to the replica after a failover."""
+"""A Redis server with a replica that may lag behind, and a proxy that leads to the replica after a failover."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Replicated:
     """A primary and its replica.
 
     Args:
-        primary: the server that replicates.
-        folder: contains the replica's files.
-        proxy: leads clients to the primary, and to the replica after a failover.
+        primary: the server whose data the replica copies.
+        folder: the folder for the replica's files.
+        proxy: forwards connections to the primary, and to the replica after a failover.
     """
 
     def __init__(self, primary: EmbeddedServer, folder: Path, proxy: Proxy) -> None:
@@ -43,7 +43,7 @@ class Replicated:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Replicated]:
-        """Replicate while the context is open."""
+        """Run the replica while the context is open."""
         with self._server, redis.Redis.from_url(self._server.url) as self.replica:
             with redis.Redis.from_url(self._primary.url) as primary:
                 primary.config_set("port", self._port)
@@ -52,7 +52,7 @@ class Replicated:
             yield self
 
     async def follow(self) -> None:
-        """Let the replica follow, and wait until it has all data."""
+        """Let the replica copy the primary, and wait until it has all data."""
         self.replica.replicaof("127.0.0.1", str(self._port))
         await until_async(self._is_in_sync, "the replica has everything")
 
@@ -60,11 +60,11 @@ class Replicated:
         return bool(self.replica.info("replication").get("master_link_status") == "up")
 
     def lag(self) -> None:
-        """Stop replicating."""
+        """Stop the replication, so that the replica lags behind."""
         self.replica.replicaof("127.0.0.1", "1")
 
     async def fail_over(self) -> None:
-        """Kill the primary, and lead all clients to the replica."""
+        """Kill the primary, and connect all clients to the replica."""
         os.kill(self._primary.pid, signal.SIGKILL)
         self.replica.replicaof("NO", "ONE")
         self._proxy.redirect(self._folder / "redis.sock")

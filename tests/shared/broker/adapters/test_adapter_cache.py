@@ -1,4 +1,4 @@
-"""Adapters are loaded when requests first need them, and evicted when others need their slots."""
+"""A worker loads an adapter when a request first needs it, and evicts it when another adapter needs its slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters that are added, replaced and removed while workers serve: no client gets a row of replaced weights."""
+"""Adapters are added, replaced and removed while workers serve: no client gets a row of replaced weights."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_an_adapter_that_is_added_is_served_by_every_worker(pool: Pool, tm
 async def test_after_a_replacement_no_client_gets_a_row_of_the_old_weights(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Then clients' cached entries are as old as possible.
+    # Clients check the registry every 60 s, so that their cached entries are as old as possible.
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for _ in range(2):
         pool.start(*QUICK)
@@ -74,7 +74,7 @@ async def test_after_a_replacement_no_client_gets_a_row_of_the_old_weights(
         async def hammer(producer: Producer, seed: int) -> None:
             draw = random.Random(seed)
             while not done.is_set():
-                # Few prompts: most rows are in the cache, or in the producer's own memory.
+                # Request only four prompts, so that most rows come from the cache in Redis or in the producer's memory.
                 token, oldest = draw.randrange(4), in_service
                 row_version = rows[(await producer.logprobs([token], adapter="poet")).tobytes()]
                 assert row_version >= oldest, f"a row of version {row_version} after {oldest} had been put in service"
@@ -97,10 +97,10 @@ async def test_after_a_replacement_no_client_gets_a_row_of_the_old_weights(
 async def replaced_while_known(
     pool: Pool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Producer, Path, Callable[[], Awaitable[None]]]]:
-    """A client, new weights for "poet", and a check that another client, which has read the old entry, gets them."""
+    """Yield a client, new weights for "poet", and a check that a client with a cached old entry gets the new rows."""
     monkeypatch.setattr(session_module, "_WATCH_S", 60.0)
     for module in (adapters_module, registries):
-        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Longer than two changes that wait for nothing.
+        monkeypatch.setattr(module, "KNOWN_FOR_S", 16.0)  # Two unhindered changes take less than 16 s.
     pool.start(*QUICK)
     old, new = write(folder, "old", "1"), write(folder, "new", "2")
     async with two_clients(pool) as (changing, asking):
@@ -109,7 +109,7 @@ async def replaced_while_known(
         session = asking._sessions.session
         assert session is not None
         session.adapters.doubt()
-        await check(asking, "poet", before, [1])  # It has read the registry now.
+        await check(asking, "poet", before, [1])  # This client has now read the registry.
 
         async def check_new() -> None:
             row = await asking.logprobs([1], adapter="poet")
@@ -262,7 +262,7 @@ async def test_an_adapter_in_service_is_not_replaced_by_one_of_a_worker_s_option
 
 
 async def test_adapters_go_with_the_last_worker_of_the_model(pool: Pool, tmp_path: Path) -> None:
-    worker = pool.start(*QUICK, "--lease-s", 6)  # Leaving may take as long.
+    worker = pool.start(*QUICK, "--lease-s", 6)  # The worker may take 6 s to stop.
     async with pool.producer("syn") as producer:
         await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         worker.signal(signal.SIGTERM)
@@ -383,7 +383,7 @@ async def test_closing_the_producer_ends_its_changes(pool: Pool, tmp_path: Path)
         await asyncio.wait_for(change, DEADLINE_S)
 
 
-# Refusals
+# Refused changes of adapters
 
 
 async def test_an_adapter_that_cannot_be_loaded_is_refused_and_the_old_one_stays(pool: Pool, tmp_path: Path) -> None:

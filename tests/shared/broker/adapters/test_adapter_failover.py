@@ -1,4 +1,4 @@
-"""A failover loses acknowledged changes of adapters: a client that has read a change never gets rows from before it."""
+"""A failover may lose a change of an adapter: clients that have read the change never get rows of the old weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("short_memory")
 
 @pytest.fixture
 async def servers(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[Replicated]:
-    """A primary and its replica."""
+    """A primary server and its replica."""
     async with (
         Proxy(short_dir / "s" / "redis.sock", short_dir / "p.sock") as proxy,
         Replicated(own_server, short_dir / "r", proxy).running() as servers,
@@ -31,14 +31,14 @@ async def servers(own_server: EmbeddedServer, short_dir: Path) -> AsyncIterator[
 
 @pytest.fixture
 def far(servers: Replicated, tmp_path: Path, short_dir: Path) -> Iterator[Pool]:
-    """A pool whose workers and clients follow failovers, because they connect through a proxy."""
+    """A pool whose workers and clients reach the replica after a failover, because they connect through a proxy."""
     pool = Pool(f"unix://{short_dir / 'p.sock'}", "far", tmp_path)
     yield pool
     pool.end()
 
 
 async def served(far: Pool, servers: Replicated, folder: Path, *clients: Producer) -> str:
-    """An adapter whose rows the replica has too; return its revision."""
+    """Add an adapter, and wait until the replica has its rows too; return the adapter's revision."""
     revision = await clients[0].add_adapter("poet", write(folder, "old", "1"))
     for client in clients:
         await check(client, "poet", revision)

@@ -1,4 +1,4 @@
-"""Sources of adapters: below the worker's roots, from a hub if it accepts hub names, and up to its size limit."""
+"""A worker loads adapters below its roots, from a hub if it accepts hub names, and up to its size limit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_rows_are_computed_while_an_adapter_is_fetched_from_the_hub(
 
 
 class FromHub(SyntheticBackend):
-    """A backend that finds fetched adapters in a folder."""
+    """A backend that finds the adapters of the hub in a local folder."""
 
     def __init__(self, cache: Path) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V))
@@ -89,7 +89,7 @@ async def test_an_adapter_that_lies_outside_of_the_root_is_refused(pool: Pool, t
 
 
 async def test_the_error_names_the_place_of_a_missing_folder(pool: Pool, tmp_path: Path) -> None:
-    """The adapter may be in the client's working folder, or on the client's machine."""
+    """The error says where the folder must be, because a client may name a folder on its own machine."""
     plain = SyntheticSettings(name="syn", vocab_size=V)
     async with serving(pool, SyntheticBackend(plain)), pool.producer("syn") as producer:
         for source, of_relative in (("./nowhere/poet", ": the program did not find it"), (str(tmp_path / "none"), "$")):
@@ -102,7 +102,7 @@ async def test_hub_names_need_workers_that_accept_them(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write(tmp_path, "poet", "1")
-    # Called if another module has imported the hub's package.
+    # The worker calls `adapter_folder` if another module has imported the hub's package.
     monkeypatch.setattr(workers_adapters, "adapter_folder", lambda source: folder)
     async with serving(pool, FromHub(tmp_path)), pool.producer("syn") as producer:
         with pytest.raises(AdapterRefused, match=r"'org/poet' is no folder .* or start all workers with --adapter-hub"):

@@ -64,7 +64,7 @@ def adapted(folders: Sequence[str]) -> SyntheticBackend:
 
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that waits for prompts notices its end only between two reads."""
+    """Shorten blocking reads, because a worker notices only between two reads that it must stop."""
     monkeypatch.setattr(dispatch_module, "_MAX_BLOCK_MS", 20)
 
 
@@ -77,7 +77,7 @@ async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
 async def serving(
     pool: Pool, backend: Backend, max_adapters: int = MAX_LOADED, **settings: Any
 ) -> AsyncIterator[Worker]:
-    """A worker in this process."""
+    """Run a worker in this process while the context is open."""
     worker = Worker(Server(pool.url), Prepared(backend, max_adapters), WorkerSettings(pool.prefix, **settings))
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
@@ -87,7 +87,7 @@ async def serving(
     await asyncio.wait_for(running, DEADLINE_S)
 
 
-# Rows
+# Rows of several adapters
 
 
 async def test_rows_of_adapters_are_never_mixed(pool: Pool, folders: list[str]) -> None:
@@ -142,7 +142,7 @@ async def test_adapters_without_asyncio(pool: Pool, folders: list[str]) -> None:
         assert np.array_equal(rows, wanted)
 
 
-# Refusals
+# Refused adapters
 
 Query = Callable[[Producer, str], Any]
 
@@ -185,7 +185,7 @@ def test_an_unknown_adapter_is_refused_by_the_sync_producer(pool: Pool) -> None:
 
 
 def reply_to(pool: Pool, ids: bytes, adapter: str) -> dict[bytes, bytes]:
-    """Compute a job as for a client that checks nothing; return the client's notification."""
+    """Queue a job without a client's checks of the adapter; return the notification that the client gets."""
     model = pool.keys.model("syn")
     info = ModelInfo.unpack(pool.redis.hget(pool.keys.models(), "syn"))  # type: ignore[arg-type]
     digest, reply = digest_of(ids, adapter), model.reply("raw")
@@ -226,7 +226,7 @@ async def test_a_worker_never_computes_with_other_weights_than_the_job_names(poo
 
 
 def test_calls_of_a_producer_are_coroutine_functions() -> None:
-    """Frameworks check whether to await a method; methods that take `adapter` are wrapped."""
+    """Methods that take `adapter` are wrapped, but remain coroutine functions, because frameworks check that."""
     others, streams = {"clear_cache", "close_soon", "stats"}, {"stream_positions"}
     for name, call in inspect.getmembers(Producer, inspect.isfunction):
         if not name.startswith("_"):
@@ -246,7 +246,7 @@ async def test_the_error_at_a_deadline_has_the_callers_timeout(pool: Pool, folde
 
 
 class Gated(SyntheticBackend):
-    """A backend that steps only with permission."""
+    """A backend whose steps wait until the test permits them."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         super().__init__(SyntheticSettings(name="syn", vocab_size=V, adapters=list(folders)))
@@ -261,7 +261,7 @@ async def test_adapters_leave_the_fingerprint_as_it_is(folders: list[str]) -> No
     assert adapted(folders).info.fingerprint == adapted([]).info.fingerprint
 
 
-# Names
+# Names of adapters
 
 
 def test_the_digest_of_a_prompt_is_another_one_for_each_adapter() -> None:

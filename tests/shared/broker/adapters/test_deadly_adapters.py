@@ -1,4 +1,4 @@
-"""Adapters that kill or freeze the worker that loads them: no second worker loads them, and all others keep serving."""
+"""An adapter kills or freezes the worker that loads it: no second worker loads this adapter, and the pool serves."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ serve(Server(url), Settings(name="syn", vocab_size=64), WorkerSettings(prefix, l
 
 
 def start_mortal(pool: Pool, *, wait: bool = True) -> WorkerProcess:
-    """A worker that some adapters kill."""
+    """Start a worker that adapters with the text "deadly" kill."""
     return pool._launch([sys.executable, "-c", DEADLY, pool.url, pool.prefix], None, wait=wait)
 
 
@@ -56,7 +56,7 @@ async def test_an_adapter_that_kills_the_worker_that_checks_it_kills_no_other(po
     for worker in workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer("syn") as producer:
-        for _ in range(2):  # No worker loads it a second time.
+        for _ in range(2):  # At the second try no worker loads the adapter.
             with pytest.raises(AdapterRefused, match=r"the worker \S+ terminated while it loaded this adapter"):
                 await producer.add_adapter("poet", write(tmp_path, "a", "deadly"))
             assert sorted(worker.is_running for worker in workers) == [False, True, True]
@@ -73,7 +73,7 @@ async def test_an_adapter_in_service_that_kills_a_worker_kills_no_other(pool: Po
     async with pool.producer("syn") as producer:
         revision = await producer.add_adapter("poet", folder)
         (folder / "weights").write_text("deadly")
-        await check(producer, "poet", revision)  # That worker has loaded it.
+        await check(producer, "poet", revision)  # This worker still has the harmless weights.
         workers = [await asyncio.to_thread(start_mortal, pool) for _ in range(2)]
         first.signal(signal.SIGKILL)
         for token in range(3):

@@ -1,1 +1,1 @@
-"""Tests of the Lua scripts, on fakeredis and on a real server, with their own helpers."""
+"""Tests of the Lua scripts, on fakeredis and on a real server, with helpers for these tests."""

@@ -1,4 +1,4 @@
-"""Calls of a queue's scripts, as producers and workers make them."""
+"""Helpers that call a queue's Lua scripts as producers and workers call them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ X, Y = (MODEL.reply(name, is_bulk=True) for name in "xy")
 
 
 def digest(number: int) -> bytes:
-    """A digest with bytes that are no valid text."""
+    """The digest of prompt `number`; it has bytes that are not valid UTF-8."""
     return bytes([number, 0, 10, 13, 58, 123, 255, 128]) * 2
 
 
@@ -64,7 +64,7 @@ async def register(redis: redis_async.Redis, worker: str = "w1", size: int = 1, 
 
 
 async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100) -> list[bytes]:
-    """Read new entries of the worker's lane and the shared stream, as a worker does; return them."""
+    """Read and return new entries of a worker's lane (its own stream) and of the shared stream, as a worker does."""
     lane = MODEL.lane(consumer)
     if not await redis.exists(lane) or not await redis.xinfo_groups(lane):
         await redis.xgroup_create(lane, GROUP, id="0", mkstream=True)
@@ -78,12 +78,12 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
 
 
 async def count_queued(redis: redis_async.Redis, *workers: str) -> int:
-    """The number of jobs in the shared stream and in the lanes of some workers."""
+    """The number of jobs in the shared stream and in the lanes of the named workers."""
     return sum([int(await redis.xlen(key)) for key in (JOBS, *map(MODEL.lane, workers))])
 
 
 async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:
-    """Make entries look as if their worker had taken them a lease ago, or the given time ago."""
+    """Set how long entries have been idle, as if their worker had taken them more than a lease ago."""
     await redis.xclaim(JOBS, GROUP, consumer, 0, list(entries), idle=LEASE_MS + 1, retrycount=deliveries, justid=True)
 
 
@@ -118,7 +118,7 @@ def finish_args(
 
 
 async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
-    """End entries: (entry, number, failure, dead)."""
+    """End jobs; each ending is (entry, number of the prompt, failure, whether the job becomes a dead letter)."""
     args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
     return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
 
@@ -132,7 +132,7 @@ async def claim(
 
 
 async def claim_all(redis: redis_async.Redis) -> list[Any]:
-    """Claim all expired jobs; returns what the script returns for each job."""
+    """Claim all jobs whose leases have ended; return the script's reply for each job."""
     args = [GROUP, "w2", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
     _, taken, _ = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
     return list(taken)
@@ -141,7 +141,7 @@ async def claim_all(redis: redis_async.Redis) -> list[Any]:
 async def entries_of(
     redis: redis_async.Redis, key: bytes = JOBS, *, with_lifetimes: bool = False
 ) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of a stream; without the lifetimes of jobs."""
+    """The entries of a stream, without the field that has a job's lifetime."""
     reply: Any = await redis.xrange(key)
     return [
         (entry, {name: value for name, value in fields.items() if with_lifetimes or name != LIFETIME_FIELD})
@@ -154,15 +154,15 @@ async def told(redis: redis_async.Redis, reply: bytes) -> list[dict[bytes, bytes
 
 
 async def pending(redis: redis_async.Redis) -> dict[bytes, tuple[bytes, int]]:
-    """Entry -> the worker that holds it, and its deliveries."""
+    """Delivered entries: entry -> (worker that holds the entry, number of its deliveries)."""
     reply: Any = await redis.xpending_range(JOBS, GROUP, "-", "+", 1000)
     return {entry["message_id"]: (entry["consumer"], entry["times_delivered"]) for entry in reply}
 
 
 async def registered(redis: redis_async.Redis, number: int) -> dict[bytes, bytes]:
-    """The clients that wait for a prompt, from a string or a hash: {"job": entry, reply key: ""}."""
+    """The fields of a prompt's waiting key, a string or a hash: {"job": entry, reply key of each client: ""}."""
     key = waiting(number)
-    if await redis.type(key) != b"string":  # Or the key does not exist.
+    if await redis.type(key) != b"string":  # The key is a hash or does not exist.
         return await hash_of(redis, key)
     value: Any = await redis.get(key)
     reply, _, entry = value.rpartition(b"\n")
@@ -175,7 +175,7 @@ async def hash_of(redis: redis_async.Redis, key: bytes) -> dict[bytes, bytes]:
 
 
 async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: list[bytes], host: bytes = b"") -> bytes:
-    """End the prompts 1, 2, … and store their small rows or references."""
+    """End the prompts 1, 2, … and store small rows, or references to rows, for them."""
     numbers = range(1, len(entries) + 1)
     keys = [JOBS, DEAD, *map(waiting, numbers), *(ROWS + digest(number) for number in numbers)]
     args = finish_args(*((entry, b"", False) for entry in entries), rows=rows, row_ms=ROW_MS, host=host)
@@ -184,12 +184,12 @@ async def finish_storing(redis: redis_async.Redis, entries: list[bytes], rows: l
 
 
 async def in_stream(redis: redis_async.Redis) -> list[int]:
-    """The prompts in the shared stream, in order."""
+    """The numbers of the prompts in the shared stream, in order."""
     return [int(fields[b"m"].removeprefix(b"job-")) for _, fields in await entries_of(redis)]
 
 
 async def compute_one(redis: redis_async.Redis) -> int:
-    """Take the next prompt and end it with a row; returns the prompt."""
+    """Take the next prompt and end it with a row; return the number of the prompt."""
     (entry,) = await take(redis, count=1)
     number = (await in_stream(redis))[0]
     await finish(redis, (entry, number, b"", False))

@@ -1,4 +1,4 @@
-"""Servers for the tests of scripts: fakeredis and a real one; and variants of scripts."""
+"""Fixtures for tests of scripts: fakeredis, a real Redis server, and a variant of a script."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.support.pool import spoken
 
 @pytest.fixture(scope="module", name="server")
 def script_server() -> Iterator[str]:
-    """URL of the module's own server."""
+    """URL of a real server for the tests of one module."""
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
         yield spoken(running.url)
 
 
 @pytest.fixture(params=["fake", "real"], name="redis")
 async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_async.Redis]:
-    """A client of fakeredis, and one of a real server, with an empty queue."""
+    """A client of fakeredis or of a real server, with an empty queue."""
     client: redis_async.Redis
     if request.param == "fake":
         client = fakeredis.aioredis.FakeRedis()
@@ -41,7 +41,7 @@ async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_as
 
 @pytest.fixture
 def nobody_asks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a single client only the part of the streams that other clients get."""
+    """Let a client that is alone fill only as much of the streams as each of several clients may fill."""
     source = scripts.SUBMIT.source.replace("SOLE_EXTRA = 1200 ", "SOLE_EXTRA = 0 ")
     assert source != scripts.SUBMIT.source
     monkeypatch.setattr(scripts.SUBMIT, "source", source)

@@ -1,4 +1,4 @@
-"""The backlog: clients take turns, however many prompts they queued; on fakeredis and on a real server."""
+"""The backlog of prompts behind the streams: clients take turns, however many prompts each has queued."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.shared.broker.scripts.script_fixtures import nobody_asks_alone, scrip
 from tests.support.pool import until_async
 
 IN_STREAM = 3
-"""Prompts that the stream holds for a worker that computes one at a time."""
+"""Max prompts in the stream for a worker that computes one prompt at a time."""
 
 
 @pytest.fixture(autouse=True)
@@ -117,7 +117,7 @@ async def test_a_cancelled_prompt_leaves_the_backlog_and_its_turn(redis: redis_a
     assert await cancel(redis, *range(5)) == 5
     assert await compute_all(redis) == []
     assert not [number for number in range(20) if await redis.exists(waiting(number))]
-    # The returned prompts did not use up its turns.
+    # The cancelled prompts must not have used up turns of their client.
     await submit(redis, *range(30, 40), reply=B)
     await submit(redis, 50)
     assert (await compute_all(redis)).index(50) <= IN_STREAM + 1
@@ -162,7 +162,7 @@ async def compute_all_until_empty(redis: redis_async.Redis) -> list[int]:
 @pytest.mark.usefixtures("nobody_asks_alone")
 async def test_an_idle_worker_has_the_backlog_move_up(redis: redis_async.Redis) -> None:
     await submit(redis, *range(5))
-    await redis.delete(JOBS)  # A server that has lost some keys.
+    await redis.delete(JOBS)  # The server loses the job stream.
     assert await scripts.REFILL(redis, [JOBS], []) == 0
     assert await in_stream(redis) == [3, 4]
 
@@ -196,7 +196,7 @@ async def test_the_limit_counts_the_backlog_too(redis: redis_async.Redis) -> Non
 async def test_each_worker_has_batches_in_the_stream(redis: redis_async.Redis) -> None:
     await register(redis, "w2", 4)
     await submit(redis, *range(50))
-    # Held jobs count in lanes, two batches at most.
+    # In addition to the prompts of the stream, the lanes may have two batches, held jobs included.
     assert await count_queued(redis, "w1", "w2") == 5 * (IN_STREAM + 2)
     await take(redis, count=5)
     await submit(redis, 60, reply=B)
@@ -214,7 +214,7 @@ async def test_an_entry_that_moved_up_has_the_time_of_its_queueing(redis: redis_
 
 
 async def test_a_retried_job_without_clients_is_wanted(redis: redis_async.Redis) -> None:
-    """As `lmpool dead retry` queues it: with the field "keep" in place of a client."""
+    """`lmpool dead retry` queues a job with the field "keep" in place of a client; workers do not drop this job."""
     await redis.xadd(JOBS, {"m": b"job-1"})
     (entry,) = await take(redis)
     await redis.hset(waiting(1), mapping={"job": entry, "keep": ""})
@@ -266,7 +266,7 @@ async def test_a_mark_does_not_prevent_replacing_a_damaged_row(redis: redis_asyn
     assert await submit(redis, 1, check_rows=False) == "Q"
 
 
-# A single client
+# A client that is alone in the queue
 
 
 async def test_a_client_that_asks_alone_passes_the_backlog(redis: redis_async.Redis) -> None:

@@ -1,4 +1,4 @@
-"""Bulk clients: others go first, bulk prompts fill the rest and never starve; on fakeredis and on a real server."""
+"""Bulk clients: prompts of interactive clients go first, bulk prompts fill free capacity and never starve."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from tests.shared.broker.scripts.script_calls import (
 from tests.shared.broker.scripts.script_fixtures import nobody_asks_alone, script_redis, script_server  # noqa: F401
 
 IN_STREAM, OF_BULK = 3, 2
-"""Max prompts in the stream for a worker that computes one at a time, and max bulk prompts of these."""
+"""Max prompts in the stream for a worker that computes one prompt at a time, and how many may be bulk prompts."""
 TURNS = 16
-"""For every so many jobs that end, one bulk prompt moves up, however many others wait."""
+"""After this many ended jobs, one bulk prompt moves to the stream, however many interactive prompts wait."""
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ async def _one_worker(redis: redis_async.Redis) -> None:
 
 
 async def compute(redis: redis_async.Redis, count: int = 1000) -> list[int]:
-    """Compute prompts one by one until none is left; return them in order."""
+    """Compute up to `count` prompts one by one; return the numbers of these prompts in order."""
     done: list[int] = []
     while len(done) < count and (await redis.xlen(JOBS) or await redis.zcard(MODEL.backlog)):
         done.append(await compute_one(redis))
@@ -52,7 +52,7 @@ async def compute(redis: redis_async.Redis, count: int = 1000) -> list[int]:
 
 
 async def bulk_in(redis: redis_async.Redis, stream: bytes = JOBS) -> list[int]:
-    """The prompts of a stream with the priority of bulk clients."""
+    """The numbers of the prompts in a stream that have the priority of bulk clients."""
     return [
         int(fields[b"m"].removeprefix(b"job-"))
         for _, fields in await entries_of(redis, stream)
@@ -154,7 +154,7 @@ async def test_a_claimed_bulk_prompt_that_another_client_joined_at_the_dead_work
 ) -> None:
     await submit(redis, *range(5), reply=X)
     entries = await take(redis)
-    # An interactive client joins 0 and 3, a bulk client joins 1, the first client leaves 3, and the server evicts 4.
+    # Client A joins prompts 0 and 3, bulk client Y joins 1, client X cancels 3, and the server evicts the key of 4.
     assert await submit(redis, 0, reply=A) == "J"
     assert await submit(redis, 1, reply=Y) == "J"
     assert await submit(redis, 3, reply=A) == "J"
@@ -204,7 +204,7 @@ async def test_a_bulk_client_that_has_just_given_way_does_not_count_as_alone(red
     assert await redis.get(MODEL.sole_client) != X
     await cancel(redis, *range(40), reply=X)
     await compute(redis)
-    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # For two seconds.
+    await redis.set(MODEL.sole_client, b"", px=LIFETIME_MS)  # Now no client counts as alone in the queue.
     await submit(redis, *range(40), reply=X)
     assert await in_stream(redis) == [0, 1]
 

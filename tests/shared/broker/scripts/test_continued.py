@@ -1,4 +1,4 @@
-"""Continuations in the queue: rows go first, tokens count, and none starves; on fakeredis and on a real server."""
+"""Continuations (prompts that generate tokens) in the queue: rows go first, tokens count, and no client starves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.shared.broker.scripts.script_fixtures import nobody_asks_alone, scrip
 from tests.shared.broker.scripts.test_bulk_clients import OF_BULK, TURNS, compute
 
 OF_CONTINUED = OF_BULK + 1
-"""Continuations that the stream holds for a worker that computes one prompt at a time, held ones included."""
+"""Max continuations in the stream for a worker that computes one prompt at a time, held continuations included."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ async def test_clients_move_up_by_the_tokens_that_they_may_generate(redis: redis
     await submit(redis, *range(10, 14), generated=100)
     await submit(redis, *range(20, 34), reply=B, generated=20)
     order = (await compute(redis))[OF_CONTINUED:]
-    # By the time when A has generated 100 tokens more, B has too.
+    # Five prompts of client B have as many tokens as one prompt of client A, so about five precede each prompt of A.
     assert order.index(10) in (4, 5)
     assert order.index(11) in (10, 11)
 

@@ -1,4 +1,4 @@
-"""Server cost of many workers and long queues: a poll always costs the same, a call is bounded."""
+"""Server cost of many workers and long queues: the cost of a poll is constant, and each call is bounded."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ async def capacity(redis: redis_async.Redis) -> int:
 
 
 async def let_pass(redis: redis_async.Redis, *workers: str) -> None:
-    """Set the deadlines of workers into the past, as if they had been killed a lease ago."""
+    """Set the deadlines of workers into the past, as if the workers had been killed a lease ago."""
     await redis.zadd(MODEL.workers, dict.fromkeys(workers, 1))
 
 
-# Polling workers
+# The cost of a poll with many workers
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -94,7 +94,7 @@ async def test_a_producers_poll_costs_the_server_the_same_with_many_workers(
 async def test_a_workers_heartbeat_and_sweep_cost_the_same_with_many_workers(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As if other workers checked the infos of other models.
+    # This worker never checks the infos of other models; it leaves the check to other workers.
     monkeypatch.setattr("random.random", lambda: 2.0)
     worker = heartbeat(redis)
     await worker.join({})
@@ -120,13 +120,13 @@ async def test_measuring_the_queue_in_a_heartbeat_counts_no_workers(redis: redis
     assert "cmdstat_zcount" not in commands
     assert commands["cmdstat_evalsha"] == 1
     assert counters.queue is not None
-    # The sweeping worker has counted them.
+    # Only the worker that sweeps counts the workers.
     await register(redis, "w2")
     assert await heartbeat(redis).sweep() == 2
 
 
 async def load(redis: redis_async.Redis, name: str, model: str) -> None:
-    """Let a worker load a model."""
+    """Register a worker that is loading a model."""
     await redis.hset(KEYS.worker(name), mapping={"model": model, "state": "loading"})
     await redis.hset(KEYS.loading(), name, model)
     await scripts.REGISTER(redis, [KEYS.model(model).loading], [name, LEASE_MS, LIFETIME_MS])
@@ -162,7 +162,7 @@ async def test_waiting_for_a_model_costs_the_server_the_same_with_many_loading_w
 async def test_the_heartbeat_of_a_loading_worker_costs_the_same_with_many_loading_workers(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = 2.0  # As if other workers looked for dead ones.
+    drawn = 2.0  # This worker does not check for dead workers.
     monkeypatch.setattr("random.random", lambda: drawn)
 
     async def beat() -> None:
@@ -184,7 +184,7 @@ async def test_the_heartbeat_of_a_loading_worker_costs_the_same_with_many_loadin
 
 
 async def commands_of(redis: redis_async.Redis, work: Callable[[], Awaitable[None]]) -> dict[str, int]:
-    """Number of calls of each command during some work, including calls in scripts."""
+    """Number of calls of each Redis command while `work` runs, including calls in scripts."""
 
     async def counts() -> dict[str, int]:
         reply: Any = await redis.info("commandstats")
@@ -247,7 +247,7 @@ async def test_batch_sizes_add_up_when_workers_join_change_and_leave(redis: redi
     await let_pass(redis, "w2", "w3")
     await heartbeat(redis, "w0", 10).sweep()
     assert await capacity(redis) == 34
-    await redis.delete(MODEL.capacity)  # A server that is short of memory.
+    await redis.delete(MODEL.capacity)  # Simulate an eviction by a server that is short of memory.
     for number in (0, 4, 5):
         await register(redis, f"w{number}", 4)
     assert await capacity(redis) == 12
@@ -323,7 +323,7 @@ async def test_infos_of_unserved_models_are_removed_by_workers_of_other_models(r
     assert await redis.hexists(KEYS.models(), "m")
 
 
-# Bounded calls: the next calls do the rest
+# Each call of a script does a bounded part of the work, and later calls continue
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -509,7 +509,7 @@ async def submit_many(redis: redis_async.Redis, count: int) -> None:
 
 
 async def take_all(redis: redis_async.Redis) -> list[bytes]:
-    """Compute all prompts, one after the other; return their digests in order."""
+    """Compute all prompts one after the other; return the digests of the prompts in order."""
     order = []
     while entries := await take(redis, count=1):
         job = (await entries_of(redis))[0][1][b"m"]

@@ -1,4 +1,4 @@
-"""Keys with an expiry never lose it, and the queue of a served model does not expire."""
+"""Keys with an expiry never lose the expiry, and the queue of a served model does not expire."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def ever(redis: redis_async.Redis) -> set[bytes]:
 async def test_an_evicted_waiting_key_gets_a_lifetime_when_its_prompt_moves_up(queue: redis_async.Redis) -> None:
     await submit(queue, *range(1, 4))
     await submit(queue, 4, reply=B)
-    await submit(queue, 5, reply=C)  # No client is alone now: three prompts are in the stream, the others behind them.
+    await submit(queue, 5, reply=C)  # Several clients wait now: three prompts are in the stream, two in the backlog.
     assert (await registered(queue, 5)).get(b"job") == b"later"
     await queue.delete(*map(waiting, range(1, 6)))
     for number, entry in enumerate(await take(queue), 1):
@@ -68,7 +68,7 @@ async def test_an_evicted_waiting_key_gets_a_lifetime_when_its_prompt_moves_up(q
 async def test_an_evicted_waiting_key_gets_a_lifetime_when_its_prompt_goes_back(
     queue: redis_async.Redis,
 ) -> None:
-    assert await submit(queue, *range(1, 40)) == "Q" * 39  # A single client fills more of the stream.
+    assert await submit(queue, *range(1, 40)) == "Q" * 39  # A client that is alone may fill more of the stream.
     for number in range(1, 40):
         await queue.delete(waiting(number))
     await submit(queue, 50, reply=B)
@@ -106,7 +106,7 @@ async def test_all_other_keys_expire_after_any_order_of_calls_and_evictions(
             case "release":
                 tail = [rnd.choice((1, 9)), "it broke", LIFETIME_MS, 5, ""]
                 await scripts.RELEASE(queue, [JOBS, MODEL.reasons], [GROUP, "w1", LEASE_MS + 1, 500, "-", *tail])
-            case "drop":  # Like a server that is short of memory.
+            case "drop":  # Simulate evictions by a server that is short of memory.
                 await queue.delete(*map(waiting, numbers), MODEL.sole_client)
             case "keep":
                 await scripts.KEEP_QUEUE(queue, MODEL.queue, [GROUP, HOUR_MS])

@@ -1,4 +1,4 @@
-"""Lanes: the placement of prompts, steals, and the jobs of workers that leave."""
+"""Lanes, the streams of single workers: the placement of prompts, steals, and the jobs of workers that leave."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def lane(redis: redis_async.Redis, worker: str) -> list[int]:
 
 
 async def lengths(redis: redis_async.Redis) -> dict[str, int]:
-    """The lengths of lanes in the sorted set."""
+    """The registered lengths of lanes: worker -> number of jobs."""
     scores: Any = await redis.zrange(MODEL.lanes, 0, -1, withscores=True)
     return {name.decode(): int(score) for name, score in scores}
 
@@ -73,7 +73,7 @@ async def close_lane(redis: redis_async.Redis, worker: str) -> None:
 
 
 async def die(redis: redis_async.Redis, worker: str) -> None:
-    """Have the deadline of a worker pass, and the leases of its jobs expire."""
+    """Set the deadline of a worker into the past, and let the leases of its jobs expire."""
     await redis.zadd(MODEL.workers, {worker: 1})
     for stream in (JOBS, MODEL.lane(worker)):
         held: Any = (
@@ -83,7 +83,7 @@ async def die(redis: redis_async.Redis, worker: str) -> None:
             await redis.xclaim(stream, GROUP, worker, 0, [entry["message_id"]], idle=LEASE_MS + 1, justid=True)
 
 
-# Placement
+# Placement of prompts in lanes
 
 
 async def test_a_round_of_prompts_without_homes_spreads_evenly(lanes: redis_async.Redis) -> None:
@@ -183,7 +183,7 @@ async def test_placing_prompts_is_the_same_work_with_four_and_with_a_thousand_wo
         await register(lanes, f"other{number}", BATCH)
     many = await commands_of(lanes, ask)
     assert many.keys() == few.keys()
-    # Whether each of the three chosen lives is looked up once; of few workers some are chosen twice.
+    # The script looks up once whether each of three chosen workers is alive; with few workers it chooses some twice.
     assert sum(many.values()) <= sum(few.values()) + 2 * 3
 
 
@@ -205,7 +205,7 @@ async def entries_at(redis: redis_async.Redis, entry: bytes) -> dict[bytes, byte
     return dict(entries[0][1])
 
 
-# Taking and ending
+# Taking and ending jobs of lanes
 
 
 async def test_clients_receive_the_worker_that_computed_their_prompt(lanes: redis_async.Redis) -> None:
@@ -217,7 +217,7 @@ async def test_clients_receive_the_worker_that_computed_their_prompt(lanes: redi
 
 
 async def test_all_scripts_handle_entries_of_lanes(lanes: redis_async.Redis) -> None:
-    await lanes.zadd(MODEL.lanes, {"w2": 10, "w3": 10, "w4": 10, "": 30})  # So that all stay at their home.
+    await lanes.zadd(MODEL.lanes, {"w2": 10, "w3": 10, "w4": 10, "": 30})  # Other lanes are full: prompts stay at w1.
     await submit(lanes, *range(1, 7), homes=["w1"] * 6)
     for worker in WORKERS:
         await register(lanes, worker, BATCH)
@@ -232,7 +232,7 @@ async def test_all_scripts_handle_entries_of_lanes(lanes: redis_async.Redis) -> 
     await finish(lanes, (entries[2], 3, FAILURE, True))
     ((_, letter),) = await entries_of(lanes, DEAD)
     assert letter[b"m"] == b"job-3"
-    # The lane has 2 and 4, which are held, and 5.
+    # The lane has prompts 2 and 4, which worker w1 holds, and prompt 5.
     keys = [JOBS, MODEL.waiting, *map(waiting, (2, 4, 5))]
     head = [GROUP, FAILURE, 1000, LIFETIME_MS, LEASE_MS]
     left = [entries[1], entries[3], await job_of(lanes, 5) or b""]
@@ -249,7 +249,7 @@ async def test_a_lost_job_of_a_lane_is_queued_when_its_client_submits_again(lane
     assert await lane(lanes, "w1") == [1]
 
 
-# Stealing
+# Stealing jobs from lanes
 
 
 async def test_an_idle_worker_steals_half_of_the_jobs_behind_a_full_batch(
@@ -259,7 +259,7 @@ async def test_an_idle_worker_steals_half_of_the_jobs_behind_a_full_batch(
     for worker in WORKERS:
         await take(lanes, worker)
     held = set(await lane(lanes, "w1"))
-    await lanes.zadd(MODEL.lanes, {worker: 1000 for worker in WORKERS if worker != "w1"})  # No prompt is placed there.
+    await lanes.zadd(MODEL.lanes, {worker: 1000 for worker in WORKERS if worker != "w1"})  # Full lanes get no prompts.
     await submit(lanes, *range(20, 26))
     assert set(await lane(lanes, "w1")) == held | set(range(20, 26))
     await register(lanes, "w1", len(held))
@@ -294,7 +294,7 @@ async def test_nothing_is_stolen_from_a_worker_with_capacity_in_its_batch(lanes:
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_jobs_that_their_worker_does_not_read_are_stolen(lanes: redis_async.Redis) -> None:
-    """A frozen worker does not read its lane until its deadline passes."""
+    """A frozen worker does not read its lane, so another worker steals from this lane before the deadline passes."""
     entry: Any = await lanes.xadd(MODEL.lane("w1"), {"m": "job-1", "u": b"100000 " + digest(1)}, id="1-1")
     await lanes.hset(waiting(1), mapping={"job": entry + b" w1", A: ""})
     await register(lanes, "w1", BATCH)
@@ -308,7 +308,7 @@ async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> 
     assert await steal(lanes, "w2", patience_ms=0) == 0
 
 
-# Workers that end
+# Lanes of workers that stop or crash
 
 
 async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: redis_async.Redis) -> None:
@@ -325,7 +325,7 @@ async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: r
     for entry, number in zip(held, before, strict=False):
         await finish(lanes, (entry, number, b"", False))
     assert (await lengths(lanes))["w1"] == 0
-    # Its heartbeats while it drains do not open the lane again.
+    # Heartbeats of a draining worker must not open its lane again.
     await register(lanes, "w1", 0)
     await submit(lanes, 40, homes=["w1"])
     assert await lane(lanes, "w1") == []
@@ -347,7 +347,7 @@ async def test_other_workers_get_the_lane_of_a_dead_worker(lanes: redis_async.Re
     entries = [entry for entry, _, _ in taken]
     assert all(entry.endswith(b" w1") for entry in entries)
     assert await scripts.RENEW(lanes, [JOBS], [GROUP, "w2", *entries]) == []
-    # No job is claimed twice, and a worker that continues does not end a job that failed meanwhile.
+    # Worker w3 claims no job that w2 has claimed. The lane of w1 remains until both jobs have ended.
     assert await claim(lanes, consumer="w3") == (0, [])
     await finish(lanes, (entries[0], numbers[0], b"", False))
     await sweep(lanes)
@@ -392,19 +392,19 @@ async def test_a_worker_that_wakes_up_keeps_its_lane_and_loses_claimed_jobs(lane
     await register(lanes, "w1", BATCH)
     lost: Any = await scripts.RENEW(lanes, [JOBS], [GROUP, "w1", first, second])
     assert lost == [first, second]
-    # The claiming worker crashes too.
+    # Worker w2, which has claimed the jobs, crashes too.
     await lanes.zadd(MODEL.workers, {"w2": 1})
     for entry in (first, second):
         entry_id = entry.partition(b" ")[0]
         await lanes.xclaim(MODEL.lane("w1"), GROUP, "w2", 0, [entry_id], idle=LEASE_MS + 1, justid=True)
-    # Each alone: it may have crashed them.
+    # Each job is claimed alone, because it may have crashed both workers.
     taken = [await claim(lanes, consumer="w1") for _ in range(2)]
     assert taken == [(1, [(first, b"job-1", 2)]), (1, [(second, b"job-2", 2)])]
     await submit(lanes, 3, homes=["w1"])
     assert await lane(lanes, "w1") == [1, 2, 3]
 
 
-# Foreign values
+# Foreign values in the keys of lanes
 
 
 @pytest.mark.parametrize("junk", ["string", "full"])

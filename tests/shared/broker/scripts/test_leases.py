@@ -1,4 +1,4 @@
-"""Scripts that renew the leases of held jobs, and claim the jobs of silent workers; fake and real server."""
+"""Scripts that renew the leases of held jobs, and claim the jobs of workers that renew no leases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.shared.broker.scripts.script_calls import (
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
 
-# claim
+# Scripts that claim jobs
 
 
 async def test_jobs_are_claimed_only_after_their_lease(redis: redis_async.Redis) -> None:
@@ -52,7 +52,7 @@ async def test_a_claim_takes_at_most_the_requested_number_of_jobs(redis: redis_a
 
 
 async def test_a_worker_does_not_claim_jobs_that_it_computes(redis: redis_async.Redis) -> None:
-    """A reply with jobs may be lost, so the queue may list a worker as the holder of jobs that it never received."""
+    """A worker claims jobs that the queue assigned to it in a lost reply, but not jobs that it computes."""
     await submit(redis, 1, 2, 3)
     first, second, third = await take(redis, "w2")
     await fall_silent(redis, first, second, deliveries=2, consumer="w2")
@@ -73,7 +73,7 @@ async def test_each_claim_counts_as_a_delivery(redis: redis_async.Redis) -> None
         await fall_silent(redis, entry, deliveries=before)
         alone, taken = await claim(redis, most=3)
         seen.append((alone, [deliveries for _, _, deliveries in taken]))
-    # Delivered once; claimed; claimed alone for the third and last delivery; then returned with all its deliveries.
+    # (job runs alone, deliveries before the claim): the third delivery is alone and the last; later claims give up.
     assert seen == [(0, [1]), (1, [2]), (0, [3]), (0, [4])]
 
 
@@ -128,7 +128,7 @@ async def test_deleted_entries_are_acknowledged_and_not_claimed(redis: redis_asy
     assert set(await pending(redis)) == {second}
 
 
-# renew
+# The script that renews leases
 
 
 async def test_renewing_keeps_a_lease_and_counts_no_delivery(redis: redis_async.Redis) -> None:

@@ -47,7 +47,7 @@ async def release(
     reason: str = "",
     most_reasons: int = 10,
 ) -> tuple[int, bytes]:
-    """Release once; returns the number of released jobs, and the first id of the next call."""
+    """Call the release script once; return the number of released jobs, and the id at which the next call begins."""
     args = [GROUP, consumer, HOUR_MS, at_once, begin, deliveries, reason, LIFETIME_MS, most_reasons, ""]
     count, after = await scripts.RELEASE(redis, [JOBS, MODEL.reasons], args)
     return count, after
@@ -60,14 +60,14 @@ async def retry(redis: redis_async.Redis, entry: bytes, number: int = 1, limit: 
 
 
 async def bury(redis: redis_async.Redis, number: int = 1, reply: bytes = B) -> bytes:
-    """Have a job given up; returns the id of its dead letter."""
+    """Let a job become a dead letter; return the id of this dead letter."""
     await submit(redis, number, reply=reply)
     entries = await take(redis)
     await finish(redis, (entries[-1], number, FAILURE, True))
     return (await entries_of(redis, DEAD))[-1][0]
 
 
-# release
+# The script that releases jobs
 
 
 async def test_released_jobs_can_be_claimed_at_once_and_keep_their_deliveries(
@@ -139,7 +139,7 @@ async def test_no_job_is_released_after_the_server_lost_the_queue(redis: redis_a
     assert not await redis.exists(JOBS)
 
 
-# finish, by a worker that was silent for long
+# The script that ends jobs, called by a worker whose leases have ended
 
 
 async def test_a_job_that_another_worker_claimed_does_not_fail(redis: redis_async.Redis) -> None:
@@ -173,7 +173,7 @@ async def test_a_late_row_ends_the_job(redis: redis_async.Redis) -> None:
     assert await pending(redis) == {}
 
 
-# retry
+# The script that retries a dead letter
 
 
 async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(
@@ -194,7 +194,7 @@ async def test_a_dead_letter_is_queued_again_and_is_wanted_without_clients(
 async def test_only_a_dead_letter_of_a_bulk_client_yields_when_it_is_retried(
     redis: redis_async.Redis, reply: bytes
 ) -> None:
-    await submit(redis, 9)  # A prompt without a waiting key does not name its client.
+    await submit(redis, 9)  # Client A waits for another prompt.
     letter = await bury(redis, reply=reply)
     assert await retry(redis, letter) == "Q"
     _, fields = (await entries_of(redis))[-1]

@@ -1,6 +1,6 @@
-"""The Lua scripts: every test runs on fakeredis and on a real server, so that neither logic nor simulation is wrong.
+"""The Lua scripts that change the queue: every test runs on fakeredis and on a real server.
 
-Leases end without waiting: XCLAIM sets how long an entry has been idle.
+Tests do not wait for leases to end: XCLAIM sets how long an entry has been idle.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.shared.broker.scripts.script_calls import (
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
 
-# submit
+# The script submit.lua
 
 
 async def test_the_first_client_queues_the_job_and_the_second_joins_it(redis: redis_async.Redis) -> None:
@@ -200,7 +200,7 @@ async def test_joining_for_a_short_time_does_not_shorten_the_lifetime_for_others
     assert 10_000 < await redis.pttl(waiting(1)) <= 90_000
 
 
-# cancel
+# The script cancel.lua
 
 
 async def test_the_last_client_to_leave_removes_a_job_that_no_worker_has(redis: redis_async.Redis) -> None:
@@ -250,7 +250,7 @@ async def test_a_job_is_removed_before_any_worker_has_joined(redis: redis_async.
     assert await entries_of(redis) == []
 
 
-# finish
+# The script finish.lua
 
 
 async def assert_queue_is_empty(redis: redis_async.Redis) -> None:
@@ -278,7 +278,7 @@ async def test_a_reply_stream_expires(redis: redis_async.Redis) -> None:
 
 
 async def test_a_reply_stream_is_capped(redis: redis_async.Redis) -> None:
-    # "~" trims whole nodes only, 100 entries each.
+    # XADD with "MAXLEN ~" trims a stream only by whole nodes of 100 entries.
     for _ in range(260):
         await submit(redis, 1)
         (entry,) = await take(redis)
@@ -314,7 +314,7 @@ async def test_a_dead_letter_keeps_the_job_and_the_reason(redis: redis_async.Red
 
 
 async def finish_checked(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> bytes:
-    """Like `finish`, and let the script check whether the rows exist."""
+    """End jobs as `finish` does, but let the script check whether the rows exist."""
     keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
     keys += [ROWS + digest(number) for _, number, _, _ in endings]
     args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
@@ -376,7 +376,7 @@ async def test_references_are_stored_by_that_script_too_and_notifications_carry_
     if before:
         await redis.set(ROWS + digest(count), before)
     assert await finish_storing(redis, await take(redis), references(count), HOST) == b"1"
-    # For rows that are stored already the client gets only a notification, and fetches them.
+    # If a row is stored already, the client gets a notification without the row, and fetches the row.
     kept = count - 1 if before else count
     parts = [b"".join(map(place_of, references(kept)))] * bool(kept) + [None] * bool(before)
     assert sorted([fields.get(b"s") for fields in await told(redis, HERE)], key=str) == sorted(parts, key=str)
@@ -535,7 +535,7 @@ async def test_as_many_jobs_as_one_call_carries_pass_through_all_scripts(redis: 
     await assert_queue_is_empty(redis)
 
 
-# swap
+# The script swap.lua
 
 
 @pytest.mark.parametrize(
@@ -564,7 +564,7 @@ async def test_swap_changes_a_field_only_from_the_value_that_was_seen(
     assert await redis.hget(key, "other") == b"kept"
 
 
-# Script
+# The class Script
 
 
 async def test_the_text_of_a_script_is_sent_only_if_the_server_does_not_have_it(redis: redis_async.Redis) -> None:
@@ -584,7 +584,7 @@ async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: s
     connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 10.0)
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
-        for outcome in (b"QQ", b"JJ"):  # first sent as a text, then by its digest
+        for outcome in (b"QQ", b"JJ"):  # The script is first sent as text, then by its digest.
             assert (
                 await scripts.SUBMIT.on(connection.call, keys, [100, LIFETIME_MS, "", 0, 2, b"job-1", b"job-2"])
                 == outcome

@@ -1,4 +1,4 @@
-"""Strings that scripts set together, if the server has a command for it and the user has the right."""
+"""Scripts set several strings with one MSETEX, if the server has this command and the user may run it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ USERS = Path(__file__).parents[4] / "docker/redis/users.acl"
 
 
 async def has_command(redis: redis_async.Redis) -> bool:
-    """Whether the server has MSETEX: from Redis 8.4 and Valkey 9.1 on."""
+    """Whether the server has the command MSETEX, which Redis 8.4 and Valkey 9.1 introduced."""
     known: Any = await redis.eval("return redis.call('COMMAND', 'INFO', 'MSETEX')[1] and 1 or 0", 0)
     return bool(known)
 
 
 @pytest.fixture(name="admin")
 async def clean_server(server: str) -> AsyncIterator[redis_async.Redis]:
-    """A client with all rights, of a server with an empty queue."""
+    """A client with all rights on a server with an empty queue."""
     client = redis_async.Redis.from_url(server)
     await client.flushall()
     await client.config_resetstat()
@@ -56,14 +56,14 @@ async def clean_server(server: str) -> AsyncIterator[redis_async.Redis]:
 async def script_user(
     request: pytest.FixtureRequest, admin: redis_async.Redis, server: str
 ) -> AsyncIterator[redis_async.Redis]:
-    """The clients of a user with all rights, and of one without the right to set strings together."""
+    """Two clients: one of a user with all rights, and one of a user that may not run MSETEX."""
     if request.param == "default":
         yield admin
         return
     rights = ["+@all", *(["-msetex"] if await has_command(admin) else [])]
     await admin.acl_setuser("limited", enabled=True, reset=True, passwords=["+secret"], keys=["*"], commands=rights)
     client = redis_async.Redis.from_url(server, username="limited", password="secret")
-    # Old servers refuse the commands that redis-py sends when it connects.
+    # Connect before the counters are reset: old servers refuse commands that redis-py sends when it connects.
     await client.ping()
     await admin.config_resetstat()
     await admin.acl_log_reset()
@@ -73,17 +73,17 @@ async def script_user(
 
 
 async def calls(admin: redis_async.Redis, command: str) -> int:
-    """Number of calls of a command, including calls in scripts."""
+    """Number of calls of a Redis command, including calls in scripts."""
     counts: dict[str, Any] = await admin.info("commandstats")
     return int(counts.get(f"cmdstat_{command}", {}).get("calls", 0))
 
 
 async def assert_set_by(admin: redis_async.Redis, redis: redis_async.Redis, count: int) -> None:
-    """Check that strings were set together where possible, and that the server counts no refusal."""
+    """Check that a script has set strings with MSETEX where possible, and that the server counts no refusal."""
     is_together = await has_command(admin) and redis is admin
     assert await calls(admin, "msetex") == int(is_together)
     assert await calls(admin, "set") == (0 if is_together else count)
-    # The text of a script is sent if the server does not have it.
+    # NOSCRIPT is no error here: the client then sends the text of the script.
     assert (await admin.info("errorstats")).keys() <= {"errorstat_NOSCRIPT"}
     assert await admin.acl_log() == []
 
@@ -142,7 +142,7 @@ async def test_two_jobs_of_one_prompt_store_its_row_once(redis: redis_async.Redi
 
 
 def test_the_readme_explains_how_users_with_few_rights_get_this_right() -> None:
-    """Not in the configuration file: a server refuses to start with an unknown command in it."""
+    """The shipped users.acl lacks MSETEX, with which old servers would not start; the README's command adds it."""
     users = USERS.read_text()
     assert "msetex" not in users
     (command,) = re.findall(r"^sed '(s/\+set /.*)' users\.acl$", (USERS.parent / "README.md").read_text(), re.MULTILINE)

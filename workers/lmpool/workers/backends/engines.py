@@ -127,7 +127,7 @@ def check_canary(backend: Backend) -> None:
     """Have a backend compute rows with known properties. Call it in the backend's thread before the backend serves.
 
     Several prompts run together, with adapters and without, and then each alone. Each row must be a distribution over V
-    tokens, equal in both runs except for rounding, and change if the last token changes. One prompt then grows
+    tokens, must be equal in both runs except for rounding, and must change with the last token. One prompt then grows
     token by token. These checks find engines whose rows are captured at the wrong place, assigned to the wrong prompt,
     or computed from the wrong keys and values.
 

@@ -160,7 +160,7 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
         raise SettingsError(f"{misfit} {model}, which has no place for {(unknown or ['any LoRA weights'])[0]}")
     for name, tensor in tensors.items():
         held = (tensor.get_shape() or [0])[0]
-        # The file's rank must equal the config's, for which engines reserve memory; a tensor may stack several experts.
+        # The file's rank must equal the config's rank, for which engines reserve memory. Tensors may stack experts.
         is_stacked = config.get("target_parameters") and held and any(held % rank == 0 for rank in ranks)
         if any(part in name for part in _FIRST_FACTORS) and held not in ranks and not is_stacked:
             named = ", ".join(map(str, sorted(ranks)[:5]))
@@ -227,7 +227,7 @@ def _check_names(config: Mapping[str, Any]) -> None:
     for field, most in _MODULE_LISTS.items():
         names = config.get(field)
         if field == "layers_pattern" and names and isinstance(names, str):
-            names = [names]  # A string is a name here; in other fields, it is a pattern.
+            names = [names]  # In `layers_pattern`, a string is a name; in other fields, a string is a pattern.
         is_all = field == "target_modules" and isinstance(names, str) and names.lower() == "all-linear"
         # A list in `trainable_token_indices` holds tokens of the embedding, and no names of modules.
         if not names or is_all or (field == "trainable_token_indices" and isinstance(names, list)):

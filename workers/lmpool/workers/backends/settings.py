@@ -238,7 +238,7 @@ class SglangSettings(EngineSettings):
 
 
 def require(field: str, extra: str, *packages: str) -> None:
-    """Refuse a setting whose packages are not installed, and name the command that installs them. Imports nothing."""
+    """Refuse a setting whose packages are not installed, and name the command that installs them, without an import."""
     if missing := [package for package in packages if find_spec(package) is None]:
         raise SettingsError(f'{field}: needs {" and ".join(missing)}; install with: pip install "{extra}"')
 

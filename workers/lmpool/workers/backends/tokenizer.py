@@ -66,7 +66,7 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
     """Read the tokenizer of a checkpoint. If the vocabulary or the tokenizer is missing, log the reason.
 
     Args:
-        info: facts of the model, of which the source of the checkpoint and the vocabulary size are used.
+        info: the model's info; only the source of the checkpoint and the vocabulary size are used.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code that comes with the tokenizer.
     """

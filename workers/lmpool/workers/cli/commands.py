@@ -161,7 +161,7 @@ def _backends() -> dict[str, type]:
                         raise SettingsError(f"{field.name}: the command has an option of this name; rename the field")
                 app = typer.Typer()
                 app.command()(_with_settings(lambda **given: None, {point.name: kind}))
-                typer.main.get_command(app)  # Fails if typer cannot use the type of a field.
+                typer.main.get_command(app)  # This raises an error if typer cannot use the type of a field.
         except Exception as error:  # noqa: BLE001  Any error of another package disables only the package's backend.
             package = f" ({point.dist.name})" if point.dist is not None else ""
             text = f"the backend {point.name!r} of {point.value}{package} is left out: {type(error).__name__}: {error}"
@@ -174,7 +174,7 @@ def _backends() -> dict[str, type]:
 def _with_settings(
     command: Callable[..., None], classes: Mapping[str, type], leave_out: Collection[str] = ()
 ) -> Callable[..., None]:
-    """Replace a command's `**given` by the options of settings classes."""
+    """Replace a command's parameter `**given` by one option for each field of settings classes."""
     declared = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [parameter for parameter in declared if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     parameters += option_parameters(classes, leave_out)

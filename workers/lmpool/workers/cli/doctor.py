@@ -35,7 +35,7 @@ _TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines use /dev/shm,
 _ENGINES = ("vllm", "sglang")
 _MAX_MODELS = 20  # Max models in the list, about one line of a terminal.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
-_LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Packages with version.
+_LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Packages listed with version.
 _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
 _IN_CLONE = "in the clone:"  # Beginning of advice to install lmpool, which no package index has.
 

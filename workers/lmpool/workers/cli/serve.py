@@ -66,7 +66,7 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
     try:
         from uvloop import new_event_loop
     except ImportError:
-        _log.warning("uvloop is not installed: rows are stored more slowly")  # Storing takes 2 to 4 times as long.
+        _log.warning("uvloop is not installed: rows are stored more slowly")  # uvloop stores 2 to 4 times faster.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:  # Log the error before the runner ends, because its end waits for threads such as downloads.
             runner.run(_serve(server, backend, settings, log))

@@ -236,7 +236,7 @@ class Supervisor:
             worker.is_gone = True
             return
         if code == _REFUSED and not worker.has_served:
-            if len(self.workers) > 1:  # A single worker's last line is the reason.
+            if len(self.workers) > 1:  # A single worker itself logs the reason.
                 _log.critical("%s, before it served: stopping all workers", how)
             self._stop(_REFUSED)
         elif code == 0:
@@ -303,7 +303,7 @@ def supervise(
     is_started = server.join(user)
     code = None
     try:
-        if settings.log_format == "text":  # JSON logs must have no other lines.
+        if settings.log_format == "text":  # JSON logs must have only JSON lines.
             say(f"your server runs {'' if is_started else 'already '}at {server.url}", err=True)
             if memory_mb is not None and not is_started:
                 say("--memory-mb has no effect on a server that runs already", err=True)

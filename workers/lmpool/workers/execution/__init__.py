@@ -1,4 +1,4 @@
 """Runs a backend: its interface (`contract`), the prompts in flight, the thread of the backend, and the watchdogs.
 
-This folder imports only folders of lmpool's shared side.
+This folder imports only packages of the repository's folder `shared`.
 """

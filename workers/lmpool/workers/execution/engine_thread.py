@@ -32,13 +32,13 @@ from lmpool.workers.execution.in_flight import InFlightPrompt
 
 _log = logging.getLogger("lmpool.worker")
 
-# Factor per full step by which the recent max step time decays. It is a max, because some steps return at once.
+# Factor per full step by which the recent max step time decays; a max is used, because some steps return at once.
 _STEP_TIME_DECAY = 0.9
 # Max batches of bulk prompts and continuations that a worker holds. While other clients are active, the Lua scripts put
 # at most three batches of these prompts in a worker's streams, so a fourth lets the worker reach the rows behind them.
 # A bulk client that was alone may have put more batches into the streams: see `capacity`.
 _MAX_YIELDING_BATCHES = 4
-# Max batches of bulk prompts and continuations of a worker that takes single entries to reach a row behind them.
+# Max batches of bulk prompts and continuations that a worker holds while it takes single entries to reach a row.
 _MAX_BATCHES_BEFORE_ROWS = 8
 # Seconds between two entries that a worker reads beyond `_MAX_YIELDING_BATCHES` while only bulk clients are active.
 _BEYOND_LIMIT_S = 1.0
@@ -290,7 +290,7 @@ class EngineThread:
         # Report every failure to the event loop, because the event loop waits for `_ready` and `_closed`.
         try:
             if not self._ready.set_running_or_notify_cancel():
-                return  # The caller of `start` was cancelled.
+                return  # The caller of `start` was cancelled, so make no backend.
             began = time.monotonic()
             backend = self._make()
             try:

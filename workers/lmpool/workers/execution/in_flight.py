@@ -29,7 +29,7 @@ class JobTrace:
     context: Any  # OpenTelemetry's context of the client's request.
     queued: int  # Time when the job was queued.
     taken: int  # Time when this worker read the job.
-    stepped: tuple[int, int] | None = None  # Start and end of the step that computed the job; None if no step has.
+    stepped: tuple[int, int] | None = None  # Start and end of the step that computed the job; None without a step.
     batch: Any = None  # OpenTelemetry's context of the step's span.
 
 

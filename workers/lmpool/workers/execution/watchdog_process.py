@@ -65,7 +65,7 @@ def _is_silent_for(pid: int, limit_s: float) -> bool:
             # In `stat`, the process state follows the program's name, which may contain any characters.
             state = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1]
         is_stopped = state in (b"T", b"t")  # A signal or a debugger stopped the worker.
-        # Limit the step: time in which this process itself was stopped does not count.
+        # Count at most two pauses per check, because time in which this process itself was stopped must not count.
         spent_s = 0.0 if has_written or is_stopped else spent_s + min(now - before, 2 * pause_s)
         before = now
     return True

@@ -44,7 +44,7 @@ async def watching_calls(
             await asyncio.sleep(pause_s)
             now = time.monotonic()
             last, call = call, engine_thread.call
-            # Limit the step: time in which the process was stopped does not count.
+            # Count at most two pauses per check, because time in which the process was stopped must not count.
             spent_s = spent_s + min(now - before, 2 * pause_s) if call is last else 0.0
             before = now
         text = f"the backend hangs: it has been in one {call.description} for {limit_s:g} s "

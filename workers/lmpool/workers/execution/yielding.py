@@ -29,7 +29,7 @@ MAX_BULK_TOKENS = 2048
 Engines compute prompts in order of submission, so an interactive prompt waits until these tokens are computed.
 """
 
-# Divisor: bulk prompts that have waited for `PATIENCE_STEPS` get this part of a step, and at least one prompt.
+# Bulk prompts that have waited for `PATIENCE_STEPS` get a step's slots divided by this number, at least one slot.
 _LATE_SHARE = 8
 # Max parts into which a block of rows is split without a copy: each part is published separately.
 _MAX_PARTS = 4

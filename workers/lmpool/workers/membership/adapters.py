@@ -39,8 +39,8 @@ _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adap
 def place_of(settings: WorkerSettings, source: str, *, is_own: bool = False) -> str:
     """The place of an adapter's source: the folder, with all links followed, or the hub name.
 
-    A folder that does not exist is accepted here; the backend reports it. `is_own`: the source is one of the
-    operator's own `--adapters`, which may always be hub names.
+    A folder that does not exist is accepted here: the backend reports the error. `is_own`: the source is one of the
+    operator's own `--adapters`, which may be hub names.
     """
     if is_on_hub(source):
         if settings.adapter_hub or is_own:

@@ -156,7 +156,7 @@ class Heartbeat:
         seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # Too large to be an info.
+        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # The value was too large.
         return b""
 
     async def _put_info(self, seen: bytes) -> bool:
@@ -170,7 +170,7 @@ class Heartbeat:
         return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
     async def _serving(self, fingerprint: str) -> list[str]:
-        """Other live workers of this model with `fingerprint`; for "", workers with another fingerprint than this."""
+        """Other live workers of this model with `fingerprint`; for "", all whose fingerprint is not this worker's."""
         workers, ours = [], self.info.service_fingerprint
         for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
             try:
@@ -200,7 +200,7 @@ class Heartbeat:
             model = name.decode("utf-8", "replace")
             keys = self.keys.model(model)
             try:
-                if isinstance(seen, int):  # The value is too large for an info.
+                if isinstance(seen, int):  # `seen` is the size of a value too large for an info.
                     await self.redis.hdel(info_key(self.keys, model), name)
                 elif model == self.info.name or (await read_alive(self.redis, keys)).serving:
                     continue
@@ -251,7 +251,7 @@ class Heartbeat:
             lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
             await self.redis.delete(keys.adapters)
             for key in (*keys.queue, *lanes):
-                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # Later workers remove this limit (`keep_queue.lua`).
+                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
     async def _write(self, counters: Mapping[str, str | int | float]) -> int:
         """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
@@ -323,7 +323,7 @@ async def loading(server: Server, settings: WorkerSettings, worker_id: str, mode
         try:
             await redis.hdel(keys.loading(), worker_id)
             await redis.zrem(keys.model(model).loading, worker_id)
-            if not is_loaded:  # A worker that has loaded its model keeps its heartbeat.
+            if not is_loaded:  # Keep the heartbeat of a worker that has loaded its model.
                 await redis.delete(keys.worker(worker_id))
         except (RedisError, OSError) as failure:
             # Only log the error: both keys expire, and the worker's next command raises a better error.

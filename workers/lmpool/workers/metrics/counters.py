@@ -51,7 +51,7 @@ class WorkerCounters:
     batch: Histogram = field(default_factory=lambda: Histogram(PROMPTS))
     publish_s: Histogram = field(default_factory=Histogram)
     job_s: Histogram = field(default_factory=Histogram)
-    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> count.
+    ended: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(OUTCOMES, 0)))  # Outcome -> jobs.
     claimed: int = _metric("worker_claimed_jobs_total", "Jobs taken over from workers whose leases expired.")
     homed: int = _metric("worker_homed_jobs_total", "Jobs that extend prompts which the worker has computed.")
     stolen: int = _metric("worker_stolen_jobs_total", "Jobs taken from other workers' lanes.")
@@ -215,7 +215,7 @@ class WorkerCollector:
             is_histogram = isinstance(value, Histogram)
             kind = "Histogram" if is_histogram else "Counter" if name.endswith("_total") else "Gauge"
             family = getattr(core, f"{kind}MetricFamily")(f"lmpool_{name}", text, labels=("model",))
-            if value is not None:  # None means that the value is not measured yet.
+            if value is not None:  # None: the value is not measured yet, so leave it out.
                 family.add_metric((snapshot.model,), *(value.cumulative() if is_histogram else (value,)))
             yield family
 
@@ -230,7 +230,7 @@ class Health:
         self._lease_s = lease_s
         self._clock = clock
         self._ticked_at = self._answered_at = clock()
-        self.state = "loading"  # One of "loading", "ready" and "draining".
+        self.state = "loading"  # The worker is "loading", "ready" or "draining".
         self.broken = ""  # Why the backend cannot be used any more; "" while it works.
         self.trouble = ""  # Why the last heartbeat failed; "" if it arrived.
 

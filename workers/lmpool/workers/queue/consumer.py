@@ -42,7 +42,7 @@ class Consumer:
         self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
 
     async def ensure_group(self) -> None:
-        """Create the shared stream and its consumer group, which also gets the jobs that were queued before."""
+        """Create the shared stream and its consumer group, which also gets the jobs that are already queued."""
         seconds, micros = await self.connection.call(b"TIME")
         self.reader.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
         await self._create_group(self._keys.jobs)

@@ -43,7 +43,7 @@ class Leases:
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
     async def claim(self, count: int, in_flight: Collection[bytes]) -> tuple[Taken, bool, int]:
-        """Take over up to `count` jobs whose leases expired, except the entries in flight here.
+        """Take over up to `count` jobs whose leases expired, except entries that this worker has in flight.
 
         Returns:
             the jobs; whether a job must run alone in this worker (the returned job, or a job that waits until a worker

@@ -51,7 +51,7 @@ class Carried(NamedTuple):
     # or a small encoded row.
     parts: Mapping[bytes, bytes]
     host: bytes = b""  # Token of the host with the shared memory; b"" if the data are rows or answers.
-    store_ms: int = 0  # Lifetime in ms with which `finish.lua` stores the data; 0: do not store it.
+    store_ms: int = 0  # Lifetime in ms with which `finish.lua` stores the data; 0: no storing.
 
 
 _NOTHING = Carried({})
@@ -122,7 +122,7 @@ class Publisher:
         return list(dict.fromkeys(entry.digest for entry in left if entry.digest not in refused))
 
     async def _drop_references(self, stale: Digests) -> None:
-        """Remove references to rows that were overwritten in shared memory. If this fails, clients detect that."""
+        """Remove references to rows that were overwritten in shared memory. If that fails, clients detect it."""
         try:
             await self.rows.drop(self.rows.keys_of(stale))
         except (RedisError, OSError, LMPoolError) as error:
@@ -256,7 +256,7 @@ class Publisher:
 
     async def retry(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Retry until the server answers. A repeated command is harmless: the row that was stored first stays."""
-        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Short pauses: heartbeats are retried here.
+        waits = delays(min(_MAX_PAUSE_S, self.reader.info.lease_s / 5))  # Short: heartbeats must not be late.
         while True:
             try:
                 return await attempt()

@@ -1,4 +1,4 @@
--- Write an entry of the registry of a model's adapters, or remove one.
+-- Write an entry of the registry of a model's adapters, or remove an entry.
 --
 -- KEYS  adapters
 -- ARGV  fingerprint of the model, name, encoded adapter ('' removes the entry), max entries, "new" to write only an entry
@@ -13,7 +13,7 @@ local adapters, name, adapter, is_new = KEYS[1], ARGV[2], ARGV[3], ARGV[5] == 'n
 local before = redis.call('HGET', adapters, name)
 local version = tonumber(redis.call('HGET', adapters, '@')) or 0
 if redis.call('HGET', adapters, '') ~= ARGV[1] then
-  -- The adapters are those of another model that had this name.
+  -- The entries belong to an earlier model of this name: remove them.
   for _, field in ipairs(redis.call('HKEYS', adapters)) do
     redis.call('HDEL', adapters, field)
   end
@@ -30,7 +30,7 @@ elseif adapter == '' then
 elseif redis.call('HLEN', adapters) - 2 >= tonumber(ARGV[4]) then
   return {-1, -1}
 end
--- If a failover has lost a change and it is made again, its version must be higher than that of the lost change.
+-- If a failover lost a change and a client repeats the change, the new version must be higher than the lost version.
 version = math.max(version + 1, is_new and 0 or now_ms())
 redis.call('HSET', adapters, '@', string.format('%.0f', version))
 if adapter == '' then

@@ -10,16 +10,16 @@ local MAX_BACK = 1300 -- Max jobs that one call moves back: a little more than a
 local MAX_BYTES_BACK = 1300 * 2048 -- Max bytes of the jobs that one call moves back from the streams to the backlog.
 local MAX_MOVED_BYTES = 524288 -- Max bytes of the jobs that one call moves from the backlog to the streams.
 local GAVE_WAY = '' -- Value of the key sole_client for GAVE_WAY_MS after the sole client had to give way.
-local UNKNOWN = '?' -- Stands for the reply key of a client that is not known, because the server has lost the key that names it.
-local GAVE_WAY_MS = 60000 -- After a client gave way, no bulk client counts as alone for so many ms: as many as the workers' QUIET_S.
+local UNKNOWN = '?' -- Stands for the reply key of an unknown client: the server has lost the key that names the client.
+local GAVE_WAY_MS = 60000 -- Ms after a client gave way in which no bulk client counts as the sole client; as long as workers' QUIET_S.
 -- First virtual start time of each kind, and the end of its range. Larger numbers would lose digits: Lua writes 14 digits exactly.
 local FROM = {[ROWS] = -math.huge, [CONTINUED] = 1e11, [BULK] = 1e12}
 local TO = {[ROWS] = '(' .. FROM[CONTINUED], [CONTINUED] = '(' .. FROM[BULK], [BULK] = '+inf'}
 -- After every TURNS jobs that end, one job of each yielding kind (CONTINUED, BULK) moves to the streams, even if the streams are full.
 local TURNS = 16
 local MAX_OWED = 8192 * 16 -- Max jobs that must end before the next turn of a kind: enough for a continuation of 8,192 tokens.
-local OWED = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'} -- Members of "virtual_time": ended jobs since the kind's last turn.
-local TOKENS = ':tokens' -- Follows a reply key in "virtual_time": the client's continuations. See protocol/keys.py.
+local OWED = {[CONTINUED] = 'owed:continued', [BULK] = 'owed'} -- Members of "virtual_time": number of ended jobs since the last turn.
+local TOKENS = ':tokens' -- Suffix of a reply key in "virtual_time", for the client's continuations. See protocol/keys.py.
 local backlog_jobs, virtual_time = base .. ':backlog:jobs', base .. ':virtual_time'
 
 -- Run a command that returns a number for a key, such as ZCARD. A value of another type is removed and counts as 0.
@@ -65,7 +65,7 @@ local function read_stored(stored)
   return string.match(stored or '', '^(%d+),?(%d*) (%d+) (%S*) ()')
 end
 
--- Returns whether the backlog is empty. If it is, the virtual time starts again.
+-- Returns whether the backlog is empty. If the backlog is empty, the virtual time starts again.
 local function is_backlog_empty()
   local is_empty = redis.call('EXISTS', backlog) == 0
   if is_empty then
@@ -75,7 +75,7 @@ local function is_backlog_empty()
 end
 
 -- Make the sole client give way: move the last `excess` jobs of the streams back to the backlog, about as many from each lane. The jobs
--- start right after the virtual time. Only jobs of the client's kind move, rows or bulk prompts; both if the client is not known.
+-- start right after the virtual time. Only jobs of the client's kind move, rows or bulk prompts; both kinds if the client is unknown.
 local function give_way(excess, sole)
   local client = type(sole) == 'string' and sole or UNKNOWN
   local kind = is_bulk_client(client) and BULK or nil
@@ -124,7 +124,7 @@ local function is_queued(job, waiting)
   return #redis.pcall('XRANGE', stream, id, id) > 0
 end
 
--- Remove a prompt from the backlog, and give the turn back to `client`, which most likely queued it. Returns whether it was removed.
+-- Remove a prompt from the backlog, and give the turn back to `client`, its likely owner. Returns whether the prompt was removed.
 local function drop_later(digest, client)
   local start = tonumber(redis.call('ZSCORE', backlog, digest))
   if not start then
@@ -165,7 +165,7 @@ local function move_kind(kind, free, budget)
       local waiting = waiting_for .. digest
       local since, cost, lifetime, home, at = read_stored(stored[i])
       local deadline = at and since + lifetime
-      -- A cancelled prompt is no longer in the backlog, so until its deadline a client waits for the prompt.
+      -- Cancelling a prompt removes it from the backlog, so a client waits for each prompt here until the prompt's deadline.
       if at and (now < deadline or is_wanted(waiting, deadline, now)) then
         local tag, job = lifetime .. ' ' .. digest, string.sub(stored[i], at)
         local priority = kind ~= ROWS and kind or nil

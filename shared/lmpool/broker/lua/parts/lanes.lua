@@ -7,29 +7,29 @@
 -- include streams
 -- include time
 
-local BATCHES = 3 -- Waiting batches per worker in the streams: enough until a batch ends and prompts move there from the backlog.
+local BATCHES = 3 -- Max waiting batches per worker in the streams: enough until a batch ends and the backlog refills the streams.
 local HELD_BATCHES = 2 -- Batches per worker that count as held: lengths of lanes include held jobs, and reading each lane takes long.
 local WITHOUT_WORKERS = 128 -- Max waiting jobs in the streams while no worker is known.
 local BULK_BATCHES = 2 -- Max batches per worker, waiting and held, to which bulk clients add jobs: one is computed, one is next.
-local CONTINUED_BATCHES = 3 -- The same limit for continuations: one batch more, so that bulk clients never keep continuations out.
+local CONTINUED_BATCHES = 3 -- The limit for continuations: above BULK_BATCHES, so that bulk clients never keep continuations out.
 -- The lane of a home may have FACTOR times the mean length plus SLACK jobs. SLACK keeps single jobs at home while lanes are short.
 local FACTOR, SLACK = 1.25, 2
 local UNEVEN = 0.5 -- Homes give up jobs to a lane that is shorter than this share of the mean length.
 local MAX_READ = 1000 -- Max lanes read per call.
-local MORE = 8 -- Lanes read beyond the number of jobs, because some of the workers may have ended.
-local MAX_LENGTH = 100000 -- Max length that a lane counts with: clients may write any number there.
+local MORE = 8 -- Number of lanes read in addition to one per job, because some of the workers may have ended.
+local MAX_LENGTH = 100000 -- Max recorded length of a lane; a larger number counts as this length, because clients may write any number.
 
--- Number of workers that take jobs. The hash has a field for each and one for the sum. A single worker reads the shared stream only.
+-- Number of workers that take jobs: `capacities` has a field for each worker and one for the sum. A single worker uses no lane.
 local worker_count = math.max(0, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local has_lanes = worker_count > 1
 -- By worker: `open`: whether it takes jobs; `length`: jobs in its lane after this call; `added`: jobs that this call added to its lane.
 local open, length, added = {}, {}, {}
--- `shortest`: workers with the shortest lanes. `mean`: mean length. `max_length`: of a home's lane. `opened_at`: time of `open_lanes`.
+-- `shortest`: workers with the shortest lanes. `mean`: mean length. `max_length`: limit of a home's lane. `opened_at`: time in ms.
 local shortest, mean, max_length, opened_at = {}, 0, 0, nil
 -- Worker that got the previous siblings of the next job; nil if these siblings went to their home.
 local sibling_worker
 
--- Returns by kind how many more jobs the streams may take (negative: they have too many), and how many jobs the streams have.
+-- Returns by kind how many more jobs the streams may take (negative: the streams have too many), and how many jobs the streams have.
 local function spare_capacity()
   local batch, waiting, laned = tonumber(redis.pcall('HGET', capacities, '')) or 0, redis.call('XLEN', jobs), in_lanes()
   local depth = waiting + laned

@@ -80,7 +80,7 @@ local function move(worker, moved)
   remove_entries(entries)
 end
 
--- Close a worker's lane: move up to `most` undelivered jobs to the shared stream, the oldest first. Returns how many (0: none left).
+-- Close a worker's lane: move up to `most` undelivered jobs, the oldest first, to the shared stream. Returns the number of moved jobs.
 local function close_lane(worker, most)
   local size = tonumber(redis.pcall('HGET', capacities, worker))
   if size then

@@ -1,10 +1,10 @@
--- Notify the clients that wait for prompts, by messages in their reply streams; other scripts include this file. ARGV[3] of each is the
+-- Notify the clients that wait for prompts, by messages in their reply streams; other scripts include this file. Their ARGV[3] is the
 -- cap of a reply stream, ARGV[4] its lifetime in ms. Clients may write anything to the keys: invalid values are skipped or replaced.
 
 local DIGEST_SIZE = 16 -- Bytes of a digest.
 local MAX_CLIENTS = 10000 -- Max clients that wait for a prompt; a waiting key with more clients is invalid.
-local MAX_NOTIFIED = 250 -- A call that has notified so many clients starts no further prompt.
--- By reply key: `plain`: a message of digests; `carrying`: a message of digests and rows or places; `notified`: whether one was sent.
+local MAX_NOTIFIED = 250 -- A call that has notified this number of clients notifies the clients of no other prompt.
+-- By reply key, `plain`: message of digests; `carrying`: message of digests and rows or places; `notified`: true if a message was sent.
 local plain, carrying, notified = {}, {}, {}
 local seen_clients = 0
 
@@ -43,7 +43,7 @@ local function gather(reply, digest, part)
 end
 
 -- Notify the clients of a prompt (`sole` if one waits alone): of a failure at once, of a row by `notify_gathered`. `part` is the row,
--- or its place in the memory of `host`. Returns whether all clients were visited, and whether one on another host cannot read the row.
+-- or its place in the memory of `host`. Returns whether all clients were visited, and whether a client on another host cannot read it.
 local function notify_all(waiting, sole, failure, part, host)
   local needs_host, digest = part and not failure and host ~= '', string.sub(waiting, -DIGEST_SIZE)
   if seen_clients >= MAX_NOTIFIED then

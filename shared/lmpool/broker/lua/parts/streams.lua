@@ -57,7 +57,7 @@ local function remove_entries(entries, are_held)
   end
   for stream, of_stream in pairs(ids) do
     if are_held then
-      -- XDEL must follow, because XACK leaves the entry in the stream. XACK fails if a client runs this script without the right to it.
+      -- XDEL must follow, because XACK leaves the entry in the stream. XACK fails in scripts of clients without the right to XACK.
       redis.pcall('XACK', stream, GROUP, unpack(of_stream))
     end
     local count = tonumber(redis.pcall('XDEL', stream, unpack(of_stream))) or 0

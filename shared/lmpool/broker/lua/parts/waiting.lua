@@ -3,7 +3,7 @@
 
 -- include streams
 
--- New lifetime of a waiting key that has none, because a client removed it.
+-- New lifetime in ms of a waiting key that has no lifetime, because a client removed the lifetime.
 local FALLBACK_MS = 60000
 
 -- Returns the entry of the job, LATER, DONE, or false if there is no job; and the client's reply key if one client waits alone.
@@ -28,7 +28,7 @@ local function expand(waiting, entry, reply)
   redis.call('PEXPIRE', waiting, lifetime > 0 and lifetime or FALLBACK_MS)
 end
 
--- Write the new entry of a prompt's job, if the old entry is `before` or `before` is nil. After an eviction, set the key's lifetime.
+-- Write the new entry of a prompt's job, if the old entry is `before` or `before` is nil. If the key was evicted, set its lifetime.
 local function place(waiting, entry, lifetime, before)
   local job, reply = read_waiting(waiting)
   if before and job ~= before then

@@ -7,11 +7,11 @@
 --
 -- A job may be the reason why its workers crashed. So for its last delivery a job is taken alone, by a worker that holds no other job.
 -- One call visits the caller's lane, lanes of workers whose deadlines have passed, and a part of the held jobs of the shared stream.
--- The part starts at a cursor that all workers share. remove_gone.lua moves the jobs that were not delivered to a dead worker.
+-- This part starts at a cursor that all workers share. remove_gone.lua moves the jobs in a dead worker's lane that were not delivered.
 --
--- Returns {alone (0|1), list of jobs, number of calls that are still this worker's share}. alone: the list is one job for its last
--- delivery, or the list is empty and the caller must call again when it holds no job. A job is {entry, encoded job or its size if it is
--- too large, previous deliveries, fields "u", "t" and "p"}. A bulk prompt that an interactive client has joined has no "p".
+-- Returns {alone (0|1), list of jobs, number of calls to visit the rest of this worker's share of the held jobs}. alone: the list has
+-- one job for its last delivery, or is empty and the caller must call again when it holds no job. A job is {entry, encoded job or its
+-- size if too large, previous deliveries, fields "u", "t" and "p"}. A bulk prompt that an interactive client has joined has no "p".
 
 -- include waiting
 -- include time
@@ -103,7 +103,7 @@ end
 
 local is_full = scan_lane(consumer)
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
--- Start at any place of a long list: other workers may be busy with the first lanes.
+-- In a long list of lanes, begin at a place that changes with the time: other workers may be busy with the first lanes.
 local begin = gone > MAX_LANES and now % gone or 0
 for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. now, 'LIMIT', begin, MAX_LANES)) do
   is_full = is_full or worker ~= consumer and scan_lane(worker)
@@ -117,7 +117,7 @@ from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
 for _, first in ipairs(from == FIRST and {FIRST} or {from, FIRST}) do
   local held = redis.pcall('XPENDING', jobs, group, first, '+', part)
   if held.err then
-    -- XPENDING refuses a range that starts after the last possible id: start at the first id. Any other error occurs again.
+    -- XPENDING refuses a range that starts after the last possible id: start at the first id. The second call repeats any other error.
     held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
   end
   from = take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST

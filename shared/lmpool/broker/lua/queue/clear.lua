@@ -7,7 +7,7 @@
 -- Jobs that a worker holds stay, unless the worker has been silent for a lease. A job and its waiting key are removed in one call, so
 -- a client that joins at the same time is either notified or keeps its job.
 --
--- Returns the number of removed prompts, the number that workers hold, and indexes of prompts to pass again, to notify more clients.
+-- Returns the number of removed prompts, the number of held prompts, and indexes of prompts to pass again, to notify more clients.
 
 -- include fair_queue
 -- include notify

@@ -2,7 +2,7 @@
 --
 -- KEYS  jobs, dead, waiting key of each job, row key of each job (none if rows are on other masters: then marks are left)
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms, cap of the dead letters, consumer,
---       lifetime of a mark in ms (0 for no marks), number of jobs, host in whose shared memory the rows are ("" for none),
+--       lifetime in ms of a mark, DONE in a waiting key (0: none), number of jobs, host in whose shared memory the rows are ("": none),
 --       lifetime of the rows to store in ms (0 if no rows are to be stored), entry of each job,
 --       then the rows to store (with a host: references to rows); or with a host alone one string of all places (16 bytes each),
 --       then per failed job: index of the job, encoded failure, whether the job becomes a dead letter (0|1)
@@ -10,8 +10,8 @@
 -- Messages carry the stored rows or their places. If another worker has stored a row first, its row stays, and clients fetch that row.
 -- A job does not end if its row is missing, or if a client on another host cannot read the row. A failed job that another worker has
 -- taken over does not end either.
--- Returns numbers, separated by spaces: how many clients were notified, then indexes of jobs whose rows are missing. Index with "@":
--- a client is on another host. Index with "+": not all clients were notified, and the caller must call again for this job.
+-- Returns numbers, separated by spaces: how many clients were notified, then indexes of jobs whose rows are missing. "@" before an
+-- index means that a client is on another host; "+" means that the caller must call again, to notify the other clients of this job.
 
 -- include names
 
@@ -84,7 +84,7 @@ local function bury(failure, entry)
   end
 end
 
--- `are_all`: all rows exist. Usually they exist already, or none exists and one command stores all, in place of one command per row.
+-- `are_all`: all rows exist. Usually all rows exist already, or no row exists and one command stores all rows.
 local are_all = not is_storing and #KEYS == 2 + 2 * count and redis.call('EXISTS', unpack(KEYS, 3 + count)) == count
 if is_storing and not next(failures) then
   local rows = {}
@@ -150,7 +150,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and marked or {}) do
   redis.call('HSET', waiting, 'job', DONE)
   redis.call('PEXPIRE', waiting, mark_ms)
 end
--- Clients record the worker (field "w") as the home of prompts that continue these.
+-- Clients record the worker (field "w") as the home of prompts that continue the finished prompts: the worker has computed a prefix.
 local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', ARGV[2], 'w', ARGV[6])
 remove_entries(entries, true)
 local answer = table.concat({clients, unpack(left)}, ' ') .. (#unfinished > 0 and ' ' .. table.concat(unfinished, ' ') or '')

@@ -3,7 +3,7 @@
 -- KEYS  jobs, dead, waiting key of the job's digest
 -- ARGV  id of the dead letter, encoded job as the caller saw it, queue limit, lifetime of the waiting key in ms
 --
--- The field "keep" of the waiting key says that the job is wanted although no client waits: the row is cached for the next client.
+-- The field "keep" of the waiting key marks the job as wanted although no client waits: its row is cached for later clients.
 -- Returns Q: queued; J: a job for the same prompt is in flight; F: the queue is full; G: the dead letter was removed or differs.
 
 -- include fair_queue

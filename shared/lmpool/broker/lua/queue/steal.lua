@@ -1,4 +1,4 @@
--- Move jobs from the end of a long lane to the lane of a worker that holds no job and finds none.
+-- Move jobs from the end of a long lane to the lane of a worker without jobs. Home: the worker that computed a prefix of a prompt.
 --
 -- KEYS  jobs
 -- ARGV  worker, max jobs to take, patience in ms: a job is taken from its home only if the first job of the lane has waited longer
@@ -32,7 +32,7 @@ end
 if not has_lanes then
   return -1
 elseif redis.pcall('HEXISTS', capacities, thief) ~= 1 then
-  -- A worker that drains, or that others removed because they took it for dead, steals no jobs.
+  -- A worker that drains steals no jobs, and neither does a worker that other workers have removed as dead.
   return 0
 end
 for _, worker in ipairs(longest_lanes()) do

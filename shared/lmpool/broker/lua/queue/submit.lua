@@ -17,19 +17,19 @@ local sole_waiter = reply .. '\n'
 local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local depth = redis.call('XLEN', jobs) + math.max(0, tonumber(redis.pcall('ZSCORE', lanes, '')) or 0)
 if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 then
-  -- One new prompt without a home in an empty queue. This case comes first, because the client waits for nothing but this call.
+  -- The case of one new prompt without a home in an empty queue comes first, because the client waits for nothing but this call.
   redis.call('SET', KEYS[3], sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
 -- include strings
 
-local SOLE_EXTRA = 1200 -- Max jobs of a sole client beyond the capacity: fair_queue.lua can move so many back in one call.
-local SOLE_MAX_BYTES = 2048 -- Max bytes of each of a sole client's jobs beyond the capacity, for the same reason.
+local SOLE_EXTRA = 1200 -- Max jobs of a sole client beyond the capacity: fair_queue.lua can move this number of jobs back in one call.
+local SOLE_MAX_BYTES = 2048 -- Max bytes of each job beyond the capacity, because fair_queue.lua moves a limited number of bytes.
 local SOLE_MS = 3600000 -- Lifetime of the key that names the sole client, in ms.
 local SPARE_BATCHES = 2 -- Batches that may wait for a single worker without a check of the backlog.
 local is_bulk, sole = string.find(reply, bulk_replies, 1, true) ~= nil, redis.pcall('GET', sole_client)
--- `outcome`: of each prompt. `fresh`: waiting keys and values to set. `is_done`: waiting key -> outcome if its prompt occurs again.
+-- `outcome`: outcome per prompt. `fresh`: waiting keys and values to set. `is_done`: waiting key -> outcome if its prompt occurs again.
 local outcome, fresh, is_done = {}, {}, {}
 
 local function set_fresh()
@@ -42,7 +42,7 @@ local function set_fresh()
 end
 
 -- Nearly always all prompts are new, have no home, and fit into the stream of a single worker. `capacities` then has two fields: the
--- worker's and the sum. Defining the functions for other cases takes as long as a few prompts.
+-- worker's capacity and the sum. Defining the functions for other cases takes as long as a few prompts.
 if existing == 0 and #ARGV == HEAD + count and redis.pcall('HLEN', capacities) == 2 then
   local is_alone = sole == reply and not is_bulk
   local most = is_alone and SOLE_EXTRA or SPARE_BATCHES * (tonumber(redis.pcall('HGET', capacities, '')) or 0)
@@ -101,7 +101,7 @@ if spare[BULK] < 0 or is_bulk then
   end
 end
 local free = sole == reply and spare[kind or ROWS] or math.max(0, spare[kind or ROWS])
--- Max jobs of the client beyond the capacity, if it is the sole client. Continuations take too long for that.
+-- Max jobs of the client beyond the capacity, if it is the sole client; 0 for continuations, which take too long.
 local may_be_alone = not is_bulk or sole == reply or spare[BULK] >= 0 and sole ~= GAVE_WAY
 local extra = worker_count > 0 and not is_continued and may_be_alone and SOLE_EXTRA or 0
 -- Number of prompts in the backlog that go before the prompts of this client.
@@ -136,7 +136,7 @@ local function queue(i)
       is_named = true
     end
     if worker or free <= 0 or is_bulk then
-      -- The job may have to move, and needs its digest then.
+      -- The job may have to move to another stream or to the backlog, and a move needs the digest.
       tag = lifetime .. ' ' .. digest
     end
     if home ~= '' then
@@ -180,7 +180,7 @@ end
 local function is_cached(row)
   local head = row_check == 'rows' and redis.pcall('GETRANGE', row, 0, 20) or ''
   if type(head) == 'table' then
-    -- No row can be stored over a value of another type, so remove it. If this client may not remove it, a worker does.
+    -- No row can be stored over a value of another type, so remove the value. If this client may not remove it, a worker does.
     redis.pcall('UNLINK', row)
     return false
   end
@@ -204,7 +204,7 @@ local function join(i, waiting)
     redis.call('HSET', waiting, reply, '')
   end
   if job == LATER then
-    -- A prompt of another client in the backlog moves to the start time of this client, if that is earlier.
+    -- A prompt of another client in the backlog moves to the start time of this client, if this start time is earlier.
     local digest = string.sub(waiting, -16)
     local start = tonumber(redis.call('ZSCORE', backlog, digest))
     if start and next_start(i) < start then

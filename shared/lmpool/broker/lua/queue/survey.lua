@@ -7,7 +7,7 @@
 -- include fair_queue
 
 -- A client's oldest prompt in the backlog has the client's first start time, and the first start times of clients are close together.
-local FIRST = 32 -- Prompts of each kind, the first ones in the backlog, whose age is read.
+local FIRST = 32 -- Number of prompts of each kind, the first in the backlog, whose age is read.
 local MAX_READ = 16384 -- Max bytes of a stored job that is read for its age.
 local dead, now, age = KEYS[2], now_ms(), 0
 
@@ -29,7 +29,7 @@ for _, worker in ipairs(workers) do
   read_age(lane_of .. worker)
   in_seen = in_seen + (tonumber(redis.pcall('XLEN', lane_of .. worker)) or 0)
 end
--- The recorded sum may be wrong after the server lost keys. It is used only if there are more lanes than this call reads.
+-- Use the recorded sum only if there are more lanes than this call reads: the sum may be wrong after the server lost keys.
 local depth = redis.call('XLEN', jobs) + (#workers == MAX_LANES and in_lanes() or in_seen)
 local in_backlog = count_at('ZCARD', backlog)
 for kind in pairs(in_backlog > 0 and FROM or {}) do

@@ -4,9 +4,9 @@
 -- ARGV  expected encoding, then per row: first and last byte of each number, all separated by spaces
 --
 -- Returns one string per key (nil if the key does not exist): the row's header, the numbers, and the digest from the key. If bytes are
--- lost on the way, the digest is at the wrong place, so the caller notices. A row with another encoding or length gives header and
--- digest, a reference to shared memory gives reference and digest, and a value of another type gives the digest.
-local HEADER_SIZE, ENCODING_AT, SIZE_AT, DIGEST_SIZE, MAX_REFERENCE = 16, 6, 9, 16, 291 -- In bytes. See protocol/row.py.
+-- lost on the way, the digest is at the wrong place, so the caller notices. The string for a row with another encoding or length has
+-- only header and digest; for a reference to shared memory, reference and digest; for a value of another type, only the digest.
+local HEADER_SIZE, ENCODING_AT, SIZE_AT, DIGEST_SIZE, MAX_REFERENCE = 16, 6, 9, 16, 291 -- Bytes; see protocol/row.py.
 local expected = tonumber(ARGV[1])
 local replies = {}
 for i, row in ipairs(KEYS) do

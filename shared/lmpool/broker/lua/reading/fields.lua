@@ -5,7 +5,7 @@
 -- ARGV  max fields of a hash, max bytes of a value, index of the first field (0 in the first call), then the fields to read (none: all)
 --
 -- Returns the index for the next call (0 if all fields were read), and per hash a list of names and values. The size of a value that is
--- too large replaces the value. A hash with too many fields has their number in place of the list; a key that holds no hash has -1.
+-- too large replaces the value. The number of fields replaces the list of a hash with too many; -1 stands for a key that holds no hash.
 local MAX_NAME, MAX_FIELDS, MAX_BYTES = 1024, 1000, 1048576 -- Fields with names over MAX_NAME bytes are left out.
 local most, limit, begin = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
 local replies, wanted, next_begin = {}, {unpack(ARGV, 4)}, 0

@@ -14,7 +14,7 @@ for i, key in ipairs(KEYS) do
   if type(count) == 'table' and not string.find(tostring(count.err), 'WRONGTYPE', 1, true) then
     return count
   end
-  -- A value of another type counts no workers; the next heartbeat replaces it.
+  -- A value of another type counts as no workers; the next heartbeat replaces the value.
   counts[i] = type(count) == 'number' and count or 0
 end
 if counts[1] > 0 and ARGV[2] ~= '0' then

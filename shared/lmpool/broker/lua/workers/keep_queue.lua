@@ -9,7 +9,7 @@
 -- Returns the number of dropped jobs; -1 if the stream was not replaced.
 local jobs, group = KEYS[1], ARGV[1]
 for _, key in ipairs(KEYS) do
-  -- The keys have a lifetime if the model had no worker.
+  -- The keys have a lifetime if the model had no worker for a while.
   redis.call('PERSIST', key)
 end
 local infos, length = redis.pcall('XINFO', 'GROUPS', jobs), redis.pcall('XLEN', jobs)

@@ -2,7 +2,7 @@
 --
 -- KEYS  deadlines, and for a worker that serves: jobs, capacities, lanes, its lane
 -- ARGV  worker, lease in ms, lifetime of the keys in ms, and for a worker that serves: consumer group, number of prompts that it
---       computes at once (0 if it takes no more)
+--       computes at once (0 if it takes no more jobs)
 --
 -- The capacities and the lengths of the lanes have their sums under "". The script creates the consumer, because servers older than
 -- Valkey 9 list a consumer only after it has received a job. Keys that hold another type are replaced.

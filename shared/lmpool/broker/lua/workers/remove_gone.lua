@@ -7,7 +7,7 @@
 -- Removing a consumer drops its held jobs, and a worker that only seemed dead may take jobs at any moment, so the check and the
 -- removal are one call. Workers with jobs stay, so that the jobs can be claimed.
 --
--- Returns the number of removed workers; whether consumers or lanes have no deadline (0|1); the number of moved jobs (maybe not all).
+-- Returns the number of removed workers; whether consumers or lanes lack deadlines (0|1); the number of moved jobs (more may be left).
 
 -- include fair_queue
 

@@ -1,6 +1,6 @@
-"""Producers, workers and operators that act on a queue in any order, and a server that loses keys.
+"""A state machine for Hypothesis: producers, workers and operators act on a queue, and the server loses keys.
 
-Leases end without waiting: deadlines are set into the past, and XCLAIM sets how long an entry has been idle.
+Tests do not wait for leases: they set deadlines into the past, and XCLAIM sets how long an entry has been idle.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Worker:
     """The state of a worker.
 
     Attributes:
-        has_joined: it has created its consumer, and sends heartbeats.
-        held: the entries that it computes: entry -> prompt, and the time in ms until which a client waits.
+        has_joined: whether the worker has created its consumer and sends heartbeats.
+        held: the entries that the worker computes: entry -> (prompt, time in ms until which a client waits).
     """
 
     has_joined: bool = False
@@ -55,8 +55,8 @@ class QueueMachine(RuleBasedStateMachine):
     """A queue with four clients, two of them bulk clients, and four workers that join and leave.
 
     Args:
-        caller: runs scripts on a server that no other test uses.
-        seen: receives the events, so that a test can check its own coverage.
+        caller: object that runs scripts on a server that no other test uses.
+        seen: counts the events of each kind, so that a test can check that all kinds have occurred.
     """
 
     def __init__(self, caller: Caller, seen: collections.Counter[str]) -> None:
@@ -76,7 +76,7 @@ class QueueMachine(RuleBasedStateMachine):
         sizes=SIZES,
     )
     def begin(self, limit: int, has_marks: bool, has_trouble: bool, sizes: list[int]) -> None:
-        """Whether scripts see rows, whether the server loses keys, and whether workers exist."""
+        """Draw the queue's limit, whether scripts see rows, whether the server loses keys, and the first workers."""
         self.has_trouble = has_trouble
         self.limit, self.model, self.has_marks = limit, QueueModel(limit), has_marks
         for name, size in zip(WORKERS, sizes, strict=False):
@@ -88,14 +88,14 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule(step=STEPS)
     def act(self, step: tuple[str, tuple[Any, ...]]) -> None:
-        """One of the methods below."""
+        """Run the method that the step names."""
         name, values = step
         if self.has_trouble or name not in TROUBLE:
             getattr(self, name)(*values)
 
     @invariant()
     def check(self) -> None:
-        """Invariants after every step."""
+        """Check the invariants after every step."""
         self.is_sound = False
         state = self.caller.look(self.since)
         depth, _, dead, _ = self.run(scripts.SURVEY, [JOBS, DEAD])
@@ -119,7 +119,7 @@ class QueueMachine(RuleBasedStateMachine):
     # Steps of clients
 
     def submit(self, client: bytes, prompts: list[tuple[int, str]], check_rows: bool, is_retried: bool) -> None:
-        """Submit prompts that the client does not wait for yet; twice if the reply was lost."""
+        """Submit prompts that the client does not wait for yet; submit them twice if the reply is lost."""
         prompts = [(number, home) for number, home in prompts if (client, number) not in self.model.waits]
         numbers, homes = [number for number, _ in prompts], [home for _, home in prompts]
         if prompts:
@@ -127,7 +127,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self._submit(client, numbers, homes, check_rows=check_rows)
 
     def ask_again(self, client: bytes, picks: int) -> None:
-        """Check that jobs still exist that the client has long waited for."""
+        """Check that the jobs of a client that has waited for long still exist."""
         if numbers := _picked(self.model.waits_of(client), picks):
             self._submit(client, numbers, [], again=True)
 
@@ -160,7 +160,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.submitted(client, numbers, outcome, again=again)
 
     def expire(self, prompts: list[tuple[int, str]]) -> None:
-        """A client submits with a short deadline, and disconnects."""
+        """Let a client submit prompts with a short deadline and disconnect."""
         numbers = [number for number, _ in prompts]
         self._submit(GUEST, numbers, [home for _, home in prompts], lifetime_ms=1)
         end = time.monotonic() + 0.003
@@ -168,7 +168,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.redis.exists(*map(waiting, numbers))
 
     def cancel(self, client: bytes, picks: int) -> None:
-        """Cancel some prompts."""
+        """Cancel some of the client's prompts."""
         if numbers := _picked(self.model.waits_of(client), picks):
             self.run(scripts.CANCEL, [JOBS, client, *map(waiting, numbers)], GROUP)
             for number in numbers:
@@ -177,12 +177,12 @@ class QueueMachine(RuleBasedStateMachine):
     # Steps of workers
 
     def _busy(self, pick: int) -> str:
-        """One of the active workers, "" for none."""
+        """The name of a worker that holds jobs, or "" if no worker does."""
         busy = [name for name in WORKERS if self.workers[name].held]
         return busy[pick % len(busy)] if busy else ""
 
     def _join(self, name: str, size: int) -> None:
-        """Create the streams, if they are missing, and send a heartbeat."""
+        """Create missing streams, and send a heartbeat of the worker."""
         for stream in (JOBS, MODEL.lane(name)):
             self._make(stream)
         self._keep(name)
@@ -191,7 +191,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _make(self, stream: bytes) -> None:
         self.is_sound = False
-        with suppress(ResponseError):  # It exists.
+        with suppress(ResponseError):  # The group exists already.
             self.redis.xgroup_create(stream, GROUP, id="0", mkstream=True)
 
     def _keep(self, name: str) -> None:
@@ -204,7 +204,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.miscounted.discard(name)
 
     def heartbeat(self, name: str, size: int, keeps: bool) -> None:
-        """Join the workers, or stay joined."""
+        """Send a heartbeat of a worker, which joins the worker if it has not joined yet."""
         if not self.workers[name].has_joined:
             self._join(name, size)
         elif keeps:
@@ -212,7 +212,7 @@ class QueueMachine(RuleBasedStateMachine):
         self._register(name, size)
 
     def take(self, name: str, count: int, is_lost: bool) -> None:
-        """Take new jobs; look for more if there are none. The reply may be lost."""
+        """Take new jobs; if no new job exists, refill the streams and steal jobs. The reply may be lost."""
         if not self.workers[name].has_joined:
             self._join(name, count)
         if not self._take(name, count, is_lost=is_lost):
@@ -247,12 +247,12 @@ class QueueMachine(RuleBasedStateMachine):
         self.workers[name].held[entry] = int(job.removeprefix(b"job-")), until
 
     def move_up(self) -> None:
-        """Move prompts up from the backlog, for an idle worker."""
+        """Move prompts from the backlog to the streams, as an idle worker does."""
         while self.run(scripts.REFILL, [JOBS]):
             pass
 
     def steal(self, name: str, count: int, is_patient: bool) -> None:
-        """Steal jobs from another lane, for an idle worker."""
+        """Let an idle worker steal jobs from the lane of another worker."""
         if self.workers[name].has_joined and not self.workers[name].held:
             self._steal(name, count, NEVER_MS if is_patient else 0)
 
@@ -263,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
         return max(0, stolen)
 
     def finish(self, pick: int, picks: int, endings: list[str]) -> None:
-        """End jobs, each with one of several outcomes; also jobs that another worker has claimed."""
+        """End jobs with several outcomes, also jobs that another worker has claimed since."""
         if not (name := self._busy(pick)):
             return
         if entries := _picked(sorted(self.workers[name].held), picks):
@@ -311,7 +311,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.pending[entry].is_silent = False
 
     def drop_unwanted(self, pick: int) -> None:
-        """Remove jobs without a client."""
+        """Remove held jobs for which no client waits."""
         if not (name := self._busy(pick)):
             return
         held = self.workers[name].held
@@ -330,7 +330,7 @@ class QueueMachine(RuleBasedStateMachine):
             self._claim(name, count)
 
     def overtake(self, name: str, pick: int, count: int, is_late: bool) -> None:
-        """A worker renews nothing for a lease, another one claims its jobs, and the first one continues with them."""
+        """A worker renews no lease in time; another worker claims its jobs, but the first one continues to compute."""
         others = [other for other in WORKERS if other != name and self.model.held(other)]
         if others and self.workers[name].has_joined:
             self._fall_silent(others[pick % len(others)], is_late=is_late, forgets=False)
@@ -358,7 +358,7 @@ class QueueMachine(RuleBasedStateMachine):
         return bool(alone), len(taken)
 
     def sweep(self, name: str, checks: bool) -> None:
-        """Remove dead workers."""
+        """Remove dead workers from the queue."""
         if self.workers[name].has_joined:
             self._remove_gone(checks)
 
@@ -377,11 +377,11 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.is_sum_known = False
 
     def fall_silent(self, name: str, how: str) -> None:
-        """A worker renews nothing; freezes; crashes; stops; stops because of a failure; or is about to stop."""
+        """Let a worker miss renewals, freeze, crash, stop, stop because of a failure, or prepare to stop."""
         if self.workers[name].has_joined:
             self.seen[f"fell silent: {how}"] += 1
             if how in ("ended", "failed", "closing"):
-                # A heartbeat may be sent before.
+                # A failed worker sends a heartbeat before it closes its lane.
                 self._close(name, heartbeat=how == "failed")
             if how in ("ended", "failed"):
                 self._leave(name, "no memory" if how == "failed" else "")
@@ -406,7 +406,7 @@ class QueueMachine(RuleBasedStateMachine):
             pass
 
     def _leave(self, name: str, reason: str) -> None:
-        """Like a worker that releases its jobs."""
+        """Release the jobs of a worker that stops, and remove the worker."""
         lanes = {b"", b" " + name.encode(), *(b"".join(entry.partition(b" ")[1:]) for entry in self.model.held(name))}
         for suffix in sorted(lanes):
             keys, begin = [MODEL.lane(suffix[1:]) if suffix else JOBS, MODEL.reasons], b"-"
@@ -420,7 +420,7 @@ class QueueMachine(RuleBasedStateMachine):
     # Steps of operators, and of a server that is short of memory
 
     def retry(self, pick: int) -> None:
-        """Queue a dead letter again."""
+        """Queue the job of a dead letter again."""
         letters: Any = self.redis.xrange(DEAD)
         if letters:
             entry, fields = letters[pick % len(letters)]
@@ -434,7 +434,7 @@ class QueueMachine(RuleBasedStateMachine):
                 self.model.dangling.discard(number)
 
     def clear(self) -> None:
-        """Clear the queue: held jobs stay."""
+        """Clear the queue, except jobs that workers hold."""
         state, model = self.state, self.model
         jobs = [(LATER, number) for number in state.backlog] + list(state.entries.items())
         stays = [entry for entry, _ in jobs if entry in model.pending and not model.pending[entry].is_silent]
@@ -448,7 +448,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen["cleared"] += removed
 
     def lose(self, what: str, pick: int) -> None:
-        """The server loses a key that expires."""
+        """Let the server lose a key that may expire."""
         number, name = PROMPTS[pick % len(PROMPTS)], WORKERS[pick % len(WORKERS)]
         rest = [MODEL.claim_cursor, MODEL.sole_client, MODEL.reasons, *CLIENTS]
         keys = {
@@ -472,7 +472,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.model.has_lost_lanes, self.model.limit = True, 0
 
     def spoil_waiting(self, number: int, job: bytes | None, reply: bytes) -> None:
-        """Write a foreign value into a waiting key."""
+        """Write a value that no script writes into the waiting key of a prompt."""
         self.is_sound = False
         if job is None:
             text = reply + b"\ndone" if reply else b"text"
@@ -485,9 +485,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.model.dangling.add(number)
 
     def run_ahead(self, name: str) -> None:
-        """Add an entry with an id ahead of the clock to a stream, which a worker reads."""
+        """Add an entry whose id is ahead of the clock to a stream, let a worker read it, and replace the stream."""
         stream, consumer = MODEL.lane(name) if name else JOBS, name or WORKERS[0]
-        # A new stream does not list removed workers, so the server must not lose their lanes in addition.
+        # The new stream does not list removed workers, so this step is skipped if the server has lost their lanes.
         if not self.workers[consumer].has_joined or (not name and self.model.has_lost_lanes):
             return
         self.is_replaced = self.is_replaced or not name
@@ -500,10 +500,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen["replaced"] += 1
         self.model.lose_stream(name)
 
-    # The end
+    # The end of a run
 
     def teardown(self) -> None:
-        """All workers crash, and a new one joins: finally every waiting client has a result."""
+        """Let all workers crash and a new worker join, and check that every waiting client gets a result."""
         if not self.is_sound:
             return
         for name in WORKERS:
@@ -523,7 +523,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.seen["examples"] += 1
 
     def _drain(self) -> None:
-        """Let the only live worker do all its periodic tasks, as leases end."""
+        """Let the only live worker run all its periodic tasks until the queue is empty."""
         for _ in range(MAX_AGES):
             self._age()
             self._register(RESCUER, 4)
@@ -538,7 +538,7 @@ class QueueMachine(RuleBasedStateMachine):
         raise AssertionError(f"the queue does not drain: {self.state}")
 
     def _age(self) -> None:
-        """Let the leases of all but one worker end."""
+        """Let the leases of all workers except the new one end."""
         for name in WORKERS:
             self._fall_silent(name, is_late=True, forgets=True)
 
@@ -556,5 +556,5 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 def _picked(choices: list[Any], picks: int) -> list[Any]:
-    """Some of them, as the bits of a number say; at least one."""
+    """The choices whose bits are set in `picks`, or the first choice if no bit is set."""
     return [choice for at, choice in enumerate(choices) if picks >> at % 12 & 1] or choices[:1]

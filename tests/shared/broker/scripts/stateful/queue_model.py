@@ -1,4 +1,4 @@
-"""A model of a queue: the results that clients and workers may expect after their actions."""
+"""A model of a queue that predicts the results which clients and workers may expect after their actions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Delivery:
     """An entry that was delivered to a worker.
 
     Attributes:
-        worker: holds the entry.
-        count: number of deliveries.
-        is_silent: its lease has ended.
+        worker: name of the worker that holds the entry.
+        count: number of deliveries of the entry.
+        is_silent: whether the lease of the entry has ended.
     """
 
     worker: str
@@ -27,20 +27,20 @@ class Delivery:
 
 
 class QueueModel:
-    """Follows a queue next to the server.
+    """Applies the same actions as the server, and checks the server's queue against the expected results.
 
     Attributes:
-        waits: client's reply key and prompt -> whether a result is certain; if the server has lost a part of it, the
-            client must submit again.
-        pending: entries that were delivered to workers.
-        loose: prompts that may have several jobs, or one without a client: a key was lost or has expired, or a worker
-            that counted as dead has published the row.
+        waits: (client's reply key, prompt) -> whether a result is certain; after the server has lost a key of the
+            prompt, the client must submit the prompt again.
+        pending: entry that was delivered to a worker -> its delivery.
+        loose: prompts that may have several jobs, or a job without a client, because a key was lost or has expired, or
+            a worker that counted as dead has published the row.
         dangling: prompts whose waiting keys may name a job that the server has lost.
-        miscounted: see `State.check_alone`.
-        is_sum_known: see `State.check_alone`.
-        has_lost_lanes: the lengths of all lanes were lost, and are not all restored.
-        limit: max jobs of the queue; 0 once it may hold more, because lengths were lost.
-        last: the queue after the previous step.
+        miscounted: names of workers, as the argument of `State.check_alone`.
+        is_sum_known: whether the sum of lengths is right, as the argument of `State.check_alone`.
+        has_lost_lanes: whether the server has lost the lengths of all lanes, and some are not restored yet.
+        limit: max jobs of the queue; 0 (no limit) after the server has lost the lengths of lanes.
+        last: the state of the queue after the previous step.
     """
 
     def __init__(self, limit: int) -> None:
@@ -53,7 +53,7 @@ class QueueModel:
         self.has_lost_lanes = False
         self.limit = limit
         self.last: State | None = None
-        # Of one step: prompts that may end, and entries that must be removed.
+        # Prompts that may end in the current step, and entries that this step must remove.
         self._ending: set[int] = set()
         self._ended: set[bytes] = set()
         self._dead = 0
@@ -63,15 +63,15 @@ class QueueModel:
         return sorted(number for reply, number in self.waits if reply == client)
 
     def held(self, worker: str) -> list[bytes]:
-        """The entries of a worker's last read, by the server's account."""
+        """The entries that a worker holds, as the server reported after the last step."""
         return sorted(entry for entry, delivery in self.pending.items() if delivery.worker == worker)
 
     def places(self, number: int) -> list[bytes]:
-        """The places of a prompt's jobs after the last step."""
+        """The jobs of a prompt after the last step: entries of streams, and "later" for the backlog."""
         return self.last.places.get(number, []) if self.last else []
 
     def submitted(self, client: bytes, numbers: Iterable[int], outcome: str, *, again: bool) -> None:
-        """A client has submitted prompts."""
+        """Record that a client has submitted prompts."""
         for number, code in zip(numbers, outcome, strict=True):
             was_certain = self.waits.get((client, number), False)
             if code == "R":
@@ -89,13 +89,13 @@ class QueueModel:
                 self.dangling.discard(number)
 
     def taken(self, worker: str, entries: Iterable[bytes]) -> None:
-        """A worker has read new entries."""
+        """Record that a worker has read new entries."""
         for entry in entries:
             assert entry not in self.pending, f"{entry!r} was delivered as new twice"
             self.pending[entry] = Delivery(worker)
 
     def claimed(self, worker: str, claims: list[tuple[bytes, int]], *, was_idle: bool, own: list[bytes]) -> None:
-        """A worker has claimed entries; `counts` are their deliveries before."""
+        """Record that a worker has claimed entries; `claims` has each entry with its number of deliveries."""
         for entry, count in claims:
             before = self.pending[entry]
             assert before.is_silent, f"{entry!r} was taken from {before.worker}, whose lease has not passed"
@@ -106,26 +106,26 @@ class QueueModel:
             self.pending[entry] = Delivery(worker, count + 1)
 
     def finished(self, entry: bytes, number: int) -> None:
-        """A job has ended, whichever worker held it."""
+        """Record that a job has ended, also if another worker held the job."""
         self.ends(number, {entry})
         self.remove([entry])
 
     def ends(self, number: int, entries: set[bytes]) -> None:
-        """Clients of a prompt may be notified now; other jobs of the prompt may have no client any more."""
+        """Record that clients of a prompt may be notified now; other jobs of the prompt may lose their clients."""
         self._ending.add(number)
         if set(self.places(number)) - entries - self._ended:
             self.loose.add(number)
 
     def buried(self) -> None:
-        """A job has become a dead letter."""
+        """Record that a job has become a dead letter."""
         self._dead += 1
 
     def dug_out(self) -> None:
-        """A dead letter was removed."""
+        """Record that a dead letter was removed."""
         self._dead -= 1
 
     def remove(self, entries: Iterable[bytes]) -> None:
-        """Entries must be removed by this step."""
+        """Record that the current step must remove these entries."""
         for entry in entries:
             self.pending.pop(entry, None)
             self._ended.add(entry)
@@ -139,14 +139,14 @@ class QueueModel:
         return entries
 
     def lose_waiting(self, number: int) -> None:
-        """The server has lost a waiting key."""
+        """Record that the server has lost the waiting key of a prompt."""
         for client, waited_for in self.waits:
             if waited_for == number:
                 self.waits[client, number] = False
         self.loose.add(number)
 
     def lose_stream(self, worker: str) -> None:
-        """The server has lost a worker's lane, or the shared stream for ""."""
+        """Record that the server has lost the lane of a worker, or the shared stream if the name is ""."""
         assert self.last is not None
         for entry, number in self.last.entries.items():
             if entry.partition(b" ")[2] == worker.encode():
@@ -157,7 +157,7 @@ class QueueModel:
             self.miscounted.add(worker)
 
     def check(self, state: State) -> None:
-        """Compare the queue with the actions since the previous step."""
+        """Check that the queue has changed as the recorded actions of the current step require."""
         self._note_told(state)
         self._check_waits(state)
         self._check_places(state)

@@ -1,4 +1,4 @@
-"""The content of a model's queue at one instant, and its invariants."""
+"""Read the content of a model's queue at one instant, and check its invariants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LATER = b"later"
 _NUMBERS = {digest(number): number for number in PROMPTS}
 _STREAMS = {JOBS: b"", **{MODEL.lane(worker): b" " + worker.encode() for worker in (*WORKERS, RESCUER)}}
 
-# Clients' notifications are read here too: one call per step.
+# This script reads the queue and the clients' notifications in one call per step.
 _LOOK = """
 local group, prefix, streams, waiting, forever, told = ARGV[1], ARGV[2], {}, {}, {}, {}
 -- What expires sooner may be gone when the next step looks.
@@ -62,7 +62,7 @@ class Caller:
     """Runs scripts on a server.
 
     Args:
-        url: of the server.
+        url: URL of the server.
     """
 
     def __init__(self, url: str) -> None:
@@ -80,7 +80,7 @@ class Caller:
         """Read the queue.
 
         Args:
-            since: reply key -> the last message that its client has read.
+            since: reply key of a client -> id of the last message that the client has read.
         """
         args = [GROUP, MODEL.waiting, *(part for pair in since.items() for part in pair)]
         return _state(self._look(keys=list(_STREAMS), args=args), list(since))
@@ -88,22 +88,22 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A queue.
+    """The state of a queue at one instant.
 
     Attributes:
         entries: entry -> the number of its prompt.
-        pending: entry -> its worker, and its deliveries.
+        pending: delivered entry -> (worker that holds the entry, number of deliveries).
         lengths: worker -> number of entries in its lane.
-        lanes: worker -> the registered length of its lane; "" -> their sum.
-        capacity: worker -> prompts that it computes at once; "" -> their sum.
+        lanes: worker -> the registered length of its lane; "" -> the sum of these lengths.
+        capacity: worker -> max prompts that the worker computes at once; "" -> the sum over all workers.
         backlog: the prompts in the backlog.
-        yielding: prompts among them for which only bulk clients wait.
-        backlog_jobs: prompts whose jobs are stored there.
-        waiting: prompt -> its waiting key, as a hash.
-        forever: keys that do not expire.
-        told: reply key -> new messages: their ids and contents.
-        dead: number of dead letters.
-        places: prompt -> the places of its jobs: entries, and "later" for the backlog.
+        yielding: prompts in the backlog for which only bulk clients wait.
+        backlog_jobs: prompts whose jobs are stored in the backlog.
+        waiting: prompt -> the fields of its waiting key.
+        forever: the keys that have no expiry.
+        told: reply key -> (id, content) of each new message.
+        dead: the number of dead letters.
+        places: prompt -> its jobs: entries of streams, and "later" for a job in the backlog.
     """
 
     entries: dict[bytes, int]
@@ -128,20 +128,20 @@ class State:
 
     @property
     def depth(self) -> int:
-        """The number of jobs."""
+        """The number of jobs in the queue."""
         return len(self.entries) + len(self.backlog)
 
     @property
     def uncounted(self) -> set[str]:
-        """Workers with jobs in a lane that is not registered."""
+        """Workers that have jobs in a lane whose length is not registered."""
         return {worker for worker, length in self.lengths.items() if length and worker not in self.lanes}
 
     def check_alone(self, *, miscounted: set[str], is_sum_known: bool) -> None:
-        """Invariants of any queue.
+        """Check the invariants of any queue.
 
         Args:
-            miscounted: workers whose lanes the server has lost since they last reported the length.
-            is_sum_known: all lengths were added up since the server lost the lane of a removed worker.
+            miscounted: workers whose lanes the server has lost after they last reported the lane's length.
+            is_sum_known: whether all lengths were added up after the server lost the lane of a removed worker.
         """
         assert sorted(self.backlog) == sorted(self.backlog_jobs), "the backlog and its jobs differ"
         assert self.pending.keys() <= self.entries.keys(), "a worker holds an entry that was removed"
@@ -151,7 +151,7 @@ class State:
         if is_sum_known:
             _check_sum("lanes", self.lanes)
         _check_sum("capacities", self.capacity)
-        # A lane that the server has lost, and that gets jobs before its worker polls, expires from then on.
+        # A lane that was lost and is created again by new jobs gets an expiry only when its worker polls.
         undying = set(self.forever) - {*MODEL.queue, *map(MODEL.lane, (*WORKERS, RESCUER))}
         assert not undying, f"keys that never expire: {undying}"
 
@@ -174,7 +174,7 @@ def _state(reply: Any, reply_keys: Sequence[bytes]) -> State:
     entries, pending, lengths = {}, {}, {}
     for suffix, (listed, held) in zip(_STREAMS.values(), streams, strict=True):
         for entry_id, flat in listed:
-            # Foreign entries may have been added.
+            # Entries that other programs have added may have no job field.
             job = _pairs(flat).get(JOB_FIELD, b"")
             entries[entry_id + suffix] = int(job.removeprefix(b"job-") or 0)
         for entry_id, worker, _, deliveries in held:

@@ -1,4 +1,4 @@
-"""The steps of clients, workers and operators on a queue, and of a server that is short of memory."""
+"""The random steps of a queue's test: what clients, workers, operators and a server short of memory may do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SIZES = st.sampled_from([1, 1, 1, 2, 8])
 _PICKS = st.integers(0, 2**12 - 1)
 _HOMES = st.sampled_from(["", "", *WORKERS, "w9"])
 _PROMPT = st.tuples(st.sampled_from(PROMPTS), _HOMES)
-# Many prompts fill the streams, so that more prompts go to the backlog.
+# Long lists of prompts fill the streams, so that some prompts go to the backlog.
 _PROMPTS = st.lists(_PROMPT, min_size=1, max_size=4) | st.lists(_PROMPT, min_size=8, max_size=20)
 _ENDINGS = st.lists(st.sampled_from(["row", "row", "row", "missing", "failed", "dead"]), min_size=1, max_size=3)
 
@@ -29,7 +29,7 @@ _REPLIES = st.sampled_from([b"", b"job", b"keep", b"elsewhere", MODEL.reply("nob
 _LOST = st.sampled_from(["waiting", "waiting", "row", "row", "lanes", "capacity", "workers", "workers", "lane", "rest"])
 _SILENCES = st.sampled_from(["slow", "frozen", "killed", "ended", "failed", "closing"])
 
-# Weight of a step, its name, and its arguments.
+# (weight of a step, name of a method of `QueueMachine`, strategies for the method's arguments)
 _STEPS: list[tuple[int, str, tuple[st.SearchStrategy[Any], ...]]] = [
     (6, "submit", (_CLIENTS, _PROMPTS, st.booleans(), st.booleans())),
     (2, "ask_again", (_CLIENTS, _PICKS)),
@@ -55,13 +55,13 @@ _STEPS: list[tuple[int, str, tuple[st.SearchStrategy[Any], ...]]] = [
 STEPS = st.one_of(
     [st.tuples(st.just(name), st.tuples(*values)) for weight, name, values in _STEPS for _ in range(weight)]
 )
-"""What may be done: the name of a method of the machine, and its arguments.
+"""Strategy for one step: the name of a method of `QueueMachine`, and its arguments.
 
-All in one rule, for a machine leaves out half of its rules each time: nothing happens where nobody takes jobs.
+One rule has all steps, because Hypothesis leaves out half of a machine's rules in each run: without "take" no job ends.
 """
 
 TROUBLE = ("lose", "spoil_waiting", "run_ahead")
-"""The names of what should not happen."""
+"""Names of the steps in which the server fails: it loses keys, or keys get wrong values."""
 
 SIZES = st.lists(_SIZES, max_size=len(WORKERS))
-"""How many prompts those workers compute at once that are there from the beginning."""
+"""Strategy for the first workers: for each, the number of prompts that the worker computes at once."""

@@ -1,6 +1,6 @@
 """The queue's protocol: after any sequence of actions, every waiting client gets a result.
 
-`LMPOOL_FUZZ_STEPS` is the number of steps, `LMPOOL_FUZZ_SEED` the first seed: each test prints its own.
+`LMPOOL_FUZZ_STEPS` is the number of steps, and `LMPOOL_FUZZ_SEED` the first seed. Each test prints its seed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tests.shared.broker.scripts.stateful.queue_state import Caller
 STEPS = int(os.environ.get("LMPOOL_FUZZ_STEPS", 2000))
 SEED = int(os.environ.get("LMPOOL_FUZZ_SEED", 0))
 STEPS_OF_ONE = 50
-# Of one seed: Hypothesis keeps them all.
+# Max steps of one seed, because Hypothesis keeps all steps of a seed in memory.
 MAX_STEPS = 50_000
 
 
 @pytest.fixture
 def caller() -> Iterator[Caller]:
-    """Runs scripts on the test's own server."""
+    """A caller of scripts on a server that only this test uses."""
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(64 * 2**20, Path(folder) / "s") as running:
         yield Caller(running.url)
 
@@ -39,7 +39,7 @@ def caller() -> Iterator[Caller]:
 @pytest.mark.parametrize("number", range(SEED, SEED + math.ceil(STEPS / MAX_STEPS)))
 def test_every_waiting_client_gets_a_result_in_any_schedule(caller: Caller, number: int) -> None:
     seen: collections.Counter[str] = collections.Counter()
-    # Any callable will do.
+    # Hypothesis accepts any callable that returns a machine, but its types require a class.
     machine = seed(number)(cast(type[RuleBasedStateMachine], partial(QueueMachine, caller, seen)))
     run_state_machine_as_test(
         machine,

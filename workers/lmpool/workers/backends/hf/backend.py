@@ -342,7 +342,7 @@ class HfBackend(EngineBackend):
         for job, chunk, rows in zip(jobs, chunks, logits, strict=True):
             kept = rows[-chunk.kept :]
             assert job.positions is not None
-            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The next token of each.
+            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The token after each one.
             if chunk.kind == "hidden":
                 is_sound = bool(kept.isfinite().all())  # Check before packing, which may yield NaN.
                 part = pack_numbers(numbers_of(kept.cpu()))

@@ -33,7 +33,7 @@ MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
 
 # Factor by which the token limit of bulk steps grows after a bulk step that took less time than allowed.
 _GROWTH = 1.25
-# Number of interactive steps over which a longer duration of interactive steps is averaged.
+# Number of interactive steps over which their duration is averaged if steps become longer.
 _AVERAGED_STEPS = 8
 
 
@@ -54,7 +54,7 @@ class PromptChunk:
     begun: bool = False  # Whether an earlier step has computed a chunk of the prompt.
     mark: int = 0  # State of `path`, from `PrefixSlots.mark`.
     max_new: int = 0  # Value of `BatchRules.chunk` for which this chunk was made; 0 after the chunk's step.
-    # Number of tokens that the step must compute. This number does not change during the step, as `path` does.
+    # Number of tokens that the step must compute; `path` changes during the step, this number does not.
     new: int = field(init=False)
 
     def __post_init__(self) -> None:

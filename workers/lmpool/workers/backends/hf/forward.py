@@ -203,7 +203,7 @@ class KVPool:
 class KVLayout:
     """Shapes and dtype of one token's keys and values in a model's cache."""
 
-    # (heads, head size) of the first layer's keys, its values, the second layer's keys, ...
+    # Shapes (heads, head size) of the first layer's keys, the first layer's values, the second layer's keys, ...
     shapes: tuple[tuple[int, int], ...]
     dtype: torch.dtype  # Dtype of all keys and values.
 
@@ -360,7 +360,7 @@ class PrefixSlots:
 
         `path` is the result of `match` in this step. Returns the longer path, and the slots that were assigned.
         """
-        stamped = len(path)  # `begin` has stamped the slots up to here.
+        stamped = len(path)  # `begin` has stamped the slots of the path so far.
         path = self.match(ids, root, path)
         self._stamp(path, stamped)
         stamped = len(path)

@@ -233,7 +233,7 @@ class Abilities:
 def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     """Check by a few prompts whether padding or reused prefixes change a model's rows.
 
-    First, rows of single prompts are compared with eager attention. Then rows of batches are compared with these rows.
+    Rows of single prompts are compared with eager attention, and then rows of batches with rows of single prompts.
 
     Raises:
         RuntimeError, ValueError, ...: the model cannot run a single prompt.

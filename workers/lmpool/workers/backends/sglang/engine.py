@@ -54,7 +54,7 @@ class EngineBatch(NamedTuple):
     tokens: int = 0  # Number of tokens of the completed prompts.
     reused: int = 0  # Number of tokens of the completed prompts that were in the prefix cache.
     failures: Mapping[bytes, str] = MappingProxyType({})  # Digest -> reason why SGLang has not computed a result.
-    positions: Mapping[bytes, NDArray[np.float32]] = MappingProxyType({})  # Digest -> values, float32 (n * width,).
+    positions: Mapping[bytes, NDArray[np.float32]] = MappingProxyType({})  # Digest -> float32 values (n * width,).
 
 
 class SglangEngine:
@@ -369,7 +369,7 @@ def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
         top_logprobs_num=0,
         stream=False,
         lora_id=adapter,
-        **dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")),  # Fields not used here.
+        **dict.fromkeys(("input_embeds", "mm_inputs", "token_type_ids", "token_ids_logprob")),  # Unused fields.
     )
 
 

@@ -156,7 +156,7 @@ class VllmEngine:
 
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:
-    """Descriptions of the installed logits processors, in load order. Refuses those that the user has not named."""
+    """Descriptions of the installed logits processors, in load order. Refuses processors that the user did not name."""
     entries = list(entry_points(group=LOGITSPROCS_GROUP))
     for entry in entries:
         if entry.name not in named:
