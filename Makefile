@@ -30,7 +30,8 @@ CLUSTER_TESTS := $(call tests_of,faults,overload client_death backend_faults sha
 	$(call tests_of,shared/broker,cluster) \
 	$(call tests_of,shared/broker/adapters,adapters) $(call tests_of,producer/cli,cli dead_letters)
 # Tests of details in which servers differ, such as the encoding of a hash or the last id of a stream.
-SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry queue_protocol scripts leases) \
+SERVER_TESTS := $(call tests_of,shared/broker/scripts,control_plane backlog expiry scripts leases) \
+	$(call tests_of,shared/broker/scripts/stateful,queue_protocol) \
 	$(call tests_of,shared/rows,eviction) $(call tests_of,shared/broker/adapters,adapter_failover)
 # The subset that `make test` runs on Debian's Redis.
 SMOKE_TESTS := $(call tests_of,shared/broker/scripts,scripts leases control_plane) $(call tests_of,workers/cli,options) \

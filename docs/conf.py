@@ -76,7 +76,7 @@ def skip(_app: Sphinx, _what: str, _name: str, member: object, skipped: bool, _o
 
 
 def setup(app: Sphinx) -> None:
-    """What is needed beside extensions."""
+    """Sphinx calls this function: connect the functions that change docstrings."""
     # The priority of napoleon is 500.
     app.connect("autodoc-process-docstring", before_napoleon, priority=400)
     app.connect("autodoc-process-docstring", after_napoleon, priority=600)

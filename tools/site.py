@@ -122,7 +122,7 @@ class _Fetched(HTMLParser):
         self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Collect the address of an element."""
+        """Collect the address that a browser would fetch for an element."""
         named = dict(attrs)
         if tag == "link" and named.get("rel") in ("canonical", "next", "prev"):
             return

@@ -1,4 +1,4 @@
-"""A process with one producer of the lmpool commit in its environment: `python -m benchmarks.clients.compare_client`.
+"""Measures one `Producer` of any lmpool commit that is installed: `python -m benchmarks.clients.compare_client`.
 
 The program uses only `Producer`, its `model` and its `stats()`, so that it also runs with older commits.
 """

@@ -63,7 +63,7 @@ def test_a_private_worker_serves_and_ends_with_close(tokenizer_folder: str, temp
         assert model.info.vocab_size == SIZE == len(model.byte_vocab)
         assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS, 3))
         assert torch.equal(asyncio.run(model.next_token_logprobs(IDS)), expected(IDS, 3))
-        assert len(processes_in(temporary_folder)) == 3  # These are a worker, a server and the server's supervisor.
+        assert len(processes_in(temporary_folder)) == 3  # The worker, the server and its supervisor.
         with pytest.raises(AdapterRefused, match="org/poet' cannot be read"):  # A private worker accepts hub names.
             model.add_new_lora("org/poet")
     assert processes_in(temporary_folder) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -132,6 +133,14 @@ def test_make_lists_its_targets_with_a_sentence_each() -> None:
     # The target `collect`, a step of other targets, has no sentence.
     assert set(listed) == set(phony) - {"collect"}
     assert len(listed) == len(set(listed))
+
+
+def test_the_makefile_names_existing_tests() -> None:
+    targets = ("test-servers", "test-cluster", "test-smoke", "fuzz", "test-vllm", "test-sglang")
+    recipes = subprocess.run(["make", "-n", *targets], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    named = {Path(word) for word in recipes.split() if word.startswith("tests/")}
+    assert len(named) > 40
+    assert [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_the_hooks_before_a_commit_run_what_lint_runs() -> None:

@@ -99,7 +99,7 @@ class CustomIds:
 
 
 class Source:
-    """An input with a JSON object on each line, or a subclass for another format; empty lines are skipped.
+    """An input of a run, with a JSON object on each line; subclasses read other formats. Empty lines are skipped.
 
     The input must not change: the methods raise BatchError if the file cannot be read, or has changed since the
     `Source` was made. `location` is the user's path or URL; `path` is a local file with the data.

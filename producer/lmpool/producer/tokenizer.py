@@ -222,7 +222,7 @@ def load_tokenizer(
     Args:
         info: the model info.
         option: name of the option that needs the tokenizer, for the error text.
-        otherwise: advice at the end of the error text.
+        otherwise: what the user can do instead, for the end of the error text.
         settings: arguments for transformers' `AutoTokenizer.from_pretrained`.
 
     Raises:

@@ -103,7 +103,7 @@ def answers(handle: Callable[[Request], Awaitable[Any]]) -> Callable[[Request], 
             return answer if isinstance(answer, Response) else json_answer(answer)
         except errors.LMPoolError as error:
             text, status = str(error), next((code for kind, code in _STATUS if isinstance(error, kind)), 502)
-            if isinstance(error, errors.ServerUnreachable):  # Browsers' users cannot name another server.
+            if isinstance(error, errors.ServerUnreachable):  # Advice on server URLs does not help in a browser.
                 text = f"`lmpool web` cannot reach its server ({without_advice(error)}): this page retries"
             return json_answer({"error": errors.printable(text)}, getattr(error, "status", status))
 

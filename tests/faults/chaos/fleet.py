@@ -77,7 +77,7 @@ class Process:
             self._process.send_signal(number)
 
     def ends_within(self, seconds: float) -> bool:
-        """Wait until the process ends. If it is late, log the stacks of its threads, kill it, and return False."""
+        """Wait until the process ends; after `seconds`, log the stacks of its threads, kill it, and return False."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -563,7 +563,7 @@ async def test_a_producer_marks_the_model_as_wanted_and_an_operator_sees_it(
             "ACL", "SETUSER", "before", "on", "resetchannels", *_split(without), f">{password_of('before')}"
         )
     async with Server(server.url("operator")).client() as operator, Server(server.url("web")).client() as page:
-        # The user "before" has the rights of an older release: its requests are served, but operators see no mark.
+        # The user "before" has the rights of an older release: its requests run, but no operator sees that it waits.
         for user, wanted in (("before", 0), ("producer", 1)):
             await wait_in_vain(server.url(user))
             assert [(await read_demand(client, KEYS, "none")).wanted for client in (operator, page)] == [wanted, wanted]

@@ -465,7 +465,7 @@ class Dispatcher:
         now = time.monotonic()
         held = [prompt for prompt in self.in_flight.values() if prompt.is_owed]
         due = [prompt for prompt in held if now - min(entry.since for entry in prompt.entries.values()) >= STALE_S]
-        # Sort a prompt that was never checked by its arrival, so that new prompts are not checked before old prompts.
+        # If a prompt was never checked, sort it by its arrival, so that old prompts are checked before new prompts.
         first = nsmallest(
             MAX_CHECKED, due, lambda prompt: max(entry.checked_at or entry.since for entry in prompt.entries.values())
         )

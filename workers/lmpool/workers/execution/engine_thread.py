@@ -386,7 +386,7 @@ class _Engine:
         self._send_result(result, self.backend.stats(), _Capacity(capacity, self._taken))
 
     def take(self, prompts: Sequence[InFlightPrompt], rows: int) -> None:
-        """Take prompts from the event loop; `rows`: number of these prompts that do not yield to rows."""
+        """Take prompts from the event loop; `rows` of them are requests for rows, and the others let rows go first."""
         self._taken += rows
         if rows:
             self.yielding.interactive_at = time.monotonic()
