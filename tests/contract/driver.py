@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import mmap
+import os
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from lmpool.protocol.adapter import name_of
 from lmpool.protocol.job import digest_of, encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, Row, RowBlock, decode_row
-from lmpool.workers.execution.contract import Backend, BackendJob
+from lmpool.workers.execution.contract import Backend, BackendJob, MapsMemory, WritesInPlace
 from tests.contract.model import V
 from tests.contract.subjects import Subject
 
@@ -45,8 +46,17 @@ class Slots:
 
     def __init__(self) -> None:
         self.given: list[NDArray[Any]] = []
-        self._left = memoryview(mmap.mmap(-1, self._BYTES))
+        self._fd = os.memfd_create("slots")
+        os.ftruncate(self._fd, self._BYTES)
+        self._memory = mmap.mmap(self._fd, self._BYTES)
+        self._left = memoryview(self._memory)
         self._all.append(self._left)
+
+    def lend(self, backend: WritesInPlace) -> None:
+        """Have a backend write rows into this memory, as a worker does."""
+        if isinstance(backend, MapsMemory):
+            backend.map_memory(self._fd, self._memory)
+        backend.write_to(self)
 
     def __call__(self, count: int, vocab_size: int, encoding: Encoding) -> NDArray[Any]:
         """See `NewRows`."""

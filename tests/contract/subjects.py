@@ -54,7 +54,8 @@ class Subject:
         options: (folder of the model, folders of adapters by name) -> `make`'s settings as options of `lmpool worker`.
         reference: (ids, adapter) -> the correct float32 row.
         tolerance: max difference between an entry of a row and the reference.
-        spy: a `LogitsSpy`, or None if the rows come from no model.
+        spy: a `LogitsSpy`, or None if no model runs in the process of the test.
+        has_model: whether the rows come from a model.
         has_adapters: whether the backend serves adapters that are loaded at its start.
         loads_adapters: whether the backend can load other adapters later.
         refused: kind of adapter that the backend refuses -> beginning of the error text that follows the folder.
@@ -70,6 +71,7 @@ class Subject:
     reference: Callable[[Sequence[int], str], Row] = reference_row
     tolerance: float = 3e-4 if DEVICE == "cpu" else 3e-3
     spy: LogitsSpy | None = None
+    has_model: bool = True
     has_adapters: bool = False
     loads_adapters: bool = False
     refused: dict[str, str] = field(default_factory=dict)
@@ -100,7 +102,9 @@ def _synthetic() -> Subject:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
         return ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS), *named]
 
-    return Subject("synthetic", make, options, reference, has_adapters=True, loads_adapters=True, positions=True)
+    return Subject(
+        "synthetic", make, options, reference, has_model=False, has_adapters=True, loads_adapters=True, positions=True,
+    )  # fmt: skip
 
 
 @cache
@@ -127,7 +131,7 @@ def _unigram() -> Subject:
         return row
 
     return Subject(
-        "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, narrow=False,
+        "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, has_model=False, narrow=False,
         environment={"PYTHONPATH": os.pathsep.join([str(_plugin().parent), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
 
@@ -200,16 +204,17 @@ def as_options(settings: dict[str, Any]) -> list[str]:
     return [text for pair in named.items() for text in pair]
 
 
-def _engine(name: str, *shims: str) -> Callable[[], Subject]:
+def _engine(name: str, *shims: str, variant: str = "SUBJECT") -> Callable[[], Subject]:
     """A function that imports an engine's subject, whose own file needs the environment of the engine.
 
-    The function first calls the shims, which enable parts of the engine that are disabled on a CPU.
+    The function first calls the shims, which enable parts of the engine that are disabled on a CPU. `variant` is the
+    name of the subject in the file.
     """
 
     def find() -> Subject:
         for shim in shims:
             getattr(import_module(f"tests.engines.{name}_shims"), shim)()
-        subject: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
+        subject: Subject = getattr(import_module(f"tests.contract.{name}_subject"), variant)
         return subject
 
     return find
@@ -223,5 +228,7 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "vllm-v2": _engine("vllm", "use_v2_runner"),
     "vllm-v2-async": _engine("vllm", "use_v2_runner", "use_async_scheduling"),
     "vllm-async": _engine("vllm", "use_async_scheduling"),
+    "vllm-tensor": _engine("vllm", variant="TENSOR_PARALLEL"),
+    "vllm-pipeline": _engine("vllm", variant="PIPELINE_PARALLEL"),
     "sglang": _engine("sglang"),
 }

@@ -40,7 +40,7 @@ def test_rows_are_computed_in_shared_memory(opened: Opened, draw: random.Random)
     backend, slots = opened.backend, Slots()
     if not isinstance(backend, WritesInPlace):
         return
-    backend.write_to(slots)
+    slots.lend(backend)
     try:
         for lengths in ((9,), (5, 30)):
             prompts = [prompt(draw, length) for length in lengths]
@@ -234,7 +234,7 @@ def test_the_counters_count_computed_prompts(opened: Opened, draw: random.Random
 
 
 def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> None:
-    if opened.subject.spy is None:
+    if not opened.subject.has_model:
         assert opened.backend.stats().reused == 0  # A backend without a model reuses no keys and values.
         return
     ids = prompt(draw, 96)
@@ -245,7 +245,7 @@ def test_prefixes_are_counted_as_reused(opened: Opened, draw: random.Random) -> 
 
 
 def test_the_reuse_of_growing_contexts_is_counted_exactly(opened: Opened, draw: random.Random) -> None:
-    if opened.subject.spy is None:
+    if not opened.subject.has_model:
         return
     contexts = [prompt(draw, 40) for _ in range(3)]
     for at, new in enumerate((1, 1, 3, 2, 8, 1)):
@@ -296,7 +296,7 @@ def test_a_vocabulary_has_as_many_tokens_as_a_row_has_entries(opened: Opened) ->
 def test_a_model_without_a_tokenizer_is_served_without_a_vocabulary(
     opened: Opened, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if opened.subject.spy is None:
+    if not opened.subject.has_model:
         return  # A backend without a model has no files from which a tokenizer could be missing.
     assert opened.backend.vocabulary() is None
     (line,) = [record.getMessage() for record in caplog.records if record.name.startswith("lmpool.")]
@@ -304,7 +304,7 @@ def test_a_model_without_a_tokenizer_is_served_without_a_vocabulary(
 
 
 def test_the_vocabulary_is_that_of_the_tokenizer_in_the_folder(opened: Opened, model_folder: Path) -> None:
-    if opened.subject.spy is None:
+    if not opened.subject.has_model:
         return
     before = set(model_folder.iterdir())
     write_tokenizer(model_folder)

@@ -19,27 +19,21 @@ from tests.support.pool import lmpool_command
 accept()
 
 
-def _settings(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
+def _settings(folder: Path, dtype: str, adapters: dict[str, Path], tensor: int, pipeline: int) -> dict[str, Any]:
+    # Each rank has its own memory for keys and values: of some heads, or of some layers.
+    kv_bytes = KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // (tensor * pipeline)
     return {
         "model": str(folder),
         "dtype": dtype,
         "max_batch": MAX_BATCH,
         "max_batch_tokens": MAX_BATCH_TOKENS,
-        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
+        "kv_cache_bytes": kv_bytes,
+        "tensor_parallel_size": tensor,
+        "pipeline_parallel_size": pipeline,
         "sessions": MAX_BATCH,
         "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
-
-
-def _make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
-    return VllmSettings(**_settings(folder, dtype, adapters)).open()
-
-
-def _options(folder: Path, adapters: dict[str, Path]) -> list[str]:
-    settings = _settings(folder, "float32", adapters)
-    named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
-    return [*as_options(settings), *named]
 
 
 @contextmanager
@@ -57,6 +51,21 @@ def _command() -> list[str]:
     return [sys.executable, "-m", "tests.engines.newest"] if WANTED else lmpool_command()
 
 
-SUBJECT = Subject(
-    "vllm", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, command=_command
-)
+def _subject(tensor: int, pipeline: int) -> Subject:
+    def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
+        return VllmSettings(**_settings(folder, dtype, adapters, tensor, pipeline)).open()
+
+    def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
+        settings = _settings(folder, "float32", adapters, tensor, pipeline)
+        named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
+        return [*as_options(settings), *named]
+
+    return Subject(
+        "vllm", make, options, spy=_spy if tensor * pipeline == 1 else None, has_adapters=True, loads_adapters=True,
+        positions=True, command=_command,
+    )  # fmt: skip
+
+
+SUBJECT = _subject(1, 1)
+TENSOR_PARALLEL = _subject(2, 1)
+PIPELINE_PARALLEL = _subject(1, 2)

@@ -53,6 +53,10 @@ _CONTAINER_MEMORY = (
 _SLOT_AND_HEADER = struct.Struct(f"{SLOT.format}{HEADER_SIZE}s")
 
 
+MapMemory = Callable[[int, mmap.mmap], None]
+"""A function of a descriptor and its mapped memory, which other processes may map during the call."""
+
+
 class SegmentListener:
     """The socket that hands out a segment, in its own thread, because the event loop may be busy while a reader waits.
 
@@ -300,7 +304,13 @@ def free_bytes() -> int:
     return free
 
 
-def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callable[[], bool]) -> Segment | None:
+def make_segment(
+    fingerprint: str,
+    vocab_size: int,
+    size: int,
+    is_wanted: Callable[[], bool],
+    before_sealing: MapMemory = lambda _, __: None,
+) -> Segment | None:
     """Create a segment of at most `size` bytes for a model's rows; takes about a second for each 3 GiB.
 
     Returns None if `size` is too small, or as soon as `is_wanted` returns False. Raises `OSError` if the folder of
@@ -334,6 +344,7 @@ def make_segment(fingerprint: str, vocab_size: int, size: int, is_wanted: Callab
                 raise OSError(errno.ENOSPC, f"{missing} bytes more are needed, and {free} are free")
             os.posix_fallocate(fd, at, min(_STEP_BYTES, missing))
         memory = mmap.mmap(fd, layout.size)
+        before_sealing(fd, memory)  # Nobody can map sealed memory for writing.
         fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)
         # Map all pages now: mapping a page at its first write would take ten times as long as the write.
         pages = np.frombuffer(memory, np.uint8)[::PAGE]
@@ -349,15 +360,22 @@ class SegmentWriter:
     """Writes one worker's rows to a segment. While there is no segment, rows go through Redis.
 
     `size` limits the bytes of the segment: None for a part of the free memory, 0 for no segment. `on_size` receives the
-    segment's size whenever the size changes.
+    segment's size whenever the size changes. `map_memory` receives the segment's memory while other processes of the
+    worker can map it for writing.
     """
 
     def __init__(
-        self, info: ModelInfo, worker: str, size: int | None, on_size: Callable[[int], None] = lambda _: None
+        self,
+        info: ModelInfo,
+        worker: str,
+        size: int | None,
+        on_size: Callable[[int], None] = lambda _: None,
+        map_memory: MapMemory = lambda _, __: None,
     ) -> None:
         self._info = info
         self._worker = worker.encode()
         self._on_size = on_size
+        self._map_memory = map_memory
         self._is_wanted = size != 0 and shared_memory.is_shared(info.vocab_size)
         self._size = default_size() if size is None else size
         self.segment: Segment | None = None
@@ -382,7 +400,9 @@ class SegmentWriter:
         row_bytes = encoded_size(info.vocab_size, Encoding.F32)
         why = f"{self._size} bytes hold fewer than {_MIN_SLOTS} rows of {row_bytes} bytes"
         try:
-            segment = make_segment(info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted)
+            segment = make_segment(
+                info.fingerprint, info.vocab_size, self._size, lambda: self._is_wanted, self._map_memory
+            )
         except OSError as error:
             segment, why = None, error.strerror or str(error)
         with self._lock:

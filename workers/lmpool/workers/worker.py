@@ -81,7 +81,9 @@ class Serving:
         self.engine_thread = engine_thread
         self.segments = SegmentReader()
         self.rows = RowCache(server, keys, info, self.segments)
-        self.segment = SegmentWriter(info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"))
+        self.segment = SegmentWriter(
+            info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"), engine_thread.map_memory
+        )
         engine_thread.write_to(self.segment.new_rows)
         traces = JobTraces(info.name, worker_id) if settings.tracing else None
         reader = JobReader(redis, model, info, worker_id, counters, traces)

@@ -214,6 +214,20 @@ class WritesInPlace(Protocol):
 
 
 @runtime_checkable
+class MapsMemory(Protocol):
+    """An extra method of a `WritesInPlace` backend whose rows may be computed in another process."""
+
+    def map_memory(self, fd: int, memory: Any) -> None:
+        """Let another process map the memory of `write_to`, if that process computes the rows; called between steps.
+
+        Args:
+            fd: the descriptor of the memory in this process; the descriptor is open during this call.
+            memory: the memory, mapped in this process.
+        """
+        ...
+
+
+@runtime_checkable
 class TellsTokenizer(Protocol):
     """An extra method of a backend whose model has a tokenizer that clients can download."""
 

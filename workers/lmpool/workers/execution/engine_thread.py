@@ -42,6 +42,7 @@ _MAX_YIELDING_BATCHES = 4
 _MAX_BATCHES_BEFORE_ROWS = 8
 # Seconds between two entries that a worker reads beyond `_MAX_YIELDING_BATCHES` while only bulk clients are active.
 _BEYOND_LIMIT_S = 1.0
+_MAP_CHECK_S = 0.1  # While the backend maps shared memory: seconds between two checks that its thread is alive.
 
 
 class Opened(NamedTuple):
@@ -240,6 +241,21 @@ class EngineThread:
     def write_to(self, new_rows: NewRows) -> None:
         """Have the backend write rows into the memory of `new_rows`, if the backend can."""
         self._calls.put(Call("preparation to write rows", lambda engine: engine.write_to(new_rows)))
+
+    def map_memory(self, fd: int, memory: Any) -> None:
+        """Let the backend's other processes map shared memory; waits for the backend's thread."""
+        done = threading.Event()
+
+        def map_it(engine: _Engine) -> None:
+            try:
+                if isinstance(engine.backend, contract.MapsMemory):
+                    engine.backend.map_memory(fd, memory)
+            finally:
+                done.set()
+
+        self._calls.put(Call("mapping of shared memory", map_it))
+        while not done.wait(_MAP_CHECK_S) and not self.is_hung and self._thread.is_alive():
+            pass
 
     def abandon(self, error: BaseException) -> None:
         """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""

@@ -6,7 +6,7 @@ import time
 from collections.abc import Collection, Iterable
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,8 @@ from lmpool.workers.backends.checkpoint import checkpoint_folder
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
-from lmpool.workers.backends.vllm.engine import KEY, VllmEngine, refusing
+from lmpool.workers.backends.vllm.capture import KEY
+from lmpool.workers.backends.vllm.engine import VllmEngine, refusing
 from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
@@ -209,6 +210,10 @@ class VllmBackend(EngineBackend):
             self._engine.captured.drop(self._requests.pop(name).job.digest)
             self._engine.positions.drop(name)
         self._close(names)
+
+    def map_memory(self, fd: int, memory: Any) -> None:
+        """See `MapsMemory.map_memory`."""
+        self._engine.map_memory(fd, memory)
 
     def _load(self, adapter: str, folder: Path) -> None:
         # Use the name with revision, by which vLLM's prefix cache tells adapters apart, and a number never used before.

@@ -41,7 +41,7 @@ class Captured:
     """Stores captured rows until the backend takes them. If a prompt has several rows, the last row is kept."""
 
     def __init__(self, vocab_size: int, encoder: RowEncoder) -> None:
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.encoder = encoder
         self.device = "cpu"
         # Digest of a prompt -> (block that contains its row, index of the row), or the reason of its failure.
@@ -55,7 +55,7 @@ class Captured:
 
     def add(self, digests: list[bytes], logits: Tensor) -> None:
         """Encode and store the rows of prompts from logits (n, V), float32; the caller may reuse the logits' memory."""
-        _check_shape(logits, len(digests), self._vocab_size, "prompts")
+        _check_shape(logits, len(digests), self.vocab_size, "prompts")
         self.device = str(logits.device)
         block, failures = self.encoder.encode(digests, logits)
         self.store([] if block is None else [block], failures)

@@ -32,7 +32,7 @@ from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revi
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture, compute_wanted_positions
-from lmpool.workers.backends.vllm.ranks import RANK_ARGUMENTS, PositionsOfRanks, start_ranks
+from lmpool.workers.backends.vllm.ranks import RANK_ARGUMENTS, PositionsOfRanks, RanksExecutor, start_ranks
 
 # Exceptions of vLLM for bad options, broken weights, and missing kernels, devices or memory; they have no common type.
 _ERRORS = (
@@ -153,6 +153,13 @@ class VllmEngine:
             _log.warning("vLLM %s: values at positions are computed as rows: %s", vllm_version, first_line(error))
             return False
         return is_possible
+
+
+    def map_memory(self, fd: int, memory: Any) -> None:
+        """Let the rank that computes rows map shared memory; see `MapsMemory.map_memory`."""
+        executor = self.core.engine_core.model_executor
+        if isinstance(executor, RanksExecutor):
+            executor.map_memory(fd, memory)
 
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:

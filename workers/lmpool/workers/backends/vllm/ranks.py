@@ -2,8 +2,8 @@
 
 With tensor or pipeline parallelism, vLLM runs each part of a model in a process of its own. The worker's process keeps
 vLLM's scheduler. `RanksExecutor` replaces vLLM's executor there. `RankExtension` adds methods to vLLM's worker class in
-each rank. Only one rank answers: the output rank, which is the first tensor rank of the last pipeline stage. It captures
-and encodes rows, and sends them with the answer of each step.
+each rank. Only the output rank answers, which is the first tensor rank of the last pipeline stage. The output rank
+captures and encodes rows, and sends them with the answer of each step.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from mmap import mmap
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.engine.core_client import InprocClient
@@ -29,7 +33,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
-from lmpool.protocol.row import RowBlock
+from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
 from lmpool.workers.execution.contract import BackendJob
@@ -42,6 +46,8 @@ RANK_ARGUMENTS = {
 """Options of an engine whose model is spread over several processes."""
 
 _ERROR_FILE = "LMPOOL_RANK_ERROR"  # Environment variable: path of the file for the reason why a rank cannot start.
+
+_log = logging.getLogger(__name__)
 
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl.
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Signals for the worker; the ranks end after the worker.
@@ -64,11 +70,26 @@ class RankFacts(NamedTuple):
     missing: str  # Error message about a method for positions queries that this release of vLLM lacks; "" if none is.
 
 
+class Place(NamedTuple):
+    """Where the output rank may write the rows of a step: rows of shared memory that the worker has reserved."""
+
+    offset: int  # Byte of the shared memory at which the first row begins.
+    stride: int  # Bytes from one row to the next row.
+    encoding: str  # Name of the encoding for which the rows are reserved.
+
+
+class RowsInPlace(NamedTuple):
+    """A block of rows that the output rank has written into the reserved shared memory, in the order of the digests."""
+
+    digests: list[bytes]
+    log_z: Any  # float32 (n,), or None for F32.
+
+
 class Answer(NamedTuple):
     """What the output rank sends at the end of a step."""
 
     output: Any  # vLLM's own output of the step.
-    blocks: list[RowBlock]  # The rows of the prompts that the step completes.
+    blocks: list[RowBlock | RowsInPlace]  # The rows of the prompts that the step completes.
     failures: dict[bytes, str]  # Digest -> reason of each prompt whose logits are no distribution.
     positions: dict[str, Any]  # Request name -> values at positions, float32 (n * width,), or a text: why it failed.
 
@@ -108,6 +129,7 @@ class RankExtension:
                 batch_size=runner.max_num_tokens, dtype=model.dtype, device=runner.device
             )
         self._lmpool_positions = None
+        self._lmpool_memory = None
         self._lmpool_is_output = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
         missing = ""
         if get_pp_group().is_last_rank:
@@ -121,6 +143,15 @@ class RankExtension:
                     missing = first_line(error)
         return RankFacts(os.getpid(), str(runner.device), missing)
 
+    def lmpool_map(self, pid: int, fd: int, size: int) -> str:
+        """Map the worker's shared memory, whose descriptor in the process `pid` is `fd`; returns the error, or ""."""
+        try:
+            with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
+                self._lmpool_memory = np.frombuffer(mmap(file.fileno(), size), np.uint8)
+        except OSError as error:  # The rank is in another container or on another host.
+            return str(error)
+        return ""
+
     def lmpool_execute(self, scheduler_output: Any, opened: Sequence[OpenedPositions], dropped: Sequence[str]) -> Any:
         """Run the forward of a step. The positions queries are opened and dropped on all ranks in the same order."""
         if (positions := self._lmpool_positions) is not None:
@@ -131,23 +162,38 @@ class RankExtension:
                 positions.open(request, BackendJob(b"", ids, str(adapter or ""), positions=decoded))
         return self.execute_model(scheduler_output)
 
-    def lmpool_sample(self, grammar_output: Any, digests: list[bytes], positions: list[str]) -> Any:
+    def lmpool_sample(
+        self, grammar_output: Any, digests: list[bytes], positions: list[str], place: Place | None
+    ) -> Any:
         """End a step.
 
         Args:
             grammar_output: vLLM's argument.
             digests: digests of the prompts whose rows the step completes.
             positions: request names of the prompts whose values at positions the step completes.
+            place: shared memory for the rows, or None to send the rows with the answer.
         """
         capture = RankCapture.current
         capture.wanted = set(digests) if self._lmpool_is_output else set()
+        memory = None
+        if place is not None and self._lmpool_is_output:
+            encoding, shape = Encoding[place.encoding], (len(digests), self.model_runner.model_config.get_vocab_size())
+            strides = (place.stride, encoding.dtype.itemsize)
+            memory = np.ndarray(shape, encoding.dtype, self._lmpool_memory, place.offset, strides)
+            capture.captured.encoder.new_rows = lambda *wanted: memory if wanted == (*shape, encoding) else None
         output = self.sample_tokens(grammar_output)
+        capture.captured.encoder.new_rows = no_new_rows
         answers = {}
         if self._lmpool_positions is not None:  # Take the answers on all ranks, because all ranks hold them.
             answers = {name: self._lmpool_positions.take(name) for name in positions}
         if not self._lmpool_is_output or output is None:
             return output
-        blocks, failures = capture.captured.take(digests)
+        taken, failures = capture.captured.take(digests)
+        blocks = [
+            block if memory is None or block.numbers.ctypes.data != memory.ctypes.data
+            else RowsInPlace(block.digests, block.log_z)
+            for block in taken
+        ]  # fmt: skip
         if isinstance(output, AsyncModelRunnerOutput):
             return _LaterAnswer(output, blocks, failures, answers)
         return Answer(output, blocks, failures, answers)
@@ -176,11 +222,22 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
         """
         self._scheduler, self._captured, self._positions = scheduler, captured, positions
         self._step: Any = None
+        self._base: int | None = None  # Address of the shared memory in this process; None if the output rank has none.
+        self._encoding = Encoding.F32  # The encoding of the last rows; the next rows will have it too.
         facts = self.collective_rpc("lmpool_attach", args=(captured.encoder.is_lossy, positions is not None))
         captured.device = facts[self.output_rank].device
         if missing := next((fact.missing for fact in facts if fact.missing), ""):
             self._positions = None
             raise AttributeError(missing)
+
+    def map_memory(self, fd: int, memory: Any) -> None:
+        """Have the output rank map shared memory that is mapped here as `memory`, a buffer; `fd` is its descriptor."""
+        seen = np.frombuffer(memory, np.uint8)
+        error = self._call("lmpool_map", (os.getpid(), fd, seen.nbytes), non_block=False)
+        if error:
+            _log.warning("rows are copied once more, because a rank cannot map the worker's shared memory: %s", error)
+        else:
+            self._base = seen.ctypes.data
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
         """Run the forward of a step on all ranks."""
@@ -199,8 +256,13 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
                     positions.append(name)
                 else:
                     digests.append(digest)
-        future = self._call("lmpool_sample", (grammar_output, digests, positions), non_block=True)
-        future.aggregate = self._received
+        memory, place = None, None
+        if digests and self._base is not None:
+            memory = self._captured.encoder.new_rows(len(digests), self._captured.vocab_size, self._encoding)
+        if memory is not None:
+            place = Place(memory.ctypes.data - self._base, memory.strides[0], self._encoding.name)
+        future = self._call("lmpool_sample", (grammar_output, digests, positions, place), non_block=True)
+        future.aggregate = partial(self._received, memory)
         return future if non_block else future.result()
 
     def _call(self, method: str, arguments: tuple[Any, ...], non_block: bool) -> Any:
@@ -212,11 +274,18 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
             timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
         )
 
-    def _received(self, answer: Answer) -> Any:
-        """Store the rows and values of an answer; returns vLLM's own output."""
+    def _received(self, memory: NDArray[Any] | None, answer: Answer) -> Any:
+        """Store the rows and values of an answer; returns vLLM's own output. `memory` was reserved for the rows."""
         if not isinstance(answer, Answer):
             return answer
-        self._captured.store(answer.blocks, answer.failures)
+        blocks = []
+        for block in answer.blocks:
+            if isinstance(block, RowsInPlace):
+                assert memory is not None
+                block = RowBlock(block.digests, memory[: len(block.digests)], block.log_z, self._encoding)
+            blocks.append(block)
+            self._encoding = block.encoding
+        self._captured.store(blocks, answer.failures)
         if self._positions is not None:
             self._positions.received.update(answer.positions)
         return answer.output
@@ -290,7 +359,7 @@ class _WritesError(logging.Filter):
         if record.exc_info is None or record.exc_info[1] is None:
             return True
         try:
-            with open(os.environ[_ERROR_FILE], "x", encoding="utf-8") as file:
+            with Path(os.environ[_ERROR_FILE]).open("x", encoding="utf-8") as file:
                 file.write(first_line(record.exc_info[1]))
         except FileExistsError:
             pass
