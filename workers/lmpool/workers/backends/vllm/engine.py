@@ -154,7 +154,6 @@ class VllmEngine:
             return False
         return is_possible
 
-
     def map_memory(self, fd: int, memory: Any) -> None:
         """Let the rank that computes rows map shared memory; see `MapsMemory.map_memory`."""
         executor = self.core.engine_core.model_executor
