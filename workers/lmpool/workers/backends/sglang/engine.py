@@ -235,7 +235,7 @@ class SglangEngine:
         return self._owed.pop(name)
 
     def _process_and_capture(self, process: Any, batch: Any, result: Any, *more: Any, **named: Any) -> None:
-        """Process a batch's result as SGLang does, and capture rows and positions of the prompts that it completes."""
+        """Process a batch's result as SGLang does, and capture the results of the prompts that the batch completes."""
         # Keep requests and logits: SGLang discards both while it processes the result.
         requests = list(batch.reqs)
         logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
