@@ -224,4 +224,5 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "vllm-v2-async": _engine("vllm", "use_v2_runner", "use_async_scheduling"),
     "vllm-async": _engine("vllm", "use_async_scheduling"),
     "sglang": _engine("sglang"),
+    "sglang-tp2": _engine("sglang"),
 }

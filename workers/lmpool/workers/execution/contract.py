@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -210,6 +210,15 @@ class WritesInPlace(Protocol):
 
     def write_to(self, new_rows: NewRows) -> None:
         """Write rows into the memory that `new_rows` returns, unless it returns None; called once, between steps."""
+        ...
+
+
+@runtime_checkable
+class TellsEnd(Protocol):
+    """An extra method of a backend that can break while no step runs, such as one with several processes."""
+
+    def when_broken(self, report: Callable[[BaseException], object]) -> None:
+        """Call `report` with the error, from any thread, when the backend breaks; called once, before the first job."""
         ...
 
 
