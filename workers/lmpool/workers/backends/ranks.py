@@ -127,7 +127,8 @@ def following() -> Iterator[dict[str, Any]]:
     pipe = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     handler = _SendingHandler(pipe)
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
     code = 1
     try:
         yield setup
@@ -135,6 +136,7 @@ def following() -> Iterator[dict[str, Any]]:
     except BaseException as error:  # noqa: BLE001  # The worker raises the error.
         handler.send("", None, first_line(error))
     finally:
+        sys.stdout.flush()
         # Exit at once: libraries would print warnings about resources that the system frees.
         os._exit(code)
 

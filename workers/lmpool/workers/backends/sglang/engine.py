@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sglang.srt import runtime_context
-from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel, get_tp_group
+from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers import io_struct
 from sglang.srt.managers import scheduler as scheduler_module
@@ -407,7 +407,7 @@ def _load_in_all_ranks(load: Callable[[Any], Any], wanted: Any) -> Any:
     """Load an adapter, and wait for the other ranks, which read the same files; fails if one rank fails."""
     result = load(wanted)
     failed = torch.tensor(int(not result.success))
-    all_reduce(failed, ReduceOp.MAX, get_tp_group().cpu_group)
+    all_reduce(failed, ReduceOp.MAX, runtime_context.get_parallel().tp_group.cpu_group)
     if result.success and failed:
         result.success, result.error_message = False, "another rank cannot load it"
     return result
