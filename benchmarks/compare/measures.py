@@ -1,4 +1,4 @@
-"""The measures of `make bench-compare`, and the pool that runs a measure."""
+"""The measures of `make bench-compare`, and the lmpool pool on which a measure runs."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class _Pair:
         return self._count / seconds
 
     def stream(self) -> float:
-        """Texts per second of a producer that requests the same results."""
+        """Texts per second of a `Producer` that requests the results of these texts without `lmpool batch`."""
         seconds: float = self._client.request("stream", source=str(self._source()), top=self._top)
         return self._count / seconds
 

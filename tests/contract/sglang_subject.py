@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from tests.engines.newest import accept
 from tests.engines.sglang_cpu.shim import install
 from tests.support.pool import lmpool_command
 
+RANKS = 2 if os.environ.get("LMPOOL_CONTRACT") == "sglang-tp2" else 1
+"""The processes that the model of this run is spread over; each process has a part of a token's keys and values."""
+
 if DEVICE == "cpu":
     install()
 accept()
@@ -31,7 +35,8 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str
         "max_batch": MAX_BATCH,
         "max_batch_tokens": MAX_BATCH_TOKENS,
         # A token takes two layers, each with two heads of 32 keys and 32 values, times the bytes of the dtype.
-        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2),
+        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // RANKS,
+        "tensor_parallel_size": RANKS,
         "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }

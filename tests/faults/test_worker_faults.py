@@ -374,7 +374,7 @@ async def test_unpublished_rows_leave_capacity_for_whole_batches(pool: Pool) -> 
     serving.publisher.publish = delayed_publish  # type: ignore[method-assign]
     serving.consumer.take = noted_take  # type: ignore[method-assign]
     jobs, fingerprint = pool.keys.model("syn").jobs, serving.info.fingerprint
-    # Queue so many jobs that the worker may hold two more unpublished rows, which is less than a batch.
+    # A worker holds at most four batches of unpublished rows: leave room for two rows, which is less than a batch.
     with pool.redis.pipeline(transaction=True) as pipe:
         for token in range(4 * batch - 2):
             pipe.xadd(jobs, {"m": Job(np.array([token], "<u4").tobytes(), "", fingerprint).pack()})

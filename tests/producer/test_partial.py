@@ -242,7 +242,7 @@ async def test_nothing_is_read_from_a_damaged_row(pool: Pool, damage: bytes) -> 
         assert np.array_equal(await producer.logprobs(PROMPT), ROW)
 
 
-@pytest.mark.parametrize("ask", ["row", "targets", "topk"])
+@pytest.mark.parametrize("ask", ["row", "targets", "topk", "warm"])
 async def test_foreign_content_under_a_rows_key_is_overwritten(pool: Pool, ask: str) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
@@ -258,6 +258,9 @@ async def test_foreign_content_under_a_rows_key_is_overwritten(pool: Pool, ask: 
         elif ask == "targets":
             answer, wrong = await asyncio.gather(other, producer.logprobs(PROMPT, targets=[1]))
             assert wrong[0] == ROW[1]
+        elif ask == "warm":
+            answer, _ = await asyncio.gather(other, producer.warm(PROMPT))
+            assert pool.redis.strlen(row_key(producer, PROMPT)) == pool.redis.strlen(row_key(producer, OTHERS[0]))
         else:
             answer, other_answer = await asyncio.gather(other, producer.topk(PROMPT, 2))
             assert np.array_equal(other_answer.ids, top(ROW, 2).ids)

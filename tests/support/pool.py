@@ -302,6 +302,14 @@ class Pool:
         # A key without a field `job` has just expired, so it was a mark: keys of waiting clients live much longer.
         return self.redis.hget(key, "job") in (b"done", None) and "+cluster" in self.url
 
+    def clients(self) -> list[dict[str, str]]:
+        """The connected clients of the server, or of all masters of the cluster."""
+        redis: Any = self.redis
+        if "+cluster" in self.url:
+            masters = [redis.get_redis_connection(node) for node in redis.get_primaries()]
+            return [client for master in masters for client in master.client_list()]
+        return list(redis.client_list())
+
     async def rows_computed(self, model: str = "syn") -> int:
         """Number of rows that the live workers have computed, from their last heartbeats."""
         client: Redis = Server(self.url).client()

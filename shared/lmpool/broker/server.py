@@ -24,7 +24,7 @@ from redis.backoff import NoBackoff
 from redis.crc import key_slot
 from redis.exceptions import RedisClusterException, RedisError
 
-from lmpool.aio import silence_limit
+from lmpool.aio import finish, silence_limit
 from lmpool.broker import replies
 from lmpool.embedded import find, runtime_dir
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
@@ -211,6 +211,13 @@ class _ClusterClient(redis_async.RedisCluster):
         with _connection_errors():
             return await super().execute_command(*args, **kwargs)
 
+    async def aclose(self) -> None:
+        # redis-py's `aclose` does nothing unless `initialize` has succeeded, and a second cancellation interrupts the
+        # cleanup of `initialize`.
+        await super().aclose()
+        for nodes in ("nodes_cache", "startup_nodes"):
+            await self.nodes_manager.aclose(nodes)
+
 
 @contextmanager
 def _connection_errors() -> Iterator[None]:
@@ -327,7 +334,7 @@ class Server:
             slots = cast(redis_async.RedisCluster, client).nodes_manager.slots_cache.items()
             served = {slot: (str(nodes[0].host), int(nodes[0].port)) for slot, nodes in slots}
         finally:
-            await client.aclose()
+            await finish(client.aclose())  # A cancelled `aclose` leaves connections open.
         # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
         self._nodes = list(dict.fromkeys([*served.values(), *self._nodes]))[:_MAX_NODES]
         return served
@@ -369,7 +376,7 @@ class Server:
         except (RedisError, OSError) as error:
             raise self.explain(error) from error
         finally:
-            await client.aclose()
+            await finish(client.aclose())
 
     async def open(self) -> connections.AbstractConnection:
         """Open a connection of redis-py and authenticate."""

@@ -21,7 +21,7 @@ from lmpool.broker import scripts
 from lmpool.broker.connection import Argument, CommandConnection, Connection, reply_timeout
 from lmpool.broker.scripts import Call
 from lmpool.broker.server import Server
-from lmpool.errors import CorruptRow, LMPoolError, ProtocolError
+from lmpool.errors import CorruptRow, LMPoolError, ProtocolError, ServerError
 from lmpool.protocol import row as wire
 from lmpool.protocol.job import DIGEST_SIZE
 from lmpool.protocol.keys import Keys
@@ -104,9 +104,11 @@ class RowConnection(Connection[RawRowCommands]):
         Raises `ServerError` if the server cannot be used.
         """
         async with self._chunks:
-            # A master of a cluster refuses an MGET of keys in several slots.
-            if not (self._server.is_node or by_getrange):
+            if not by_getrange:
                 with suppress(*self._apart):
+                    # A master of a cluster refuses an MGET of keys in several slots.
+                    if self._server.is_node:
+                        return await self._get_each(keys, max_bytes, by_getrange=False)
                     if (largest := max(max_bytes)) > _SMALL_BYTES:
                         large = await self._large.open()
                         values: list[Value] = await self._large.wait_for(large, large.call((b"MGET", *keys), largest))
@@ -115,18 +117,23 @@ class RowConnection(Connection[RawRowCommands]):
                         if not isinstance(values, list) or len(values) != len(keys):
                             raise self.distrust(values)
                     return values
-            raw = await self._large.open()
+            return await self._get_each(keys, max_bytes, by_getrange=True)
 
-            async def read(key: bytes, most: int) -> Value:
-                try:
-                    value: Any = await self._large.wait_for(raw, raw.call((b"GETRANGE", key, 0, most - 1), most))
-                except LMPoolError as error:
-                    if isinstance(error.__cause__, ResponseError) and not self._server.is_not_now(error.__cause__):
-                        return error.__cause__
-                    raise
-                return value if len(value) else None  # GETRANGE returns an empty string for a missing key.
+    async def _get_each(self, keys: Sequence[bytes], max_bytes: Sequence[int], *, by_getrange: bool) -> list[Value]:
+        """Fetch each value alone, by GETRANGE or by GET. Only GET distinguishes an empty string from a missing key."""
+        raw = await self._large.open()
 
-            return await asyncio.gather(*map(read, keys, max_bytes))
+        async def read(key: bytes, most: int) -> Value:
+            command = (b"GETRANGE", key, 0, most - 1) if by_getrange else (b"GET", key)
+            try:
+                value: Any = await self._large.wait_for(raw, raw.call(command, most))
+            except LMPoolError as error:
+                if isinstance(error.__cause__, ResponseError) and not self._server.is_not_now(error.__cause__):
+                    return error.__cause__
+                raise
+            return None if by_getrange and not len(value) else value
+
+        return await asyncio.gather(*map(read, keys, max_bytes))
 
     def close(self) -> None:
         """Close the connections; pending requests fail."""
@@ -258,11 +265,20 @@ class RowCache:
         }
 
     async def existing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The digests whose rows are stored."""
+        """The digests whose rows are stored; removes values of another type, because no row can be stored over them."""
+
+        async def find(connection: RowConnection, digest: bytes) -> list[bytes]:
+            try:
+                return [digest] if await connection.call(b"STRLEN", self._prefix + digest) else []
+            except ServerError as error:
+                if "WRONGTYPE" not in str(error):
+                    raise
+                await connection.call(b"UNLINK", self._prefix + digest)
+                return []
+
         parts = await self._connections.split(self.keys_of(digests))
-        calls = [(at, to.call(b"STRLEN", self._prefix + digests[at])) for to, indices in parts for at in indices]
-        sizes = await _all([call for _, call in calls])
-        return [digests[at] for (at, _), size in zip(calls, sizes, strict=True) if size]
+        found = await _all([find(connection, digests[at]) for connection, indices in parts for at in indices])
+        return [digest for digests in found for digest in digests]
 
     async def entries(
         self, digests: Sequence[bytes], encoding: Encoding, ids: Sequence[Sequence[int]]

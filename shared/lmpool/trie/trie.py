@@ -63,7 +63,7 @@ def _stable_order(values: NDArray[Any]) -> Ints:
 
 
 def _compress(parent: Nodes, n_children: Nodes, leaf: Nodes) -> tuple[Nodes, Nodes, Nodes]:
-    """`home` (V,), `inner_parent` (M,) and `value_of` (N,) of the compressed trie.
+    """Compress a trie: the node of each token (V,), each inner node's parent (M,) and where each node's value is (N,).
 
     A link is a node with one child and no token. A link has its child's value, and its child is the next node. So every
     node has the value of the first node from itself on that is no link. The links directly before a node are its chain.

@@ -59,8 +59,7 @@ async def hold(pool: Pool, worker: WorkerProcess, ask: Callable[[], Awaitable[No
 
     async def are_reading() -> bool:
         live = sum(other.process.poll() is None for other in pool.workers)
-        clients: Any = pool.redis.client_list()
-        return len([c for c in clients if c["cmd"] == "xreadgroup" and "b" in c["flags"]]) >= live
+        return len([c for c in pool.clients() if c["cmd"] == "xreadgroup" and "b" in c["flags"]]) >= live
 
     for _ in range(_TRIES):
         # Wait until all workers block in XREADGROUP: just after a step, a worker polls without blocking.

@@ -428,7 +428,7 @@ class Dispatcher:
         await self.publisher.fail(entries)
 
     def release(self, ended: Mapping[InFlightPrompt, Sequence[StreamEntry]]) -> None:
-        """Remove entries that have ended. If other entries have joined a prompt, submit the prompt again."""
+        """Forget answered stream entries of prompts. If other entries have joined a prompt, submit the prompt again."""
         if self.traces is not None:
             self._trace_ended(entry for entries in ended.values() for entry in entries)
         again = [each for each, entries in ended.items() if self._holds(each) and not self._remove(each, entries)]

@@ -271,7 +271,8 @@ class Submitter:
                 is_full = self.is_full
         self._connections.trouble = None
         if stored:
-            await self.fetch(stored, are_stored=True)
+            # If `submit.lua` cannot read rows, it only knows that the rows were stored within the last 10 s.
+            await self.fetch(stored, are_stored=rows.is_seen)
             if damaged := [request for request in requests if request.damaged and self._requests.is_open(request)]:
                 await self.submit(damaged)
             pending = map(self._requests.get, stored)

@@ -229,12 +229,25 @@ class SglangSettings(EngineSettings):
 
     kind: ClassVar[str] = "sglang"
 
-    device: str = option('"auto", or a torch device such as "cpu" or "cuda:1".', "auto")
+    device: str = option('"auto", or a torch device such as "cpu" or "cuda:1": the first one of several.', "auto")
+    tensor_parallel_size: int = option("Processes, one per device, that share each layer.", 1, least=1, most=MAX_RANKS)
+    expert_parallel_size: int = option(
+        "Groups of these processes that have a part of a mixture's experts each.", 1, least=1, most=MAX_RANKS
+    )
 
     def __post_init__(self) -> None:
         EngineSettings.__post_init__(self)
+        if self.ranks % self.expert_parallel_size:
+            raise SettingsError(
+                f"expert_parallel_size: {self.expert_parallel_size} does not divide tensor_parallel_size, {self.ranks}"
+            )
         require("backend", "lmpool[sglang]", "sglang")
         require_version(SGLANG_DISTRIBUTIONS, SGLANG_VERSIONS)
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes and devices that the model is spread over."""
+        return self.tensor_parallel_size
 
 
 def require(field: str, extra: str, *packages: str) -> None:

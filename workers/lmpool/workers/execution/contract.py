@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -224,6 +224,13 @@ class MapsMemory(Protocol):
             fd: the descriptor of the memory in this process; the descriptor is open during this call.
             memory: the memory, mapped in this process.
         """
+
+
+class TellsEnd(Protocol):
+    """An extra method of a backend that can break while no step runs, such as one with several processes."""
+
+    def when_broken(self, report: Callable[[BaseException], object]) -> None:
+        """Call `report` with the error, from any thread, when the backend breaks; called once, before the first job."""
         ...
 
 

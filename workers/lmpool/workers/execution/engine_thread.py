@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, NamedTuple, cast
 
@@ -315,6 +316,8 @@ class EngineThread:
                 tokenizer = backend.tokenizer() if isinstance(backend, contract.TellsTokenizer) else None
                 about = backend.info, backend.batch, backend.device
                 opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters))
+                if isinstance(backend, contract.TellsEnd):
+                    backend.when_broken(partial(self._post, self._on_broken))
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
             except BaseException as error:  # noqa: BLE001  the error is reported before `close`, which may take long

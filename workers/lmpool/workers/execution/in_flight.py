@@ -117,7 +117,7 @@ class InFlightPrompt(BackendJob, eq=False):
 
     @property
     def wants_row(self) -> bool:
-        """Whether an entry requests the row itself, or an answer that only the backend can compute."""
+        """Whether an entry has no query: it requests the row, or values that only the backend can compute."""
         return any(entry.query is None for entry in self.entries.values())
 
     def restart(self) -> None:

@@ -275,7 +275,8 @@ class PrefixSlots:
         self._stamps[ROOT] = _NEVER
         self._free: list[int] = []
         self._clock = 0
-        # (root, last tokens) of each remembered prompt -> its ids, its path and its mark; the most recent prompt last.
+        # (slot of the root, last tokens) of each recent prompt -> its ids, the slots of its tokens, and the value of
+        # `_freed` of its last slot; the most recent prompt last.
         self._recent: OrderedDict[tuple[int, bytes], tuple[bytes, Path, int]] = OrderedDict()
         self._recent_tokens = 0
 

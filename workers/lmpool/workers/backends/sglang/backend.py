@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
-import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,8 @@ from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
-from lmpool.workers.backends.settings import ONE_PROCESS, SglangSettings, check_engine_args, parse_engine_args
+from lmpool.workers.backends.settings import SglangSettings, check_engine_args, parse_engine_args
+from lmpool.workers.backends.sglang.follower import set_log_level
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
@@ -37,11 +36,6 @@ RESERVED_TOKENS = 7
 _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where SGLang would take most of the memory.
 _FOREVER_S = 1e9  # Timeout in seconds of SGLang's watchdog: so large that the watchdog never acts.
 _ITEM_SIZES = {"float32": 4, "fp8_e5m2": 1, "fp8_e4m3": 1}  # Bytes per number in keys and values; 2 for other dtypes.
-
-_PARALLEL = dict.fromkeys((
-    "tp_size", "pp_size", "dp_size", "ep_size", "nnodes", "dcp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size",
-    "dwdp_size",
-), 1)  # fmt: skip
 
 _ONE_ROW = "each request computes one row, so nothing is sampled"
 
@@ -55,7 +49,14 @@ _REASONS = {
     "rows are captured in the event loop without overlap": ("disable_overlap_schedule", "enable_pdmux"),
     "rows come from models that generate token after token": ("is_embedding", "dllm_algorithm"),
     "a prompt's row needs the whole model in one place": ("disaggregation_mode", "encoder_only", "language_only"),
-    ONE_PROCESS: ("use_ray",),
+    "use --tensor-parallel-size": ("tp_size",),
+    "use --expert-parallel-size": ("ep_size",),
+    "start more workers for more copies of a model": ("dp_size",),
+    "all processes of a model run on the worker's machine": ("nnodes", "node_rank", "use_ray"),
+    "one process must have the whole rows of all prompts; spread a model with --tensor-parallel-size only": (
+        "pp_size", "dcp_size", "dwdp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size", "enable_dp_attention",
+        "enable_dp_lm_head", "enable_prefill_cp", "enable_tp_lm_head_all_to_all", "elastic_ep_backend",
+    ),
     "the worker limits its prompts itself": ("max_queued_requests",),
     "a worker's prompts have no priorities": ("enable_priority_scheduling",),
     "an idle worker sleeps in any case": ("sleep_on_idle",),
@@ -82,7 +83,7 @@ _HARMLESS = {
     "max_loras_per_batch", "max_prefill_tokens", "max_running_requests", "max_total_tokens", "mem_fraction_static",
     "numa_node", "page_size", "prefill_attention_backend", "prefill_max_requests", "radix_eviction_policy",
     "random_seed", "sampling_backend", "schedule_conservativeness", "schedule_policy", "torch_compile_max_bs",
-    "trust_remote_code", "weight_loader_disable_mmap", *_PARALLEL,
+    "trust_remote_code", "weight_loader_disable_mmap",
 }  # fmt: skip
 
 
@@ -126,10 +127,11 @@ class SglangBackend(EngineBackend):
         # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-        logging.getLogger("sglang").setLevel(logging.WARNING)
-        # Hide SGLang's warnings about each model architecture whose packages are missing.
-        logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
-        warnings.filterwarnings("ignore", module=r"sglang\.")
+        if settings.ranks > 1:
+            # Share no memory between ranks for broadcasts: a worker that is killed would leave it behind.
+            os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
+            os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(settings.ranks))
+        set_log_level("warning")
         try:
             from sglang.version import __version__ as version
 
@@ -138,10 +140,9 @@ class SglangBackend(EngineBackend):
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = user_options(settings, known_options(), version)
         options = engine_options(settings, folder, device, adapters) | given
-        if given.get("log_level"):
-            logging.getLogger("sglang").setLevel(str(given["log_level"]).upper())
+        set_log_level(str(options["log_level"]))
         try:
-            positions, numbers = read_facts(folder, settings.trust_remote_code)
+            positions, numbers = read_facts(folder, settings.trust_remote_code, settings.ranks)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
             raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
         if (tokens := kv_tokens(settings, options, numbers)) is not None:
@@ -151,7 +152,7 @@ class SglangBackend(EngineBackend):
             raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
         length = positions if wanted is None else min(wanted + RESERVED_TOKENS, positions)
         options.setdefault("context_length", length)
-        self.device = device_of(options)
+        self.device, self._options = device_of(options), options
         self._revision = checkpoint_revision(folder, also=row_deciding(given))
         return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}")
 
@@ -208,6 +209,15 @@ class SglangBackend(EngineBackend):
 
     def _unload(self, adapter: str) -> None:
         self._engine.drop_adapter(adapter)
+
+    @property
+    def devices(self) -> list[str]:
+        """See `TellsDevices.devices`."""
+        return [device_of(self._options, rank) for rank in range(self._settings.ranks)]
+
+    def when_broken(self, report: Callable[[BaseException], object]) -> None:
+        """See `TellsEnd.when_broken`."""
+        self._engine.on_end = report
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
@@ -276,7 +286,7 @@ def user_options(settings: SglangSettings, known: Mapping[str, bool], version: s
     """Check and return the user's engine options. `known`: SGLang's options -> whether the option takes a text."""
     given = parse_engine_args(settings.engine_args)
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
-    check_engine_args(given, known, _REFUSED | sampled, _PARALLEL, f"SGLang {version}")
+    check_engine_args(given, known, _REFUSED | sampled, {}, f"SGLang {version}")
     # Write TOML tables as JSON for options that take a text.
     tables = {name: value for name, value in given.items() if known[name] and isinstance(value, dict)}
     return given | {name: json.dumps(table) for name, table in tables.items()}
@@ -300,6 +310,8 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         "dtype": checkpoint_dtype(folder, settings.dtype),
         "device": kind,
         "base_gpu_id": int(index or 0),
+        "tp_size": settings.tensor_parallel_size,
+        "ep_size": settings.expert_parallel_size,
         "max_running_requests": settings.max_batch,
         "disable_overlap_schedule": True,
         "watchdog_timeout": _FOREVER_S,
@@ -326,7 +338,10 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
 
 
 def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int) -> int | None:
-    """Max tokens whose keys and values (`numbers` numbers per token) fit into memory; None for SGLang's default."""
+    """Max tokens whose keys and values fit into the memory of a process; None for SGLang's default.
+
+    `numbers`: how many numbers of a token's keys and values a process has.
+    """
     memory = settings.kv_cache_bytes
     if memory is not None and not numbers:
         raise SettingsError("kv_cache_bytes: this model keeps no keys and values; see mem_fraction_static of SGLang")
@@ -341,7 +356,15 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
     return memory // token
 
 
-def device_of(options: Mapping[str, Any]) -> str:
-    """The device that SGLang uses: "cpu", or another kind with its index, such as "cuda:0"."""
+def cores_of_ranks(ranks: int) -> str:
+    """The cores of each rank on a CPU, as SGLang reads them: it binds the threads of each rank to other cores."""
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks] for rank in range(ranks)]
+    return "|".join(",".join(map(str, share or cores)) for share in shares)
+
+
+def device_of(options: Mapping[str, Any], rank: int = 0) -> str:
+    """The device that a rank uses: "cpu", or another kind with its index, such as "cuda:0"."""
     kind = str(options["device"]).partition(":")[0]
-    return kind if kind == "cpu" else f"{kind}:{options['base_gpu_id']}"
+    index = options["base_gpu_id"] + rank * options.get("gpu_id_step", 1)
+    return kind if kind == "cpu" else f"{kind}:{index}"

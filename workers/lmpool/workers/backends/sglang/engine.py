@@ -8,13 +8,13 @@ import re
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from itertools import count, groupby
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, get_type_hints
 from uuid import uuid4
@@ -26,21 +26,28 @@ from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.managers import io_struct
+from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
 from torch import Tensor
+from torch.distributed import ReduceOp, all_reduce
 from tqdm import std as tqdm  # type: ignore[import-untyped]
 
-from lmpool.errors import LMPoolError, SettingsError, WorkerError, first_line
+from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
+from lmpool.workers.backends.ranks import Followers
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
+from lmpool.workers.backends.sglang import follower
 from lmpool.workers.execution.contract import BackendJob
 
 _CLOSE_S = 30.0  # Max seconds to wait for the forward in progress when the engine is closed.
-_CALL_CHECK_S = 1.0  # Seconds between two checks that the scheduler's thread is alive, while `_call` waits.
+_LOAD_CHECK_S = 1.0  # Seconds between two checks that the scheduler's thread is alive, while an adapter is loaded.
+# Seconds between two broadcasts of rank 0 while it is idle: the followers wait for a broadcast, at most for torch's
+# timeout of a collective, which is minutes.
+_IDLE_S = 1.0
 _TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 _log = logging.getLogger(__name__)
 
@@ -64,13 +71,20 @@ class SglangEngine:
     `return_logprob` from the first requested position on. SGLang then uses its prefix cache up to this position only,
     and computes the logits of the remaining tokens, some rows at a time.
 
+    With tensor parallelism, this scheduler is rank 0. The other ranks are followers, which run SGLang's own loop with
+    the requests that rank 0 broadcasts. Each pass of rank 0's loop makes one broadcast.
+
     `context` is the beginning of the error message if the model cannot be loaded.
+
+    Attributes:
+        on_end: called in another thread with the error that ends the engine.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str) -> None:
         self.scheduler: Any = None  # SGLang's scheduler; None before its start and after its end.
         self.answers_positions = False
         self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
+        self._loads: dict[str, Future[Any]] = {}  # SGLang's id of each adapter that is being loaded -> SGLang's result.
         self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped, but is not yet unloaded.
         # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
@@ -82,10 +96,12 @@ class SglangEngine:
         # Results of forwards; the first result reports the start. An exception in the queue means that the thread ends.
         self._results: SimpleQueue[EngineBatch | BaseException] = SimpleQueue()
         self._error: BaseException | None = None
+        self._followers: Followers | None = None
+        self.on_end: Callable[[BaseException], object] = lambda error: None
         # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
-        if isinstance(failure := self._results.get(), LMPoolError):
+        if isinstance(failure := self._results.get(), SettingsError):
             raise failure
         if isinstance(failure, BaseException):  # SGLang has no exception type of its own, so catch all.
             is_too_little = isinstance(failure, MemoryError) or _TOO_LITTLE_MEMORY.search(str(failure)) is not None
@@ -117,50 +133,35 @@ class SglangEngine:
 
     def load_adapter(self, adapter: str, folder: Path) -> None:
         """Load an adapter ("name@revision") from a folder with the weights and config of `plain_adapter`."""
-
-        def load() -> None:
-            self._unload_dropped()
-            lora_id = uuid4().hex  # Use a new id for each load, because the prefix cache tells adapters apart by id.
-            wanted = io_struct.LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
-            result = self.scheduler.load_lora_adapter(wanted)
-            if not result.success:
-                raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
-            self._lora_ids[adapter] = lora_id
-
-        self._call(load)
+        lora_id = uuid4().hex  # Use a new id for each load, because the prefix cache tells adapters apart by id.
+        wanted = io_struct.LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
+        loaded = self._loads[lora_id] = Future()
+        self._orders.put(lambda: [*self._take_dropped(), wanted])
+        while True:
+            try:
+                result = loaded.result(_LOAD_CHECK_S)
+                break
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise WorkerError("SGLang's engine died") from None
+        if not result.success:
+            raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
+        self._lora_ids[adapter] = lora_id
 
     def drop_adapter(self, adapter: str) -> None:
-        """Unload an adapter now, or if a request still uses it, at a later load or drop of an adapter."""
+        """Unload an adapter soon, or if a request still uses it, at a later load or drop of an adapter."""
         self._dropped[self._lora_ids.pop(adapter)] = adapter
-        self._call(self._unload_dropped)
+        self._orders.put(self._take_dropped)
 
-    def _unload_dropped(self) -> None:
+    def _take_dropped(self) -> list[Any]:
+        """Requests that unload the dropped adapters that no request uses; called in the scheduler's thread."""
         scheduler = self.scheduler
         lists = [scheduler.waiting_queue]
         lists += [batch.reqs for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
         in_use = {request.lora_id for requests in lists for request in requests}
-        for lora_id in self._dropped.keys() - in_use - {getattr(scheduler.chunked_req, "lora_id", None)}:
-            name = self._dropped.pop(lora_id)
-            scheduler.unload_lora_adapter(io_struct.UnloadLoRAAdapterReqInput(lora_name=name, lora_id=lora_id))
-
-    def _call(self, work: Callable[[], None]) -> None:
-        """Call a function in the scheduler's thread between two forwards, and wait until it returns."""
-        done: Future[None] = Future()
-
-        def order() -> None:
-            try:
-                work()
-                done.set_result(None)
-            except LMPoolError as error:
-                done.set_exception(error)
-
-        self._orders.put(order)
-        while True:
-            try:
-                return done.result(_CALL_CHECK_S)
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise WorkerError("SGLang's engine died") from None
+        unused = self._dropped.keys() - in_use - {getattr(scheduler.chunked_req, "lora_id", None)}
+        make = io_struct.UnloadLoRAAdapterReqInput
+        return [make(lora_name=self._dropped.pop(lora_id), lora_id=lora_id) for lora_id in unused]
 
     def results(self) -> list[EngineBatch]:
         """The results since the last call; waits for at least one result."""
@@ -179,7 +180,7 @@ class SglangEngine:
 
     def close(self) -> None:
         """End the event loop after its current forward, and free the engine's memory."""
-        self._orders.put(lambda: setattr(self.scheduler, "gracefully_exit", True))
+        self._orders.put(lambda: [io_struct.ShutdownReq()])
         self._thread.join(_CLOSE_S)
         if self._thread.is_alive():
             _log.warning("SGLang's engine has not ended within %g s: its memory is not freed", _CLOSE_S)
@@ -190,44 +191,64 @@ class SglangEngine:
     # The methods below run in the scheduler's thread.
 
     def _run(self, options: Mapping[str, Any]) -> None:
+        timeout_s = 0.0
         try:
-            self.scheduler = make_scheduler(options)
+            server_args = make_server_args(options)
+            ports = make_ports(server_args)
+            if (ranks := server_args.tp_size) > 1:
+                setups = [{"options": dict(options), "ports": vars(ports), "rank": rank} for rank in range(1, ranks)]
+                self._followers = Followers(follower.COMMAND, setups, self._fail)
+            self.scheduler = make_scheduler(server_args, ports)
             self._redirect(self.scheduler)
             self._results.put(EngineBatch())
             self.scheduler.run_event_loop()
             self._results.put(WorkerError("SGLang's event loop has ended"))
+            timeout_s = _CLOSE_S
         except BaseException as error:  # noqa: BLE001  # The thread that reads the results raises the error.
-            self._results.put(error)
+            self._fail(error if self._followers is None else self._followers.cause_of(error))
         finally:
             scheduler, self.scheduler = self.scheduler, None
             if scheduler is not None:
                 end_scheduler(scheduler)
+            if self._followers is not None:
+                self._followers.close(timeout_s)
+
+    def _fail(self, error: BaseException) -> None:
+        self._results.put(error)
+        self.on_end(error)
 
     def _redirect(self, scheduler: Any) -> None:
         """Have a scheduler receive requests from the queue, and capture the logits of its prefills."""
         scheduler.run_batch = partial(self._run_noted, scheduler.run_batch)
         scheduler.process_batch_result = partial(self._process_and_capture, scheduler.process_batch_result)
-        scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)  # Replace SGLang's socket.
-        for module in scheduler.tp_worker.model_runner.model.modules():
-            if not isinstance(module, LogitsProcessor):
-                continue
-            processor, self.answers_positions = module.input_logprob_processor, True
+        receive = partial(self._receive, scheduler.request_receiver._broadcast_reqs_across_ranks)
+        scheduler.request_receiver = SimpleNamespace(recv_requests=receive)  # Replace SGLang's socket.
+        scheduler.tp_worker.load_lora_adapter = partial(self._load_and_report, scheduler.tp_worker.load_lora_adapter)
+        for processor in logprob_processors(scheduler):
+            self.answers_positions = True
             processor.forward = partial(self._capture_positions, processor.forward)
-            # Do not let SGLang compute logprobs in the memory of CUDA graphs, which has no space for the capture.
-            processor._can_borrow_logprob_memory = lambda *_, **__: False
 
-    def _receive(self, local_reqs: list[Any] | None = None) -> list[Any]:
-        """The requests and aborts for SGLang; waits if SGLang is idle. `local_reqs`: SGLang's own abort requests."""
+    def _load_and_report(self, load: Callable[[Any], Any], wanted: Any) -> Any:
+        result = load(wanted)
+        self._loads.pop(wanted.lora_id).set_result(result)
+        return result
+
+    def _receive(self, broadcast: Callable[[list[Any]], list[Any]], local_reqs: list[Any] | None = None) -> list[Any]:
+        """The requests and aborts for SGLang, broadcast to all ranks; waits if SGLang is idle.
+
+        `local_reqs`: SGLang's own abort requests.
+        """
         received, is_idle = list(local_reqs or ()), self.scheduler.is_fully_idle()
         taken_back = {request.rid for request in received if isinstance(request, io_struct.AbortReq)}
         # An idle scheduler has dropped all requests that have no result, and has reported them only to its socket.
         if lost := [name for name in self._owed if is_idle or name in taken_back]:
             text = "SGLang has dropped the prompt without an answer"
             self._results.put(EngineBatch(failures={self._forget(name).digest: text for name in lost}))
-        while is_idle or not self._orders.empty():
-            received += self._orders.get()() or ()
-            is_idle = False
-        return received
+        with suppress(Empty):
+            while is_idle or not self._orders.empty():
+                received += self._orders.get(timeout=_IDLE_S if self._followers else None)() or ()
+                is_idle = False
+        return broadcast(received)
 
     def _forget(self, name: str) -> BackendJob:
         """Discard a request in flight; returns its job."""
@@ -235,7 +256,7 @@ class SglangEngine:
         return self._owed.pop(name)
 
     def _process_and_capture(self, process: Any, batch: Any, result: Any, *more: Any, **named: Any) -> None:
-        """Process a batch's result as SGLang does, and capture rows and positions of the prompts that it completes."""
+        """Process a batch's result as SGLang does, and capture the results of the prompts that the batch completes."""
         # Keep requests and logits: SGLang discards both while it processes the result.
         requests = list(batch.reqs)
         logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
@@ -309,8 +330,11 @@ def known_options() -> dict[str, bool]:
     return {name: hint in (str, str | None) for name, hint in hints.items() if not name.startswith("_")}
 
 
-def read_facts(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
-    """A model's max context length in tokens, and the count of numbers in one token's keys and values (0 for none)."""
+def read_facts(folder: Path, trust_remote_code: bool, ranks: int = 1) -> tuple[int, int]:
+    """A model's max context length in tokens, and the count of numbers in one token's keys and values (0 for none).
+
+    The numbers are those of one rank, which has a share of the heads.
+    """
     config = get_hf_text_config(get_config(str(folder), trust_remote_code=trust_remote_code))
     heads = getattr(config, "num_attention_heads", 0)
     if not heads:
@@ -319,38 +343,72 @@ def read_facts(folder: Path, trust_remote_code: bool) -> tuple[int, int]:
         numbers = compressed + config.qk_rope_head_dim  # Multi-head latent attention caches one vector for all heads.
     else:
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        numbers = 2 * (getattr(config, "num_key_value_heads", None) or heads) * size
+        numbers = 2 * max(1, (getattr(config, "num_key_value_heads", None) or heads) // ranks) * size
     return get_context_length(config), config.num_hidden_layers * numbers
 
 
-def make_scheduler(options: Mapping[str, Any]) -> Any:
-    """Load a model. Call this function in the thread that will run the event loop."""
+def make_server_args(options: Mapping[str, Any]) -> Any:
+    """SGLang's own form of its options."""
     server_args = ServerArgs(**options)
     server_args.resolve_once()
     server_args.check_server_args()
+    return server_args
+
+
+def make_ports(server_args: Any) -> Any:
+    """The addresses of a model's schedulers. Their files are removed, because no process uses SGLang's sockets."""
     ports = PortArgs.init_new(server_args)
+    for value in vars(ports).values():
+        if isinstance(value, str) and value.startswith("ipc://"):
+            Path(value.removeprefix("ipc://")).unlink()
+    return ports
+
+
+def make_scheduler(server_args: Any, ports: Any, rank: int = 0) -> Any:
+    """Load a model, or a rank's part of it. Call this function in the thread that will run the event loop."""
     # Create and initialise the scheduler in two steps, so that it can be ended if the initialisation fails.
     scheduler = Scheduler.__new__(Scheduler)
     # Save sys.excepthook to restore it later: torch's process groups replace it, to prefix tracebacks with a rank.
-    hook, show_bar = sys.excepthook, tqdm.tqdm.__init__
+    hook, show_bar, make_writer = sys.excepthook, tqdm.tqdm.__init__, scheduler_module.create_load_snapshot_writer
     try:
-        ranks = runtime_context.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=options.get("base_gpu_id", 0))
+        gpu = server_args.base_gpu_id + rank * server_args.gpu_id_step
+        ranks = runtime_context.SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=gpu)
         runtime_context.publish(server_args, role="scheduler", ranks=ranks)
         if not sys.stderr.isatty():  # SGLang has no option to switch its progress bars off.
             tqdm.tqdm.__init__ = lambda bar, *more, **named: show_bar(bar, *more, **{**named, "disable": True})
+        # Write no load statistics: a worker that is killed would leave their file in shared memory.
+        scheduler_module.create_load_snapshot_writer = lambda *_, **__: None
         scheduler.__init__(server_args, ports)
     except BaseException:
         end_scheduler(scheduler)
         raise
     finally:
-        sys.excepthook, tqdm.tqdm.__init__ = hook, show_bar
-        # Remove the files of SGLang's sockets, which no process uses.
-        for value in vars(ports).values():
-            if isinstance(value, str) and value.startswith("ipc://"):
-                with suppress(OSError):
-                    Path(value.removeprefix("ipc://")).unlink()
+        sys.excepthook, tqdm.tqdm.__init__, scheduler_module.create_load_snapshot_writer = hook, show_bar, make_writer
     _disconnect(scheduler)
+    for processor in logprob_processors(scheduler):
+        # Do not let SGLang compute logprobs in the memory of CUDA graphs, which has no space for the capture. All ranks
+        # must compute the same parts of the logits.
+        processor._can_borrow_logprob_memory = lambda *_, **__: False
+    if server_args.tp_size > 1:
+        scheduler.tp_worker.load_lora_adapter = partial(_load_in_all_ranks, scheduler.tp_worker.load_lora_adapter)
     return scheduler
+
+
+def logprob_processors(scheduler: Any) -> Iterator[Any]:
+    """The modules that compute logprobs of prompts."""
+    for module in scheduler.tp_worker.model_runner.model.modules():
+        if isinstance(module, LogitsProcessor):
+            yield module.input_logprob_processor
+
+
+def _load_in_all_ranks(load: Callable[[Any], Any], wanted: Any) -> Any:
+    """Load an adapter, and wait for the other ranks, which read the same files; fails if one rank fails."""
+    result = load(wanted)
+    failed = torch.tensor(int(not result.success))
+    all_reduce(failed, ReduceOp.MAX, runtime_context.get_parallel().tp_group.cpu_group)
+    if result.success and failed:
+        result.success, result.error_message = False, "another rank cannot load it"
+    return result
 
 
 def make_request(name: str, job: BackendJob, adapter: str | None) -> Any:
@@ -388,13 +446,10 @@ def end_scheduler(scheduler: Any) -> None:
 
 
 def _disconnect(scheduler: Any) -> None:
-    """Close the sockets to SGLang's other processes, which do not exist here."""
-    if (channels := getattr(scheduler, "ipc_channels", None)) is not None:
+    """Close the sockets to SGLang's other processes, which do not exist here; followers have none."""
+    channels = getattr(scheduler, "ipc_channels", None)
+    if channels is not None and channels.recv_from_tokenizer is not None:
         # Remove the sockets, so that SGLang sends nothing.
         channels.send_to_tokenizer.socket = channels.send_to_detokenizer.socket = None
         # Close the context explicitly: garbage collection of a context with open sockets would block forever.
         channels.recv_from_tokenizer.context.destroy(linger=0)
-    if (writer := getattr(scheduler, "load_snapshot_writer", None)) is not None:
-        writer.close()
-        Path(writer.path).unlink(missing_ok=True)
-        scheduler.load_snapshot_writer = None

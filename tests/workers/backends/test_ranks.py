@@ -1,0 +1,116 @@
+"""Processes of a model that is spread over several processes: they end with the worker, and it ends with each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from lmpool.errors import WorkerError
+from lmpool.workers.backends.ranks import Followers
+from tests.support.pool import until
+
+FOLLOWER = """
+import logging, os, signal
+from lmpool.workers.backends.ranks import following
+with following() as setup:
+    print("this line does not disturb the log")
+    logging.getLogger("engine").warning("pid %d", os.getpid())
+    if setup["fails"]:
+        raise MemoryError("no memory for the weights\\nand more lines")
+    signal.pause()
+"""
+COMMAND = [sys.executable, "-c", FOLLOWER]
+RUNS = {"fails": False}
+
+
+@contextmanager
+def followers(*setups: dict[str, bool]) -> Iterator[tuple[Followers, SimpleQueue[WorkerError]]]:
+    """Follower processes, and the errors that they report."""
+    errors: SimpleQueue[WorkerError] = SimpleQueue()
+    started = Followers(COMMAND, setups, errors.put)
+    try:
+        yield started, errors
+    finally:
+        started.close(0)
+
+
+def pids(caplog: pytest.LogCaptureFixture, count: int) -> list[int]:
+    """The process ids that `count` followers have logged, in the order of their ranks."""
+    until(lambda: len(caplog.messages) >= count, "all followers run")
+    return [int(text.rpartition(" ")[2]) for text in sorted(caplog.messages)]
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b") ")[2][:1] != b"Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_log_entries_carry_the_rank(caplog: pytest.LogCaptureFixture) -> None:
+    with followers(RUNS, RUNS):
+        first, second = pids(caplog, 2)
+    assert sorted(caplog.messages) == [f"(rank 1) pid {first}", f"(rank 2) pid {second}"]
+    assert {(record.name, record.levelno) for record in caplog.records} == {("engine", logging.WARNING)}
+
+
+def test_a_killed_follower_is_reported_and_the_others_end(caplog: pytest.LogCaptureFixture) -> None:
+    with followers(RUNS, RUNS, RUNS) as (started, errors):
+        all_pids = pids(caplog, 3)
+        # A process that does not run on cannot notice the end of another process.
+        os.kill(all_pids[0], signal.SIGSTOP)
+        os.kill(all_pids[1], signal.SIGKILL)
+        error = errors.get(timeout=60)
+        assert str(error) == "rank 2 of the model has failed: its process was ended by signal 9 (SIGKILL)"
+        assert started.cause_of(OSError("connection reset")) is error
+        until(lambda: not any(map(is_running, all_pids)), "all followers have ended")
+    assert errors.empty(), "only the first end is reported"
+
+
+def test_the_error_of_a_follower_is_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    with followers(RUNS, {"fails": True}) as (_, errors):
+        assert str(errors.get(timeout=60)) == "rank 2 of the model has failed: no memory for the weights"
+
+
+def test_closing_reports_no_end(caplog: pytest.LogCaptureFixture) -> None:
+    with followers(RUNS) as (started, errors):
+        pids(caplog, 1)
+        started.close(0)
+        assert started._processes[0].returncode == -signal.SIGKILL
+    assert errors.empty()
+
+
+def test_followers_ignore_signals_that_stop_the_worker(caplog: pytest.LogCaptureFixture) -> None:
+    with followers(RUNS):
+        (pid,) = pids(caplog, 1)
+        status = Path(f"/proc/{pid}/status").read_text()
+        ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn:")).split()[1], 16)
+        assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+
+
+def test_a_follower_ends_with_its_worker_even_if_it_is_stopped() -> None:
+    worker = f"""
+import logging, signal, sys
+from lmpool.workers.backends.ranks import Followers
+logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
+followers = Followers({COMMAND!r}, [{RUNS!r}], print)
+signal.pause()
+"""
+    process = subprocess.Popen([sys.executable, "-uc", worker], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    follower = int(process.stdout.readline().rpartition(" ")[2])
+    os.kill(follower, signal.SIGSTOP)
+    process.kill()
+    process.wait()
+    until(lambda: not is_running(follower), "the follower ends")
+    process.stdout.close()
