@@ -224,8 +224,10 @@ class MapsMemory(Protocol):
             fd: the descriptor of the memory in this process; the descriptor is open during this call.
             memory: the memory, mapped in this process.
         """
+        ...
 
 
+@runtime_checkable
 class TellsEnd(Protocol):
     """An extra method of a backend that can break while no step runs, such as one with several processes."""
 

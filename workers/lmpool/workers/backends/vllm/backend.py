@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -210,6 +210,15 @@ class VllmBackend(EngineBackend):
             self._engine.captured.drop(self._requests.pop(name).job.digest)
             self._engine.positions.drop(name)
         self._close(names)
+
+    @property
+    def devices(self) -> list[str]:
+        """See `TellsDevices.devices`."""
+        return self._engine.devices
+
+    def when_broken(self, report: Callable[[BaseException], object]) -> None:
+        """See `TellsEnd.when_broken`."""
+        self._engine.on_end = report
 
     def map_memory(self, fd: int, memory: Any) -> None:
         """See `MapsMemory.map_memory`."""

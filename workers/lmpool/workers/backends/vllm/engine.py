@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import EntryPoint, entry_points
@@ -126,11 +126,12 @@ class VllmEngine:
         # without this request, and the process would crash with an illegal instruction.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
+        self.on_end: Callable[[BaseException], object] = lambda error: None  # Called in a thread when a rank has ended.
         with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"):
             if settings.ranks == 1:
                 self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
             else:
-                self.core = start_ranks(self.config)
+                self.core = start_ranks(self.config, self._end)
         self.loras: dict[str, LoRARequest] = {}  # "name@revision" -> vLLM's handle of the loaded adapter, for requests.
         make = PositionCapture if settings.ranks == 1 else PositionsOfRanks
         self.positions = make(model.get_vocab_size(), lambda adapter: self.loras[adapter].lora_int_id)
@@ -153,6 +154,15 @@ class VllmEngine:
             _log.warning("vLLM %s: values at positions are computed as rows: %s", vllm_version, first_line(error))
             return False
         return is_possible
+
+    def _end(self) -> None:
+        self.on_end(WorkerError("a process of the model has ended"))
+
+    @property
+    def devices(self) -> list[str]:
+        """The torch device of each process of the model."""
+        executor = self.core.engine_core.model_executor
+        return executor.devices if isinstance(executor, RanksExecutor) else [self.captured.device]
 
     def map_memory(self, fd: int, memory: Any) -> None:
         """Let the rank that computes rows map shared memory; see `MapsMemory.map_memory`."""

@@ -8,11 +8,9 @@ captures and encodes rows, and sends them with the answer of each step.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -34,6 +32,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
+from lmpool.workers.backends.ranks import stay_with
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
 from lmpool.workers.execution.contract import BackendJob
@@ -49,9 +48,6 @@ _ERROR_FILE = "LMPOOL_RANK_ERROR"  # Environment variable: path of the file for 
 
 _log = logging.getLogger(__name__)
 
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # Signals for the worker; the ranks end after the worker.
-
 
 class OpenedPositions(NamedTuple):
     """A positions query that a step begins to compute."""
@@ -65,7 +61,6 @@ class OpenedPositions(NamedTuple):
 class RankFacts(NamedTuple):
     """What a rank says about itself before the first step."""
 
-    pid: int
     device: str  # Its torch device, such as "cuda:1".
     missing: str  # Error message about a method for positions queries that this release of vLLM lacks; "" if none is.
 
@@ -116,8 +111,6 @@ class RankExtension:
 
     def lmpool_attach(self, lossy: bool, has_positions: bool) -> RankFacts:
         """Prepare a loaded rank for steps."""
-        for number in _IGNORED:  # Ctrl-C reaches the ranks too, but they must finish the prompts that the worker holds.
-            signal.signal(number, signal.SIG_IGN)
         # Request Intel AMX in this process too; see `VllmEngine`.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
@@ -141,7 +134,7 @@ class RankExtension:
                     self._lmpool_positions = positions
                 except AttributeError as error:
                     missing = first_line(error)
-        return RankFacts(os.getpid(), str(runner.device), missing)
+        return RankFacts(str(runner.device), missing)
 
     def lmpool_map(self, pid: int, fd: int, size: int) -> str:
         """Map the worker's shared memory, whose descriptor in the process `pid` is `fd`; returns the error, or ""."""
@@ -225,10 +218,18 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
         self._base: int | None = None  # Address of the shared memory in this process; None if the output rank has none.
         self._encoding = Encoding.F32  # The encoding of the last rows; the next rows will have it too.
         facts = self.collective_rpc("lmpool_attach", args=(captured.encoder.is_lossy, positions is not None))
+        self.devices = [fact.device for fact in facts]
         captured.device = facts[self.output_rank].device
         if missing := next((fact.missing for fact in facts if fact.missing), ""):
             self._positions = None
             raise AttributeError(missing)
+
+    def shutdown(self) -> None:
+        """End the ranks; called by vLLM's thread too, if a rank has ended. Then kill the ranks that wait for it."""
+        if self.is_failed:
+            for rank in self.workers:
+                rank.proc.kill()
+        super().shutdown()
 
     def map_memory(self, fd: int, memory: Any) -> None:
         """Have the output rank map shared memory that is mapped here as `memory`, a buffer; `fd` is its descriptor."""
@@ -331,8 +332,8 @@ class PositionsOfRanks(PositionAnswers):
         return self.received.pop(request)
 
 
-def start_ranks(config: Any) -> InprocClient:
-    """Start an engine core whose model is spread over processes.
+def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
+    """Start an engine core whose model is spread over processes. `on_end` is called in a thread when a rank has ended.
 
     Raises:
         WorkerError: a rank cannot start; the message is the rank's error.
@@ -341,7 +342,7 @@ def start_ranks(config: Any) -> InprocClient:
         path = Path(folder, "error")
         os.environ[_ERROR_FILE] = str(path)
         try:
-            return InprocClient(config, RanksExecutor, log_stats=False)
+            return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
         except Exception as error:
             # vLLM raises a plain Exception that does not name the rank's error.
             with suppress(OSError):
@@ -366,10 +367,8 @@ class _WritesError(logging.Filter):
         return False
 
 
-if multiprocessing.parent_process() is not None and _ERROR_FILE in os.environ:
+worker = multiprocessing.parent_process()
+if worker is not None and worker.pid is not None and _ERROR_FILE in os.environ:
     # This process is a rank, which imports this module before it loads the model.
     logging.getLogger("vllm.v1.executor.multiproc_executor").addFilter(_WritesError())
-    # End with the worker, however it ends: a rank that waits for other ranks does not notice the worker's end.
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-    if multiprocessing.parent_process().is_alive() is False:  # type: ignore[union-attr]
-        os._exit(1)
+    stay_with(worker.pid)
