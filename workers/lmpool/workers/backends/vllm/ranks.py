@@ -8,16 +8,20 @@ captures and encodes rows, and sends them with the answer of each step.
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from mmap import mmap
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -111,6 +115,7 @@ class RankExtension:
 
     def lmpool_attach(self, lossy: bool, has_positions: bool) -> RankFacts:
         """Prepare a loaded rank for steps."""
+        remove_names()
         # Request Intel AMX in this process too; see `VllmEngine`.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
@@ -204,6 +209,18 @@ class _LaterAnswer(AsyncModelRunnerOutput):  # type: ignore[misc]  # vllm has no
         return Answer(self._output.get_output(), *self._more)
 
 
+def remove_names() -> None:
+    """Remove the names of the shared memory that vLLM has mapped in all processes.
+
+    The system then frees the memory with the last process, even if all processes are killed.
+    """
+    for memory in gc.get_objects():
+        if type(memory) is SharedMemory:
+            with suppress(FileNotFoundError):  # Another process has removed the name.
+                memory.unlink()
+            memory.unlink = lambda: None  # type: ignore[method-assign]  # vLLM would remove the name again.
+
+
 class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
     """vLLM's executor for several processes; it also passes on the rows and values that the output rank sends."""
 
@@ -216,6 +233,7 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
         self._scheduler, self._captured, self._positions = scheduler, captured, positions
         self._step: Any = None
         self._base: int | None = None  # Address of the shared memory in this process; None if the output rank has none.
+        remove_names()
         self._encoding = Encoding.F32  # The encoding of the last rows; the next rows will have it too.
         facts = self.collective_rpc("lmpool_attach", args=(captured.encoder.is_lossy, positions is not None))
         self.devices = [fact.device for fact in facts]
@@ -338,9 +356,10 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
     Raises:
         WorkerError: a rank cannot start; the message is the rank's error.
     """
-    with TemporaryDirectory(prefix="lmpool-ranks-") as folder:
+    # vLLM's files for the ranks' first contact are not needed later; killed ranks would leave them in /tmp.
+    with TemporaryDirectory(prefix="lmpool-ranks-") as folder, patch.object(tempfile, "tempdir", folder):
         path = Path(folder, "error")
-        os.environ[_ERROR_FILE] = str(path)
+        os.environ[_ERROR_FILE], os.environ["VLLM_RPC_BASE_PATH"] = str(path), folder
         try:
             return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
         except Exception as error:
@@ -349,7 +368,7 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
                 raise WorkerError(path.read_text("utf-8")) from error
             raise
         finally:
-            del os.environ[_ERROR_FILE]
+            del os.environ[_ERROR_FILE], os.environ["VLLM_RPC_BASE_PATH"]
 
 
 class _WritesError(logging.Filter):
