@@ -53,6 +53,7 @@ class Opened(NamedTuple):
     vocabulary: Vocabulary | None
     tokenizer: PackedTokenizer | None
     adapters: Mapping[str, str]
+    devices: Sequence[str]
 
 
 class StepResult(NamedTuple):
@@ -298,7 +299,8 @@ class EngineThread:
                 vocabulary = backend.vocabulary()
                 tokenizer = backend.tokenizer() if isinstance(backend, contract.TellsTokenizer) else None
                 about = backend.info, backend.batch, backend.device
-                opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters))
+                devices = backend.devices if isinstance(backend, contract.TellsDevices) else [backend.device]
+                opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters), tuple(devices))
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
             except BaseException as error:  # noqa: BLE001  the error is reported before `close`, which may take long
