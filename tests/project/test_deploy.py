@@ -49,11 +49,14 @@ def manifests() -> Iterator[dict[str, Any]]:
 
 
 def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The Kubernetes objects that run pods, each with its container."""
+    """The Kubernetes objects that run pods, each with its container; a LeaderWorkerSet is one object per template."""
     for item in manifests():
-        if item["kind"] in ("Deployment", "StatefulSet"):
-            (container,) = item["spec"]["template"]["spec"]["containers"]
-            yield item, container
+        templates = [item["spec"]["template"]] if item["kind"] in ("Deployment", "StatefulSet") else []
+        if item["kind"] == "LeaderWorkerSet":
+            templates = [item["spec"]["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
+        for template in templates:
+            (container,) = template["spec"]["containers"]
+            yield {**item, "spec": {**item["spec"], "template": template}}, container
 
 
 def stages(path: Path) -> dict[str, str]:
@@ -63,7 +66,9 @@ def stages(path: Path) -> dict[str, str]:
 
 
 def entry_point(target: str) -> list[str]:
-    (line,) = re.findall(r"^ENTRYPOINT (.*)$", stages(MAIN)[target], re.MULTILINE)
+    engine = DOCKER / f"{target}.Dockerfile"
+    text = stages(engine)[""] if engine.exists() else stages(MAIN)[target]
+    (line,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
     words: list[str] = json.loads(line)
     return words
 
@@ -243,14 +248,16 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
                 assert f"EXPOSE {port}\n" in text, name
                 assert re.search(rf'"--(metrics-)?port", "{port}"', text), name
     assert "STOPSIGNAL SIGTERM" in stages(MAIN)["runtime"]
-    ports = {"worker": 9100, "trie": 9100, "web": 8642}
+    ports = {"worker": 9100, "vllm": 9100, "trie": 9100, "web": 8642}
     for item, container in workloads():
         pod = item["spec"]["template"]["spec"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert pod["securityContext"]["runAsNonRoot"]
         if target := ports.get(container["image"].removeprefix("lmpool-")):
-            assert [port["containerPort"] for port in container["ports"]] == [target]
             assert pod["securityContext"]["runAsUser"] == UID
+            if container["name"] == "follower":  # It has no port: its leader reports the health of the whole worker.
+                continue
+            assert [port["containerPort"] for port in container["ports"]] == [target]
             assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
             assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
 
@@ -258,31 +265,31 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_keep_their_caches_where_a_pod_can_write(engine: str) -> None:
     environment = dict(re.findall(r"\b([A-Z_]+)=(/\S+)", stages(DOCKER / f"{engine}.Dockerfile")[""]))
-    (mounts,) = [
-        {mount["mountPath"] for mount in container["volumeMounts"]}
-        for _, container in workloads()
-        if container["image"] == "lmpool-worker"
-    ]
-    assert {environment["HOME"], environment["HF_HOME"], environment["LMPOOL_SHM_DIR"]} <= mounts
+    workers = [container for _, container in workloads() if container["image"] in ("lmpool-worker", f"lmpool-{engine}")]
+    assert workers
+    for container in workers:
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {environment["HOME"], environment["HF_HOME"], environment["LMPOOL_SHM_DIR"]} <= mounts
 
 
 def test_a_drain_may_take_as_long_as_the_longest_step() -> None:
     settings = WorkerSettings()
     for item, container in workloads():
-        if container["image"] in ("lmpool-worker", "lmpool-trie"):
+        if container["image"] in ("lmpool-worker", "lmpool-trie", "lmpool-vllm"):
             grace_s = item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             assert grace_s > settings.step_timeout_s + settings.lease_s
 
 
 def test_a_rollout_that_cannot_finish_is_said_to_have_failed_and_no_slow_load_is() -> None:
-    (deployment,) = [item for item, container in workloads() if container["image"] == "lmpool-worker"]
-    probe = deployment["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
-    assert deployment["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+    for item, container in workloads():
+        if item["kind"] == "Deployment" and container["image"] in ("lmpool-worker", "lmpool-vllm"):
+            probe = container["startupProbe"]
+            assert item["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
     assert "### Other weights\n" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
 
 
 def test_manifests_fit_one_another() -> None:
-    for folder in (KUBERNETES, KUBERNETES / "keda", KUBERNETES / "monitoring"):
+    for folder in (KUBERNETES, *(path for path in KUBERNETES.iterdir() if path.is_dir())):
         there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
         assert set(read(folder / "kustomization.yaml")["resources"]) == there
     pods = [item["spec"]["template"]["metadata"]["labels"] for item, _ in workloads()]
@@ -307,7 +314,7 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
         "what is not allowed is denied"
     )
     out = {name: spec for name, spec in policies.items() if "egress" in spec}
-    assert out.keys() == {"to-server", "clients-to-server", "hub"}
+    assert out.keys() == {"to-server", "clients-to-server", "hub", "pods-of-a-worker"}
     (values,) = [rule["values"] for rule in out["to-server"]["podSelector"]["matchExpressions"]]
     pods = {item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] for item, _ in workloads()}
     assert set(values) == pods - {"server"}
@@ -320,6 +327,50 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
     blocked = [ip_network(block) for block in peer["ipBlock"]["except"]]
     for address in ("10.96.0.1", "172.17.0.1", "192.168.1.1", "169.254.169.254"):
         assert any(ip_address(address) in block for block in blocked), address
+
+
+def parallel_size(container: dict[str, Any], option: str) -> int:
+    args = container["args"]
+    return int(args[args.index(option) + 1]) if option in args else 1
+
+
+def test_a_worker_of_several_devices_has_a_gpu_and_enough_shared_memory_for_each_process() -> None:
+    spread = [
+        (item, container) for item, container in workloads() if "--tensor-parallel-size" in container.get("args", [])
+    ]
+    assert {item["kind"] for item, _ in spread} == {"Deployment", "LeaderWorkerSet"}
+    for item, container in spread:
+        ranks = parallel_size(container, "--tensor-parallel-size") * parallel_size(
+            container, "--pipeline-parallel-size"
+        )
+        pods = item["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert gpus * pods == ranks
+        (shm,) = [volume for volume in item["spec"]["template"]["spec"]["volumes"] if volume["name"] == "shm"]
+        (gib,) = re.findall(r"^(\d+)Gi$", shm["emptyDir"]["sizeLimit"])
+        assert int(gib) * 1024 >= 240 * gpus + 184, "the buffers of vLLM's message queues, in MiB"
+
+
+def test_the_pods_of_one_worker_start_together_and_outlive_the_drain_of_their_leader() -> None:
+    (group,) = [item for item in manifests() if item["kind"] == "LeaderWorkerSet"]
+    spec = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["startupPolicy"], spec["restartPolicy"]) == ("LeaderCreated", "RecreateGroupOnPodRestart")
+    (leader,), (follower,) = (spec[f"{role}Template"]["spec"]["containers"] for role in ("leader", "worker"))
+    assert leader["args"] == follower["args"]
+    options = dict(pair.split("=") for pair in leader["args"][leader["args"].index("--engine-args") + 1].split())
+    assert options == {
+        "nnodes": "$(LWS_GROUP_SIZE)",
+        "node_rank": "$(LWS_WORKER_INDEX)",
+        "master_addr": "$(LWS_LEADER_ADDRESS)",
+    }
+    settings, sleep = WorkerSettings(), follower["lifecycle"]["preStop"]["sleep"]
+    grace_s = spec["workerTemplate"]["spec"]["terminationGracePeriodSeconds"]
+    assert settings.step_timeout_s + settings.lease_s < sleep["seconds"] < grace_s
+    (policy,) = [item["spec"] for item in manifests() if item["metadata"]["name"] == "pods-of-a-worker"]
+    pods = {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]}}
+    assert policy["podSelector"] == pods
+    assert policy["ingress"] == [{"from": [{"podSelector": pods}]}]
+    assert policy["egress"] == [{"to": [{"podSelector": pods}]}]
 
 
 def test_the_secrets_of_the_cluster_are_files_and_in_no_argument(tmp_path: Path) -> None:
