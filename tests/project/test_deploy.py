@@ -30,7 +30,7 @@ DOCKER = ROOT / "docker"
 KUBERNETES = DOCKER / "kubernetes"
 MAIN = DOCKER / "Dockerfile"
 DOCKERFILES = [MAIN, DOCKER / "vllm.Dockerfile", DOCKER / "sglang.Dockerfile"]
-COMPOSE = [DOCKER / name for name in ("compose.yaml", "compose.secure.yaml", "compose.cuda.yaml")]
+COMPOSE = [DOCKER / f"compose{part}.yaml" for part in ("", ".secure", ".cuda", ".two-gpus")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 UID = 10001
@@ -81,6 +81,13 @@ def options_of(words: list[str]) -> set[str]:
     return {name for option in options for name in (*option.opts, *option.secondary_opts)} | {"--help"}
 
 
+def two_gpus() -> dict[str, Any]:
+    """The service of compose.two-gpus.yaml."""
+    (service,) = read(DOCKER / "compose.two-gpus.yaml")["services"].values()
+    assert service["image"].startswith("lmpool-vllm:")
+    return dict(service)
+
+
 def assert_is_called_rightly(words: list[str]) -> None:
     if words == ["lmpool"]:
         return
@@ -97,6 +104,7 @@ def called() -> Iterator[list[str]]:
     for service in read(DOCKER / "compose.yaml")["services"].values():
         if "build" in service:
             yield [*entry_point(service["build"]["target"]), *service.get("command", [])]
+    yield [*entry_point("vllm"), *two_gpus()["command"]]
     for _, container in workloads():
         if container["image"].startswith("lmpool-"):
             yield [*entry_point(container["image"].removeprefix("lmpool-")), *container.get("args", [])]
@@ -172,6 +180,27 @@ def test_metrics_of_compose_are_not_on_the_bridge_unless_they_are_asked_for() ->
         words = [*entry_point(services[name]["build"]["target"]), *services[name]["command"]]
         last = max(at for at, word in enumerate(words) if word == "--metrics-host")
         assert words[last + 1] == "${POOL_METRICS_HOST:-127.0.0.1}", name
+
+
+def test_the_worker_with_two_gpus_differs_from_the_worker_of_compose_in_its_model_and_devices() -> None:
+    worker, service = read(DOCKER / "compose.yaml")["services"]["worker"], two_gpus()
+    different = {name for name in worker.keys() - {"build"} if service.get(name) != worker[name]}
+    assert different == {"image", "command", "shm_size", "tmpfs"}
+    assert service["tmpfs"] == ["/tmp:exec"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    gpus = len(devices["device_ids"])
+    assert parallel_size(service["command"], "--tensor-parallel-size") == gpus
+    (shm_gb,) = re.findall(r":-(\d+)gb", service["shm_size"])
+    assert int(shm_gb) * 1024 >= shm_mib(gpus)
+
+
+def parallel_size(words: list[str], option: str) -> int:
+    return int(words[words.index(option) + 1]) if option in words else 1
+
+
+def shm_mib(processes: int) -> int:
+    """MiB of /dev/shm that vLLM's message queues take on a machine with `processes` processes of a model."""
+    return 240 * processes + 184
 
 
 def test_each_service_of_compose_uses_the_server_as_the_user_of_its_part() -> None:
@@ -329,26 +358,19 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
         assert any(ip_address(address) in block for block in blocked), address
 
 
-def parallel_size(container: dict[str, Any], option: str) -> int:
-    args = container["args"]
-    return int(args[args.index(option) + 1]) if option in args else 1
-
-
 def test_a_worker_of_several_devices_has_a_gpu_and_enough_shared_memory_for_each_process() -> None:
     spread = [
         (item, container) for item, container in workloads() if "--tensor-parallel-size" in container.get("args", [])
     ]
     assert {item["kind"] for item, _ in spread} == {"Deployment", "LeaderWorkerSet"}
     for item, container in spread:
-        ranks = parallel_size(container, "--tensor-parallel-size") * parallel_size(
-            container, "--pipeline-parallel-size"
-        )
+        sizes = [parallel_size(container["args"], f"--{kind}-parallel-size") for kind in ("tensor", "pipeline")]
         pods = item["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
         gpus = container["resources"]["limits"]["nvidia.com/gpu"]
-        assert gpus * pods == ranks
+        assert gpus * pods == sizes[0] * sizes[1]
         (shm,) = [volume for volume in item["spec"]["template"]["spec"]["volumes"] if volume["name"] == "shm"]
         (gib,) = re.findall(r"^(\d+)Gi$", shm["emptyDir"]["sizeLimit"])
-        assert int(gib) * 1024 >= 240 * gpus + 184, "the buffers of vLLM's message queues, in MiB"
+        assert int(gib) * 1024 >= shm_mib(gpus)
 
 
 def test_the_pods_of_one_worker_start_together_and_outlive_the_drain_of_their_leader() -> None:
