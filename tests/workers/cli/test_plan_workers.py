@@ -74,7 +74,7 @@ def test_a_worker_of_several_devices_gets_a_group_of_gpus_and_processes_divide_t
     for name in ("require", "require_version"):
         monkeypatch.setattr(f"lmpool.workers.backends.settings.{name}", lambda *_: None)
     plans: list[Any] = []
-    monkeypatch.setattr(commands, "supervise", lambda arguments, plan, *_: plans.append((arguments, plan)) or 0)
+    monkeypatch.setattr(commands, "supervise", lambda *given: plans.append(given[:2]))
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(typer.Exit):
         commands.up(str(tmp_path), "vllm", workers="all", tensor_parallel_size=2)
