@@ -30,7 +30,7 @@ DOCKER = ROOT / "docker"
 KUBERNETES = DOCKER / "kubernetes"
 MAIN = DOCKER / "Dockerfile"
 DOCKERFILES = [MAIN, DOCKER / "vllm.Dockerfile", DOCKER / "sglang.Dockerfile"]
-COMPOSE = [DOCKER / name for name in ("compose.yaml", "compose.secure.yaml", "compose.cuda.yaml")]
+COMPOSE = [DOCKER / f"compose{part}.yaml" for part in ("", ".secure", ".cuda", ".two-gpus")]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 UID = 10001
@@ -49,11 +49,14 @@ def manifests() -> Iterator[dict[str, Any]]:
 
 
 def workloads() -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """The Kubernetes objects that run pods, each with its container."""
+    """The Kubernetes objects that run pods, each with its container; a LeaderWorkerSet is one object per template."""
     for item in manifests():
-        if item["kind"] in ("Deployment", "StatefulSet"):
-            (container,) = item["spec"]["template"]["spec"]["containers"]
-            yield item, container
+        templates = [item["spec"]["template"]] if item["kind"] in ("Deployment", "StatefulSet") else []
+        if item["kind"] == "LeaderWorkerSet":
+            templates = [item["spec"]["leaderWorkerTemplate"][f"{role}Template"] for role in ("leader", "worker")]
+        for template in templates:
+            (container,) = template["spec"]["containers"]
+            yield {**item, "spec": {**item["spec"], "template": template}}, container
 
 
 def stages(path: Path) -> dict[str, str]:
@@ -63,7 +66,9 @@ def stages(path: Path) -> dict[str, str]:
 
 
 def entry_point(target: str) -> list[str]:
-    (line,) = re.findall(r"^ENTRYPOINT (.*)$", stages(MAIN)[target], re.MULTILINE)
+    engine = DOCKER / f"{target}.Dockerfile"
+    text = stages(engine)[""] if engine.exists() else stages(MAIN)[target]
+    (line,) = re.findall(r"^ENTRYPOINT (.*)$", text, re.MULTILINE)
     words: list[str] = json.loads(line)
     return words
 
@@ -74,6 +79,13 @@ def options_of(words: list[str]) -> set[str]:
     called = next(name for name in (" ".join(words[:3]), " ".join(words[:2]), words[0]) if name in commands)
     options = command_line.options_of(commands[called])
     return {name for option in options for name in (*option.opts, *option.secondary_opts)} | {"--help"}
+
+
+def two_gpus() -> dict[str, Any]:
+    """The service of compose.two-gpus.yaml."""
+    (service,) = read(DOCKER / "compose.two-gpus.yaml")["services"].values()
+    assert service["image"].startswith("lmpool-vllm:")
+    return dict(service)
 
 
 def assert_is_called_rightly(words: list[str]) -> None:
@@ -92,6 +104,7 @@ def called() -> Iterator[list[str]]:
     for service in read(DOCKER / "compose.yaml")["services"].values():
         if "build" in service:
             yield [*entry_point(service["build"]["target"]), *service.get("command", [])]
+    yield [*entry_point("vllm"), *two_gpus()["command"]]
     for _, container in workloads():
         if container["image"].startswith("lmpool-"):
             yield [*entry_point(container["image"].removeprefix("lmpool-")), *container.get("args", [])]
@@ -169,6 +182,27 @@ def test_metrics_of_compose_are_not_on_the_bridge_unless_they_are_asked_for() ->
         assert words[last + 1] == "${POOL_METRICS_HOST:-127.0.0.1}", name
 
 
+def test_the_worker_with_two_gpus_differs_from_the_worker_of_compose_in_its_model_and_devices() -> None:
+    worker, service = read(DOCKER / "compose.yaml")["services"]["worker"], two_gpus()
+    different = {name for name in worker.keys() - {"build"} if service.get(name) != worker[name]}
+    assert different == {"image", "command", "shm_size", "tmpfs"}
+    assert service["tmpfs"] == ["/tmp:exec"]
+    (devices,) = service["deploy"]["resources"]["reservations"]["devices"]
+    gpus = len(devices["device_ids"])
+    assert parallel_size(service["command"], "--tensor-parallel-size") == gpus
+    (shm_gb,) = re.findall(r":-(\d+)gb", service["shm_size"])
+    assert int(shm_gb) * 1024 >= shm_mib(gpus)
+
+
+def parallel_size(words: list[str], option: str) -> int:
+    return int(words[words.index(option) + 1]) if option in words else 1
+
+
+def shm_mib(processes: int) -> int:
+    """MiB of /dev/shm that vLLM's message queues take on a machine with `processes` processes of a model."""
+    return 240 * processes + 184
+
+
 def test_each_service_of_compose_uses_the_server_as_the_user_of_its_part() -> None:
     services = read(DOCKER / "compose.yaml")["services"]
     urls = {name: service.get("environment", {}).get("LMPOOL_REDIS_URL", "") for name, service in services.items()}
@@ -243,14 +277,16 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
                 assert f"EXPOSE {port}\n" in text, name
                 assert re.search(rf'"--(metrics-)?port", "{port}"', text), name
     assert "STOPSIGNAL SIGTERM" in stages(MAIN)["runtime"]
-    ports = {"worker": 9100, "trie": 9100, "web": 8642}
+    ports = {"worker": 9100, "vllm": 9100, "trie": 9100, "web": 8642}
     for item, container in workloads():
         pod = item["spec"]["template"]["spec"]
         assert container["securityContext"]["readOnlyRootFilesystem"]
         assert pod["securityContext"]["runAsNonRoot"]
         if target := ports.get(container["image"].removeprefix("lmpool-")):
-            assert [port["containerPort"] for port in container["ports"]] == [target]
             assert pod["securityContext"]["runAsUser"] == UID
+            if container["name"] == "follower":  # It has no port: its leader reports the health of the whole worker.
+                continue
+            assert [port["containerPort"] for port in container["ports"]] == [target]
             assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
             assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
 
@@ -258,31 +294,31 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_engines_keep_their_caches_where_a_pod_can_write(engine: str) -> None:
     environment = dict(re.findall(r"\b([A-Z_]+)=(/\S+)", stages(DOCKER / f"{engine}.Dockerfile")[""]))
-    (mounts,) = [
-        {mount["mountPath"] for mount in container["volumeMounts"]}
-        for _, container in workloads()
-        if container["image"] == "lmpool-worker"
-    ]
-    assert {environment["HOME"], environment["HF_HOME"], environment["LMPOOL_SHM_DIR"]} <= mounts
+    workers = [container for _, container in workloads() if container["image"] in ("lmpool-worker", f"lmpool-{engine}")]
+    assert workers
+    for container in workers:
+        mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert {environment["HOME"], environment["HF_HOME"], environment["LMPOOL_SHM_DIR"]} <= mounts
 
 
 def test_a_drain_may_take_as_long_as_the_longest_step() -> None:
     settings = WorkerSettings()
     for item, container in workloads():
-        if container["image"] in ("lmpool-worker", "lmpool-trie"):
+        if container["image"] in ("lmpool-worker", "lmpool-trie", "lmpool-vllm"):
             grace_s = item["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
             assert grace_s > settings.step_timeout_s + settings.lease_s
 
 
 def test_a_rollout_that_cannot_finish_is_said_to_have_failed_and_no_slow_load_is() -> None:
-    (deployment,) = [item for item, container in workloads() if container["image"] == "lmpool-worker"]
-    probe = deployment["spec"]["template"]["spec"]["containers"][0]["startupProbe"]
-    assert deployment["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
+    for item, container in workloads():
+        if item["kind"] == "Deployment" and container["image"] in ("lmpool-worker", "lmpool-vllm"):
+            probe = container["startupProbe"]
+            assert item["spec"]["progressDeadlineSeconds"] > probe["periodSeconds"] * probe["failureThreshold"]
     assert "### Other weights\n" in (ROOT / "docs" / "deploy.md").read_text("utf-8")
 
 
 def test_manifests_fit_one_another() -> None:
-    for folder in (KUBERNETES, KUBERNETES / "keda", KUBERNETES / "monitoring"):
+    for folder in (KUBERNETES, *(path for path in KUBERNETES.iterdir() if path.is_dir())):
         there = {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
         assert set(read(folder / "kustomization.yaml")["resources"]) == there
     pods = [item["spec"]["template"]["metadata"]["labels"] for item, _ in workloads()]
@@ -307,7 +343,7 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
         "what is not allowed is denied"
     )
     out = {name: spec for name, spec in policies.items() if "egress" in spec}
-    assert out.keys() == {"to-server", "clients-to-server", "hub"}
+    assert out.keys() == {"to-server", "clients-to-server", "hub", "pods-of-a-worker"}
     (values,) = [rule["values"] for rule in out["to-server"]["podSelector"]["matchExpressions"]]
     pods = {item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] for item, _ in workloads()}
     assert set(values) == pods - {"server"}
@@ -320,6 +356,43 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
     blocked = [ip_network(block) for block in peer["ipBlock"]["except"]]
     for address in ("10.96.0.1", "172.17.0.1", "192.168.1.1", "169.254.169.254"):
         assert any(ip_address(address) in block for block in blocked), address
+
+
+def test_a_worker_of_several_devices_has_a_gpu_and_enough_shared_memory_for_each_process() -> None:
+    spread = [
+        (item, container) for item, container in workloads() if "--tensor-parallel-size" in container.get("args", [])
+    ]
+    assert {item["kind"] for item, _ in spread} == {"Deployment", "LeaderWorkerSet"}
+    for item, container in spread:
+        sizes = [parallel_size(container["args"], f"--{kind}-parallel-size") for kind in ("tensor", "pipeline")]
+        pods = item["spec"].get("leaderWorkerTemplate", {}).get("size", 1)
+        gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+        assert gpus * pods == sizes[0] * sizes[1]
+        (shm,) = [volume for volume in item["spec"]["template"]["spec"]["volumes"] if volume["name"] == "shm"]
+        (gib,) = re.findall(r"^(\d+)Gi$", shm["emptyDir"]["sizeLimit"])
+        assert int(gib) * 1024 >= shm_mib(gpus)
+
+
+def test_the_pods_of_one_worker_start_together_and_outlive_the_drain_of_their_leader() -> None:
+    (group,) = [item for item in manifests() if item["kind"] == "LeaderWorkerSet"]
+    spec = group["spec"]["leaderWorkerTemplate"]
+    assert (group["spec"]["startupPolicy"], spec["restartPolicy"]) == ("LeaderCreated", "RecreateGroupOnPodRestart")
+    (leader,), (follower,) = (spec[f"{role}Template"]["spec"]["containers"] for role in ("leader", "worker"))
+    assert leader["args"] == follower["args"]
+    options = dict(pair.split("=") for pair in leader["args"][leader["args"].index("--engine-args") + 1].split())
+    assert options == {
+        "nnodes": "$(LWS_GROUP_SIZE)",
+        "node_rank": "$(LWS_WORKER_INDEX)",
+        "master_addr": "$(LWS_LEADER_ADDRESS)",
+    }
+    settings, sleep = WorkerSettings(), follower["lifecycle"]["preStop"]["sleep"]
+    grace_s = spec["workerTemplate"]["spec"]["terminationGracePeriodSeconds"]
+    assert settings.step_timeout_s + settings.lease_s < sleep["seconds"] < grace_s
+    (policy,) = [item["spec"] for item in manifests() if item["metadata"]["name"] == "pods-of-a-worker"]
+    pods = {"matchLabels": {"leaderworkerset.sigs.k8s.io/name": group["metadata"]["name"]}}
+    assert policy["podSelector"] == pods
+    assert policy["ingress"] == [{"from": [{"podSelector": pods}]}]
+    assert policy["egress"] == [{"to": [{"podSelector": pods}]}]
 
 
 def test_the_secrets_of_the_cluster_are_files_and_in_no_argument(tmp_path: Path) -> None:

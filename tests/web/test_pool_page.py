@@ -71,6 +71,16 @@ def test_changed_files_of_a_worker_are_shown_above_the_tables(pool: Pool, watch:
     until(is_shown, "the page names the files that have changed")
 
 
+def test_the_devices_of_a_worker_with_several_are_shown(pool: Pool, watch: Watch) -> None:
+    pool.start("--lease-s", 60)
+    (worker,) = pool.names("worker:*")
+    pool.redis.hset(worker, mapping={"ranks": 2, "devices": "cuda:0 cuda:1"})
+    page = watch(WebService(pool)).open()
+    devices = page.locator("#workers tbody td").nth(page.locator("#workers th").all_inner_texts().index("devices"))
+    expect(devices).to_have_text("cuda:0 cuda:1")
+    expect(devices).to_have_attribute("title", "2 ranks: cuda:0 cuda:1")
+
+
 def test_a_page_requests_the_token_and_refuses_a_wrong_one(pool: Pool, watch: Watch) -> None:
     service = WebService(pool)
     watched = watch(service)

@@ -45,7 +45,7 @@ _WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; a
 _UNWATCHED_SHARE = 0.02  # Max share of a core for surveys while no page watches.
 _WORKER_FIELDS = (
     "rows", "rows_per_s", "tokens", "reused", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch",
-    "p50_s", "p99_s", "silent_s",
+    "p50_s", "p99_s", "silent_s", "ranks",
 )  # fmt: skip
 
 
@@ -265,7 +265,7 @@ def _shown_model(model: dict[str, Any]) -> dict[str, Any]:
 def _shown_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a worker for a page: texts shortened, numbers validated."""
     shown: dict[str, Any] = {name: _finite(number(worker, name)) for name in _WORKER_FIELDS}
-    for name, limit in (("id", _MAX_TEXT), ("state", 20), ("changed_files", _MAX_TEXT)):
+    for name, limit in (("id", _MAX_TEXT), ("state", 20), ("changed_files", _MAX_TEXT), ("devices", _MAX_TEXT)):
         shown[name] = shortened(str(worker.get(name) or ""), limit)
     return shown
 

@@ -76,6 +76,13 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         assert text in widest
 
 
+def test_ranks_and_devices_are_shown_if_a_model_is_spread_over_several_devices() -> None:
+    model = {**a_model("m"), "workers": [a_worker("one"), {**a_worker("two"), "ranks": 2, "devices": "cuda:0 cuda:1"}]}
+    spread = "\n".join(lines_of([model], 300))
+    assert spread.count("cuda:0 cuda:1") == spread.count("ranks") == 2, "in `status` and in `top`"
+    assert "devices" not in "\n".join(lines_of([{**model, "workers": [a_worker("one")]}], 300))
+
+
 def on_a_terminal(command: list[str], width: int) -> str:
     """Return the output of a command on a terminal of this width, without colours."""
     controlling, terminal = pty.openpty()

@@ -107,6 +107,40 @@ def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -
     assert calls.read_text() == "called\n"
 
 
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("weights_gib", "free_gib", "heads", "state", "text"),
+    [
+        (60, [79] * 8, (64, 8), "ok", "79.0 GiB free on a GPU: it fits one GPU"),
+        (130, [79] * 8, (64, 8), "look", "it fits 2, 4 or 8 GPUs like this one — --backend vllm or sglang, with "
+                                         "--tensor-parallel-size 2"),
+        (72, [79, 79, 10], (32, 8), "look", "it fits 2 GPUs"),
+        (130, [79], (64, 8), "wrong", "it fits 2 GPUs like this one — --tensor-parallel-size 2 on such a machine"),
+        (130, [79, 10], (64, 8), "wrong", "it fits 2 GPUs"),
+        (130, [79] * 8, (14, 2), "look", "it fits 2 GPUs"),
+        (230, [79] * 8, (14, 2), "wrong", "it fits 14 GPUs"),
+        (200, [79] * 8, (12, 4), "look", "it fits 4 GPUs"),
+        (130, [79] * 8, (1, 1), "wrong", "and a worker needs 156.0 GiB — free memory, take"),
+        (70, [79], (64, 8), "look", "and a worker needs 84.0 GiB: it fits 2 GPUs like this one"),
+    ],
+)  # fmt: skip
+def test_a_model_larger_than_a_gpu_fits_as_many_as_can_divide_its_heads(
+    tmp_path: Path, weights_gib: int, free_gib: list[int], heads: tuple[int, int], state: str, text: str
+) -> None:
+    config = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    # Files without content: only their sizes count, also for quantised weights.
+    for part in range(2):
+        with (tmp_path / f"model-{part}.safetensors").open("wb") as file:
+            file.truncate(weights_gib * GIB // 2)
+    for written in (config, {"text_config": config}):
+        (tmp_path / "config.json").write_text(json.dumps(written))
+        found = doctor._model(str(tmp_path), [("H100", 80 * GIB, free * GIB) for free in free_gib])
+        assert (found.state, text in f"{found.found} — {found.advice}") == (state, True), found
+
+
 def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:
     """Rows are in anonymous shared memory; the runtime folder holds only a socket, so its size does not matter."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", str(short_dir))

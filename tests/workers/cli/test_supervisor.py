@@ -20,10 +20,10 @@ import redis
 
 from lmpool import embedded
 from lmpool.embedded import EmbeddedServer, StateFile
-from lmpool.errors import SettingsError, WorkerError
+from lmpool.errors import WorkerError
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
-from lmpool.workers.cli.supervisor import SupervisedWorker, plan_workers
+from lmpool.workers.cli.supervisor import SupervisedWorker
 from tests.support.pool import DEADLINE_S, V, WorkerProcess, is_running, lmpool_command, run_lmpool, server_pid, until
 
 Up = Callable[..., WorkerProcess]
@@ -555,46 +555,3 @@ def test_a_server_of_another_program_is_not_shown_as_lmpool_up(folder: Path) -> 
         assert run_lmpool("down").stdout == "nothing to stop: no `lmpool up --detach` of yours runs here\n"
         state = StateFile(folder)
         assert state.read(0)["memory_bytes"] == 2**24
-
-
-# Number of workers
-
-
-@pytest.mark.parametrize("wanted", ["0", "-1", "two", "", "1.5", "99", "ALL"])
-def test_a_number_of_workers_beyond_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
-    for visible in ("", "0"):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        with pytest.raises(SettingsError, match="^workers: "):
-            plan_workers(wanted, "hf", None)
-
-
-def test_an_impossible_number_of_workers_is_reported_in_one_line() -> None:
-    for wanted, reason in (("0", "'0' is neither a number of at least 1 nor `all`"), ("99", "99 are more than the ")):
-        ended = run_lmpool("up", "syn", *SYNTHETIC, "--workers", wanted)
-        assert (ended.returncode, ended.stdout) == (2, "")
-        assert ended.stderr.startswith(f"lmpool: --workers: {reason}")
-        assert ended.stderr.count("\n") == 1
-
-
-def test_each_gpu_has_one_worker_and_cores_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert plan_workers("all", "hf", None) == plan_workers("1", "hf", None) == [{}]
-    monkeypatch.setattr("lmpool.workers.cli.supervisor.count_cores", lambda: 8)
-    monkeypatch.setattr("lmpool.workers.cli.supervisor.count_threads", lambda: 8)
-    assert plan_workers("3", "hf", None) == [{"OMP_NUM_THREADS": "2"}] * 3
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-aa, 7")
-    assert plan_workers("all", "vllm", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in ("4", "GPU-aa", "7")]
-    assert len(plan_workers("2", "hf", "auto")) == 2
-    uuids = ["GPU-5ebe2bbf-9f1d-4a6c-8b1c-0b6d8f9e7a11", "MIG-GPU-5ebe2bbf-9f1d-4a6c/7/0", "MIG-41b8ea11-d2b8"]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(uuids))
-    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in uuids]
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0,-1,2")
-    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "10"]
-    assert plan_workers("all", "hf", "cpu") == plan_workers("all", "synthetic", None) == [{}]
-    with pytest.raises(SettingsError, match="^device: 'cuda:1' is one device"):
-        plan_workers("all", "hf", "cuda:1")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    smi = tmp_path / "nvidia-smi"
-    smi.write_text("#!/bin/sh\nprintf '0\\n1\\n'\n")
-    smi.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert plan_workers("all", "hf", None) == [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in "01"]

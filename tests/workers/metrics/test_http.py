@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from lmpool.admin.survey import survey
 from lmpool.broker.scripts import QueueState
+from lmpool.broker.server import Server
 from lmpool.broker.server_checks import ServerMemory
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
@@ -25,12 +27,14 @@ from lmpool.producer import SyncProducer
 from lmpool.protocol.job import Job
 from lmpool.protocol.keys import JOB_FIELD
 from lmpool.protocol.row import Encoding, encoded_size
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import BackendStats
 from lmpool.workers.metrics import counters as metrics
 from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCollector, WorkerCounters
 from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, open_sockets, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, Prepared, V, WorkerProcess, open_sockets, until, until_async
 from tests.support.scrape import free_port, get, scrape
 
 
@@ -138,6 +142,26 @@ async def test_the_drain_time_depends_on_the_number_of_live_workers(pool: Pool, 
         await until_async(lambda: asyncio.to_thread(drains_by, 1), "the drain time is that of one worker again")
         gate.open()
         await asyncio.gather(*requests)
+
+
+async def test_a_worker_of_several_devices_reports_its_ranks_and_devices(pool: Pool) -> None:
+    backend: Any = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    backend.devices = ["cuda:0", "cuda:1", "cuda:2"]
+    settings: Any = Prepared(backend)
+    settings.ranks = 3
+    worker = Worker(Server(pool.url), settings, WorkerSettings(prefix=pool.prefix))
+    ready = asyncio.Event()
+    running = asyncio.create_task(worker.run(lambda _: ready.set()))
+    await asyncio.wait_for(ready.wait(), DEADLINE_S)
+    await asyncio.to_thread(pool.start)
+    (model,) = await survey(Server(pool.url), pool.keys)
+    fields = {worker["id"]: (worker.get("ranks"), worker.get("devices")) for worker in model["workers"]}
+    assert fields.pop(worker.worker_id) == (3, "cuda:0 cuda:1 cuda:2")
+    assert list(fields.values()) == [(None, None)], "a worker with one device reports none of them"
+    samples = {family.name: family.samples for family in WorkerCollector(worker.snapshot).collect()}
+    assert [samples[f"lmpool_worker_{name}"][0].value for name in ("ranks", "devices")] == [3, 3]
+    worker.stop()
+    await asyncio.wait_for(running, DEADLINE_S)
 
 
 def families(queue: QueueState | None = None, memory: ServerMemory | None = None) -> list[Any]:

@@ -72,6 +72,10 @@ class Serving:
             tokenizer=opened.tokenizer.digest if opened.tokenizer else "",
             answers_tries=settings.with_trie,
         )
+        self.devices, ranks = opened.devices, worker.ranks
+        self.spread: dict[str, str | int] = {}  # Fields of the heartbeat.
+        if max(ranks, len(self.devices)) > 1:
+            self.spread = {"ranks": ranks, "devices": " ".join(self.devices)}
         keys = Keys(settings.prefix)
         model = keys.model(info.name)
         # Wait half a lease for a reply, so that a lease renewal without a reply is sent again before the lease expires.
@@ -122,6 +126,7 @@ class Worker:
 
     Attributes:
         worker_id: id of the worker in Redis.
+        ranks: number of processes that the model is spread over.
         is_hung: whether the backend's thread still runs after `run` returned; only the process's end ends this thread.
         health: whether the worker is alive and takes jobs.
     """
@@ -129,6 +134,7 @@ class Worker:
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
         self.server, self._backend, self.settings = server, backend, settings or WorkerSettings()
         self.worker_id, self.counters = new_worker_id(), WorkerCounters()
+        self.ranks: int = getattr(backend, "ranks", 1)
         self._lifecycle = Lifecycle()
         self._results = ResultQueue(self._lifecycle)
         self._in_flight: InFlight = {}
@@ -139,9 +145,11 @@ class Worker:
 
     def snapshot(self) -> Snapshot:
         """The worker's state for metrics; callable from any thread."""
-        stats = BackendStats() if self._serving is None else self._serving.engine_thread.stats
-        is_ready, silent_s, in_flight = not self.health.why_not_ready(), self.health.silent_s, len(self._in_flight)
-        return Snapshot(self._backend.served_as, self.worker_id, is_ready, in_flight, silent_s, stats, self.counters)
+        serving, stats, devices = self._serving, BackendStats(), self.ranks
+        if serving is not None:
+            stats, devices = serving.engine_thread.stats, len(serving.devices)
+        state = not self.health.why_not_ready(), len(self._in_flight), self.health.silent_s, stats, self.counters
+        return Snapshot(self._backend.served_as, self.worker_id, *state, self.ranks, devices)
 
     def stop(self) -> None:
         """Drain: take no more jobs, finish and publish the prompts in flight, then return from `run`."""
@@ -333,6 +341,7 @@ class Worker:
         return {
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
             "in_flight": len(serving.in_flight),
+            **serving.spread,
             "failures": serving.dispatcher.failures,
             "homed": self.counters.homed,
             "stolen": self.counters.stolen,

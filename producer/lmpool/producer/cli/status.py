@@ -159,16 +159,24 @@ _WORKER = (
     Column("stolen", 13),
     Column("shared", 14),
 )
+_SPREAD = (Column("ranks", 15), Column("devices", 16))  # Shown only if a model is spread over several devices.
 _HEARD = Column("heard", 9, "silent_s", seconds)
 
 _INFO = (Column("backend", 6), Column("V", 7, "vocab_size"), Column("dtype", 9), Column("rows as", 8, "encoding"))
 
-STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD))
+STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD, *_SPREAD))
 """The columns of the two tables of `lmpool status`: models and workers."""
 
 TOP = (
     (_MODEL, *_QUEUE, Column("p50", 6, "p50_s", seconds), Column("p99", 5, "p99_s", seconds)),
-    (*_WORKER, Column("batch", 6), Column("p50", 5, "p50_s", seconds), Column("p99", 4, "p99_s", seconds), _HEARD),
+    (
+        *_WORKER,
+        Column("batch", 6),
+        Column("p50", 5, "p50_s", seconds),
+        Column("p99", 4, "p99_s", seconds),
+        _HEARD,
+        *_SPREAD,
+    ),
 )
 """The columns of the two tables of `lmpool top`: models and workers."""
 
@@ -185,4 +193,5 @@ def survey_tables(models: Survey, columns: tuple[Sequence[Column], Sequence[Colu
         # Show the share of prompt tokens that the worker's prefix cache contained, since the worker's start.
         tokens, reused = number(row, "tokens"), number(row, "reused")
         row["reuse"] = reused / tokens if tokens and reused is not None else None
-    return [FittingTable("Models", columns[0], of_models), FittingTable("Workers", columns[1], of_workers)]
+    shown = [column for column in columns[1] if column not in _SPREAD or any(map(column.cell, of_workers))]
+    return [FittingTable("Models", columns[0], of_models), FittingTable("Workers", shown, of_workers)]

@@ -51,6 +51,9 @@ const WORKERS = [
   { title: "p99", wide: true, text: (worker) => seconds(worker.p99_s), help: "99 of 100 prompts got their row within this time after submission" },
   { title: "failed", wide: true, text: (worker) => count(worker.failures), mark: (worker) => (worker.failures ? "bad" : ""),
     help: "prompts that ended in an error" },
+  { title: "devices", left: true, wide: true, text: (worker) => cut(worker.devices, 30),
+    title_of: (worker) => (worker.devices ? `${counted(worker.ranks, "rank")}: ${worker.devices}` : ""),
+    help: "devices that hold a part of the model each; empty for a model on one device" },
   { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
 ];
 

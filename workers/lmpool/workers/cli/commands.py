@@ -63,7 +63,7 @@ HelpAll = Annotated[bool, typer.Option("--help-all", help="Show all options.", c
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Hub name or folder of the model; hf: or a GGUF file.")]
 BackendName = Annotated[str, typer.Option(help=f"What computes rows: {', '.join(_BUILT_IN)}, or an installed one.")]
 MemoryMb = Annotated[int | None, typer.Option(help="Max MiB of the server (default: a quarter of all).", hidden=True)]
-Workers = Annotated[str, typer.Option(metavar="N", help="Number of workers, or all: one per GPU, or one on the CPU.")]
+Workers = Annotated[str, typer.Option(metavar="N", help="Number of workers, or all: on all GPUs, or one on the CPU.")]
 Detach = Annotated[bool, typer.Option("--detach", help="Return when it serves; stop it by `lmpool down`.")]
 
 
@@ -115,7 +115,7 @@ def up(
         advice = "unset it, or join the server that it names with `lmpool worker`"
         raise SettingsError(f"{URL_VARIABLE}: it is set, so {reason}; {advice}")
     settings, chosen = _configure(model, backend, given)
-    plan = plan_workers(workers, backend, given.get("device"))
+    plan = plan_workers(workers, backend, given.get("device"), getattr(chosen, "ranks", 1))
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return

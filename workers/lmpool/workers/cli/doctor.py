@@ -35,6 +35,8 @@ _TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines use /dev/shm,
 _ENGINES = ("vllm", "sglang")
 _MAX_MODELS = 20  # Max models in the list, about one line of a terminal.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
+_HEADROOM = 1.2  # Min memory of GPUs, as a multiple of a model's weights: the rest is for keys, values and activations.
+_TOO_LARGE = "free memory, take --dtype bfloat16, a smaller model, or another machine"
 _LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Packages listed with version.
 _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
 _IN_CLONE = "in the clone:"  # Beginning of advice to install lmpool, which no package index has.
@@ -224,12 +226,54 @@ def _model(model: str, gpus: list[tuple[str, int, int]]) -> Finding:
     size = sum(file.stat().st_size for file in next(filter(None, formats), []))
     if not size:
         return Finding("model", "wrong", f"{model} has no weights", "copy them there: *.safetensors")
-    place = "on a GPU" if gpus else "on this machine"
-    free = max(free for *_, free in gpus) if gpus else _free_bytes()
+    return _gpus_for(path, size, gpus) if gpus else _memory_for(size)
+
+
+def _memory_for(size: int) -> Finding:
+    """Whether a model with `size` bytes of weights fits the memory of this machine."""
+    free = _free_bytes()
     capacity = physical_memory() if free is None else free
-    found = f"{_size(size)} of weights; {_size(capacity)} {'in all' if free is None else 'free'} {place}"
-    advice = "free memory, take --dtype bfloat16, a smaller model, or another machine" if size > capacity else ""
-    return Finding("model", "wrong" if advice else "ok", found, advice)
+    found = f"{_size(size)} of weights; {_size(capacity)} {'in all' if free is None else 'free'} on this machine"
+    return Finding("model", "wrong", found, _TOO_LARGE) if size > capacity else Finding("model", "ok", found)
+
+
+def _gpus_for(folder: Path, size: int, gpus: list[tuple[str, int, int]]) -> Finding:
+    """Whether a model with `size` bytes of weights fits one GPU, and otherwise the numbers of GPUs that it fits."""
+    frees, needed = sorted((free for *_, free in gpus), reverse=True), size * _HEADROOM
+    found = f"{_size(size)} of weights; {_size(frees[0])} free on a GPU"
+    if needed <= frees[0]:
+        return Finding("model", "ok", f"{found}: it fits one GPU")
+    found += f", and a worker needs {_size(needed)}"
+    state: Literal["look", "wrong"] = "wrong" if size > frees[0] else "look"  # "look": the weights alone fit.
+    if not (fitting := [count for count in _parallel_sizes(folder) if needed <= count * frees[0]]):
+        return Finding("model", state, found, _TOO_LARGE)
+    # Each of the GPUs must have the memory for an equal part of the model.
+    here = [count for count in fitting if count <= len(frees) and needed <= count * frees[count - 1]]
+    *others, last = map(str, here or fitting[:1])
+    found += f": it fits {', '.join(others)}{' or ' * bool(others)}{last} GPUs like this one"
+    if here:
+        return Finding("model", "look", found, f"--backend vllm or sglang, with --tensor-parallel-size {here[0]}")
+    return Finding("model", state, found, f"--tensor-parallel-size {last} on such a machine; or {_TOO_LARGE}")
+
+
+def _parallel_sizes(folder: Path) -> list[int]:
+    """The numbers of GPUs, at least 2, among which engines can divide the attention heads of a model."""
+    from lmpool.workers.backends.checkpoint import read_config
+    from lmpool.workers.backends.settings import MAX_RANKS
+
+    try:
+        config = read_config(folder / "config.json")
+    except SettingsError:  # For example, the folder has Mistral's own format, or MODEL is a GGUF file.
+        return []
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+
+    def first(*names: str) -> int:
+        numbers = (part.get(name) for name in names for part in parts)
+        return next((number for number in numbers if isinstance(number, int) and number > 0), 0)
+
+    heads = first("num_attention_heads", "n_head", "n_heads")
+    shared = first("num_key_value_heads", "num_kv_heads") or heads  # Engines divide these heads, or copy each of them.
+    return [n for n in range(2, min(heads, MAX_RANKS) + 1) if heads % n == 0 and (shared % n == 0 or n % shared == 0)]
 
 
 def _size(count: float) -> str:

@@ -53,30 +53,46 @@ _MAX_SWEPT = 200  # Max ended workers that one call of the server removes, as in
 _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the set of workers, longer than any lease, as in `heartbeat.py`.
 
 
-def plan_workers(wanted: str, backend: str, device: str | None) -> list[dict[str, str]]:
-    """Environment variables for each worker: its device, or its share of the threads.
+def plan_workers(wanted: str, backend: str, device: str | None, ranks: int = 1) -> list[dict[str, str]]:
+    """Environment variables for each worker: its devices, or its share of the threads.
 
-    `wanted` is the number of workers, or "all": one worker per GPU, or one worker on a machine without a GPU.
+    `wanted` is the number of workers, or "all": as many workers as the GPUs suffice for, or one worker on a machine
+    without a GPU. `ranks` is the number of processes of one worker, each of which takes a GPU.
     """
-    gpus: list[str] = []  # The value of CUDA_VISIBLE_DEVICES for each GPU that this process may use.
-    if backend != "synthetic" and device != "cpu":
-        if (visible := os.environ.get(_VISIBLE)) is None:
-            gpus = [index for (index,) in query_gpus("index") if index.isdecimal()]
-        else:  # GPU names are numbers, UUIDs or MIG instances; CUDA ignores the names after an invalid name.
-            gpus = list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
     if wanted != "all" and not (wanted.isdecimal() and int(wanted)):
         raise SettingsError(f"workers: {shown(wanted)} is neither a number of at least 1 nor `all`")
-    count = max(1, len(gpus)) if wanted == "all" else int(wanted)
-    limit, unit = (len(gpus), "GPUs, each of which takes one worker") if gpus else (count_cores(), "cores")
-    if wanted != "all" and count > limit:
-        raise SettingsError(f"workers: {count} are more than the {limit} {unit} here: at most {limit}, or `all`")
+    gpus = _visible_gpus() if backend != "synthetic" and device != "cpu" else []
+    # Cores do not limit a single worker: processes can share cores, but not GPUs.
+    has, unit, limit = len(gpus), "GPUs", len(gpus) // ranks
+    if not gpus:
+        has, unit, limit = count_cores(), "cores", max(1, count_cores() // ranks)
+    count = (max(1, limit) if gpus else 1) if wanted == "all" else int(wanted)
+    if count > limit:
+        advice = (
+            f"at most {limit}, or `all`" if limit else "take smaller parallel sizes, or a worker on several machines"
+        )
+        raise SettingsError(f"workers: {count} would take {count * ranks} {unit}, and this machine has {has}: {advice}")
+    if wanted == "all" and gpus and (idle := has % ranks):
+        advice = f"start --workers {limit} if they may be idle, or take other parallel sizes"
+        raise SettingsError(
+            f"workers: all, with {ranks} GPUs each, would leave {idle} of {has} GPUs without work: {advice}"
+        )
+    if not gpus:
+        threads = {"OMP_NUM_THREADS": str(max(1, count_threads() // (count * ranks)))}
+        return [threads if count * ranks > 1 else {}] * count
     if count == 1:
         return [{}]
-    if not gpus:
-        return [{"OMP_NUM_THREADS": str(max(1, count_threads() // count))}] * count
     if device not in (None, "auto"):
-        raise SettingsError(f"device: {device!r} is one device, and each of {count} workers has one of its own")
-    return [{_VISIBLE: gpu} for gpu in gpus[:count]]
+        raise SettingsError(f"device: {device!r} is one device, and each of {count} workers has its own")
+    return [{_VISIBLE: ",".join(gpus[at * ranks : (at + 1) * ranks])} for at in range(count)]
+
+
+def _visible_gpus() -> list[str]:
+    """A value of CUDA_VISIBLE_DEVICES for each GPU that this process may use."""
+    if (visible := os.environ.get(_VISIBLE)) is None:
+        return [index for (index,) in query_gpus("index") if index.isdecimal()]
+    # Names of GPUs are numbers, UUIDs or MIG instances; CUDA ignores the names after an invalid name.
+    return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
 
 
 def query_gpus(*fields: str) -> list[list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -111,7 +111,8 @@ class BackendSettings(Protocol):
     """The settings of a backend. Each entry point of the group `lmpool.backends` names a class of this kind.
 
     The class is a dataclass. Its fields become options of `lmpool worker`; a field's metadata has the help text under
-    "help". The argument MODEL of the command sets the field `model`, or `name` in a class without `model`.
+    "help". The argument MODEL of the command sets the field `model`, or `name` in a class without `model`. A class
+    whose models may run in several processes also has the attribute `ranks`, the number of these processes.
     """
 
     @property
@@ -242,6 +243,16 @@ class TellsTokenizer(Protocol):
 
     def tokenizer(self) -> PackedTokenizer | None:
         """The model's tokenizer; None if clients cannot use the tokenizer. Called once, after `vocabulary`."""
+        ...
+
+
+@runtime_checkable
+class TellsDevices(Protocol):
+    """An extra attribute of a backend that can spread its model over several devices."""
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """The devices that hold parts of the model, such as "cuda:0" and "cuda:1"; one entry for each process."""
         ...
 
 

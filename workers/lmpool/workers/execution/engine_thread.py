@@ -55,6 +55,7 @@ class Opened(NamedTuple):
     vocabulary: Vocabulary | None
     tokenizer: PackedTokenizer | None
     adapters: Mapping[str, str]
+    devices: Sequence[str]
 
 
 class StepResult(NamedTuple):
@@ -315,7 +316,8 @@ class EngineThread:
                 vocabulary = backend.vocabulary()
                 tokenizer = backend.tokenizer() if isinstance(backend, contract.TellsTokenizer) else None
                 about = backend.info, backend.batch, backend.device
-                opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters))
+                devices = backend.devices if isinstance(backend, contract.TellsDevices) else [backend.device]
+                opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters), tuple(devices))
                 if isinstance(backend, contract.TellsEnd):
                     backend.when_broken(partial(self._post, self._on_broken))
                 self._ready.set_result((opened, _Capacity(backend.capacity())))

@@ -164,11 +164,15 @@ class Snapshot(NamedTuple):
     silent_s: float  # Seconds since the server last answered a heartbeat.
     stats: BackendStats
     counters: WorkerCounters
+    ranks: int = 1  # Processes that the worker's model is spread over.
+    devices: int = 1  # Devices that hold parts of the model; `ranks` until the model is loaded.
 
 
 # Metrics not declared by `_metric`: name, attribute of `Snapshot`, and help text. Names of counters end in "_total".
 _METRICS = (
     ("worker_ready", "is_ready", "1 while the worker takes jobs, else 0."),
+    ("worker_ranks", "ranks", "Processes that the worker's model is spread over."),
+    ("worker_devices", "devices", "Devices that hold parts of the worker's model."),
     ("worker_steps_total", "stats.steps", "Forwards that the backend has run."),
     ("worker_rows_total", "stats.rows", "Rows that the backend has computed."),
     ("worker_tokens_total", "stats.tokens", "Tokens of the computed prompts."),
