@@ -38,7 +38,9 @@ def follower_of(backend: Any) -> int:
 
 def children_of(pid: int) -> set[int]:
     """Process ids of the followers of a worker."""
-    children = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
+    children = {
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    }
     return {child for child in children if b"follower" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 

@@ -232,6 +232,9 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": True,
         "use_tqdm_on_load": sys.stderr.isatty(),  # Show progress bars only in a terminal.
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
+        "enable_expert_parallel": settings.enable_expert_parallel,
     }
     if current_platform.is_cpu():
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES

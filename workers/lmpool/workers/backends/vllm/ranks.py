@@ -233,7 +233,6 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
         self._scheduler, self._captured, self._positions = scheduler, captured, positions
         self._step: Any = None
         self._base: int | None = None  # Address of the shared memory in this process; None if the output rank has none.
-        remove_names()
         self._encoding = Encoding.F32  # The encoding of the last rows; the next rows will have it too.
         facts = self.collective_rpc("lmpool_attach", args=(captured.encoder.is_lossy, positions is not None))
         self.devices = [fact.device for fact in facts]
@@ -241,6 +240,10 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
         if missing := next((fact.missing for fact in facts if fact.missing), ""):
             self._positions = None
             raise AttributeError(missing)
+
+    def _post_init_executor(self) -> None:
+        """vLLM calls this method when all ranks have started, before it hides its objects from `gc` (`gc.freeze`)."""
+        remove_names()
 
     def shutdown(self) -> None:
         """End the ranks; called by vLLM's thread too, if a rank has ended. Then kill the ranks that wait for it."""
