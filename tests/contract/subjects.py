@@ -200,16 +200,17 @@ def as_options(settings: dict[str, Any]) -> list[str]:
     return [text for pair in named.items() for text in pair]
 
 
-def _engine(name: str, *shims: str) -> Callable[[], Subject]:
+def _engine(name: str, *shims: str, variant: str = "SUBJECT") -> Callable[[], Subject]:
     """A function that imports an engine's subject, whose own file needs the environment of the engine.
 
-    The function first calls the shims, which enable parts of the engine that are disabled on a CPU.
+    The function first calls the shims, which enable parts of the engine that are disabled on a CPU. `variant` is the
+    name of the subject in the file.
     """
 
     def find() -> Subject:
         for shim in shims:
             getattr(import_module(f"tests.engines.{name}_shims"), shim)()
-        subject: Subject = import_module(f"tests.contract.{name}_subject").SUBJECT
+        subject: Subject = getattr(import_module(f"tests.contract.{name}_subject"), variant)
         return subject
 
     return find
@@ -224,5 +225,5 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "vllm-v2-async": _engine("vllm", "use_v2_runner", "use_async_scheduling"),
     "vllm-async": _engine("vllm", "use_async_scheduling"),
     "sglang": _engine("sglang"),
-    "sglang-tp2": _engine("sglang"),
+    "sglang-tp2": _engine("sglang", variant="TENSOR_PARALLEL"),
 }

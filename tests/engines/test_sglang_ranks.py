@@ -19,14 +19,12 @@ import pytest
 from lmpool.errors import WorkerError
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from tests.contract.driver import prompt
-from tests.contract.sglang_subject import SUBJECT, settings_of
-from tests.contract.subjects import as_options
+from tests.contract.sglang_subject import TENSOR_PARALLEL, settings_of
 from tests.engines.test_sglang import opened, scheduler_of
 from tests.support.pool import Pool, until, until_async
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = r"^rank 1 of the model has failed: its process was ended by signal 9 \(SIGKILL\)$"
-TWO = {"tensor_parallel_size": 2}
 
 
 def follower_of(backend: Any) -> int:
@@ -38,13 +36,15 @@ def follower_of(backend: Any) -> int:
 
 def children_of(pid: int) -> set[int]:
     """Process ids of the followers of a worker."""
-    children = {int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()}
+    children = {
+        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
+    }
     return {child for child in children if b"follower" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 
 def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_folder: Path) -> None:
     draw, errors = random.Random(1), SimpleQueue[BaseException]()
-    with opened(model_folder, **TWO) as driver:
+    with opened(model_folder, tensor_parallel_size=2) as driver:
         backend: Any = driver.backend
         assert backend.devices == [backend.device, backend.device]
         assert backend.info.revision == checkpoint_revision(model_folder), "the fingerprint does not depend on the size"
@@ -65,7 +65,7 @@ def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_fo
 
 def test_a_process_that_is_killed_during_forwards_ends_the_engine(model_folder: Path) -> None:
     draw = random.Random(2)
-    with opened(model_folder, **TWO) as driver:
+    with opened(model_folder, tensor_parallel_size=2) as driver:
         digests = driver.submit([prompt(draw, 200) for _ in range(200)])
         driver.step()
         os.kill(follower_of(driver.backend), signal.SIGKILL)
@@ -75,11 +75,9 @@ def test_a_process_that_is_killed_during_forwards_ends_the_engine(model_folder: 
 
 async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path, pool: Pool) -> None:
     draw = random.Random(3)
-    settings = settings_of(model_folder, "float32", {}) | TWO
-    del settings["adapters"]
     worker = pool.start(
-        "--backend", "sglang", "--name", "two", *as_options(settings), model=str(model_folder), wait=False,
-        command=SUBJECT.command, installed=True,
+        "--backend", "sglang", "--name", "two", *TENSOR_PARALLEL.options(model_folder, {}), model=str(model_folder),
+        wait=False, command=TENSOR_PARALLEL.command, installed=True,
     )  # fmt: skip
     await asyncio.to_thread(worker.until_says, "serving ")
     pid = worker.process.pid
@@ -95,8 +93,8 @@ async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path
         for number in (pid, follower):  # A terminal sends the signal to all processes.
             os.kill(number, signal.SIGINT)
         rows = await requested
-    expected = np.stack([SUBJECT.reference(ids, "") for ids in prompts])
-    assert np.abs(rows - expected).max() <= SUBJECT.tolerance
+    expected = np.stack([TENSOR_PARALLEL.reference(ids, "") for ids in prompts])
+    assert np.abs(rows - expected).max() <= TENSOR_PARALLEL.tolerance
     assert await asyncio.to_thread(worker.wait) == 0
     assert "Traceback" not in worker.text
     until(lambda: not Path(f"/proc/{follower}").exists(), "no follower remains")
@@ -121,7 +119,7 @@ except SettingsError as error:
 
 
 def test_a_process_that_cannot_load_its_part_fails_the_start_in_one_line(model_folder: Path) -> None:
-    settings = json.dumps(settings_of(model_folder, "float32", {}) | TWO)
+    settings = json.dumps(settings_of(model_folder, "float32", {}, ranks=2))
     done = subprocess.run([sys.executable, "-c", _PROGRAM, settings], capture_output=True, text=True, cwd=ROOT)
     reason = "rank 1 of the model has failed: no device 1"
     assert done.stdout.rstrip().endswith(f"cannot serve {model_folder}: {reason}"), done.stderr

@@ -127,6 +127,9 @@ class SglangBackend(EngineBackend):
         # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        if device == "cpu" and (groups := settings.expert_parallel_size) > 1:
+            reason = "on a CPU, SGLang computes experts only if each process has all of them"
+            raise SettingsError(f"expert_parallel_size: {groups} cannot be used: {reason}. Use 1")
         if settings.ranks > 1:
             # Share no memory between ranks for broadcasts: a worker that is killed would leave it behind.
             os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")

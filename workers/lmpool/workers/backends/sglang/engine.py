@@ -233,9 +233,7 @@ class SglangEngine:
         self._loads.pop(wanted.lora_id).set_result(result)
         return result
 
-    def _receive(
-        self, broadcast: Callable[[list[Any]], list[Any]], local_reqs: list[Any] | None = None
-    ) -> list[Any]:
+    def _receive(self, broadcast: Callable[[list[Any]], list[Any]], local_reqs: list[Any] | None = None) -> list[Any]:
         """The requests and aborts for SGLang, broadcast to all ranks; waits if SGLang is idle.
 
         `local_reqs`: SGLang's own abort requests.
