@@ -36,9 +36,8 @@ def follower_of(backend: Any) -> int:
 
 def children_of(pid: int) -> set[int]:
     """Process ids of the followers of a worker."""
-    children = {
-        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-    }
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    children = {int(child) for thread in threads for child in thread.read_text().split()}
     return {child for child in children if b"follower" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 

@@ -1,7 +1,7 @@
 """A process that runs SGLang's own scheduler as a rank above 0: `python -m lmpool.workers.backends.sglang.follower`.
 
-Rank 0 is the scheduler in the worker (`engine.SglangEngine`). It broadcasts its requests to the other ranks, so that all
-ranks run the same forwards. Rows and positions are captured in rank 0 only.
+Rank 0 is the scheduler in the worker (`engine.SglangEngine`). It broadcasts its requests to the other ranks, so that
+all ranks run the same forwards. Rows and positions are captured in rank 0 only.
 """
 
 from __future__ import annotations
