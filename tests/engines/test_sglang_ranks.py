@@ -107,9 +107,9 @@ install()
 accept()
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang import follower
+from lmpool.workers.backends.sglang import backend
 lost = "from lmpool.workers.backends.ranks import following\\nwith following(): raise RuntimeError('no device 1')"
-follower.COMMAND = [sys.executable, "-c", lost]
+backend.FOLLOWER = [sys.executable, "-c", lost]
 try:
     SglangSettings(**json.loads(sys.argv[1])).open()
 except SettingsError as error:
