@@ -49,7 +49,12 @@ def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_fo
         assert backend.info.revision == checkpoint_revision(model_folder), "the fingerprint does not depend on the size"
         receiver, passes = scheduler_of(backend).request_receiver, SimpleQueue[None]()
         receive = receiver.recv_requests
-        receiver.recv_requests = lambda **named: passes.put(None) or receive(**named)
+
+        def count_and_receive(**named: Any) -> Any:
+            passes.put(None)
+            return receive(**named)
+
+        receiver.recv_requests = count_and_receive
         until(lambda: passes.qsize() > 2, "rank 0 sends messages, without which a collective of torch would time out")
         prompts = [prompt(draw, 20) for _ in range(3)]
         driver.check(prompts, driver.ask(prompts))
