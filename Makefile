@@ -142,9 +142,12 @@ test-vllm-v2: $(VLLM_INSTALLED)
 		vllm-v2 tests/contract/test_rows.py tests/contract/test_scores.py tests/contract/test_reopening.py tests/engines \
 		-- vllm-v2-async tests/contract/test_rows.py
 
-## test-sglang: the same with SGLang
+## test-sglang: the same with SGLang, also with a model in two processes
 test-sglang: $(SGLANG_INSTALLED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
+	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest \
+		tests/contract/test_rows.py tests/contract/test_scores.py \
+		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct
 
 ## test-engines-newest: the same with the newest releases of the engines
 # Checks whether the backends work with releases that pyproject.toml does not allow yet. The engines have separate

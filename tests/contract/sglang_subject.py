@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +19,34 @@ from tests.engines.newest import accept
 from tests.engines.sglang_cpu.shim import install
 from tests.support.pool import lmpool_command
 
-RANKS = 2 if os.environ.get("LMPOOL_CONTRACT") == "sglang-tp2" else 1
-"""The processes that the model of this run is spread over; each process has a part of a token's keys and values."""
-
 if DEVICE == "cpu":
     install()
 accept()
 
 
-def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, Any]:
-    """Settings with limits so low that the tests reach them all."""
+def settings_of(folder: Path, dtype: str, adapters: dict[str, Path], ranks: int = 1) -> dict[str, Any]:
+    """Settings with limits so low that the tests reach them all. `ranks`: processes that the model is spread over."""
     return {
         "model": str(folder),
         "device": DEVICE,
         "dtype": dtype,
         "max_batch": MAX_BATCH,
         "max_batch_tokens": MAX_BATCH_TOKENS,
-        # A token takes two layers, each with two heads of 32 keys and 32 values, times the bytes of the dtype.
-        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // RANKS,
-        "tensor_parallel_size": RANKS,
+        # A token takes two layers, each with two heads of 32 keys and 32 values, times the bytes of the dtype. Each
+        # rank has its share of the heads.
+        "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // ranks,
+        "tensor_parallel_size": ranks,
         "max_adapters": 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 
 
-def _make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
-    return SglangSettings(**settings_of(folder, dtype, adapters)).open()
+def _make(folder: Path, dtype: str, adapters: dict[str, Path], ranks: int = 1) -> Backend:
+    return SglangSettings(**settings_of(folder, dtype, adapters, ranks)).open()
 
 
-def _options(folder: Path, adapters: dict[str, Path]) -> list[str]:
-    settings = settings_of(folder, "float32", adapters)
+def _options(folder: Path, adapters: dict[str, Path], ranks: int = 1) -> list[str]:
+    settings = settings_of(folder, "float32", adapters, ranks)
     named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
     return [*as_options(settings), *named]
 
@@ -78,3 +77,4 @@ SUBJECT = Subject(
     "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, command=_command,
     refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
 )  # fmt: skip
+TENSOR_PARALLEL = replace(SUBJECT, make=partial(_make, ranks=2), options=partial(_options, ranks=2))

@@ -231,5 +231,5 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "vllm-tensor": _engine("vllm", variant="TENSOR_PARALLEL"),
     "vllm-pipeline": _engine("vllm", variant="PIPELINE_PARALLEL"),
     "sglang": _engine("sglang"),
-    "sglang-tp2": _engine("sglang"),
+    "sglang-tp2": _engine("sglang", variant="TENSOR_PARALLEL"),
 }

@@ -336,9 +336,13 @@ def known() -> dict[str, bool]:
     [
         ("model_path=x", "engine_args: model_path cannot be set here: it is the MODEL of the command"),
         ("skip_tokenizer_init=false", "engine_args: skip_tokenizer_init cannot be set here: prompts are token ids"),
-        ("tp_size=2", "engine_args: tp_size must be 1, not 2: rows are captured inside the worker's process"),
-        ("--pp-size=2", "engine_args: pp_size must be 1, not 2"),
-        ("dp_size=4", "engine_args: dp_size must be 1, not 4"),
+        ("tp_size=2", "engine_args: tp_size cannot be set here: use --tensor-parallel-size"),
+        ("ep_size=2", "engine_args: ep_size cannot be set here: use --expert-parallel-size"),
+        ("--pp-size=2", "engine_args: pp_size cannot be set here: one process must have the whole rows of all prompts"),
+        ("dp_size=4", "engine_args: dp_size cannot be set here: start more workers for more copies of a model"),
+        ("nnodes=2", "engine_args: nnodes cannot be set here: all processes of a model run on the worker's machine"),
+        ("enable_dp_attention=true", "engine_args: enable_dp_attention cannot be set here: one process must have"),
+        ("enable_tp_lm_head_all_to_all=true", "cannot be set here: one process must have the whole rows"),
         ("speculative_algorithm=EAGLE", "engine_args: speculative_algorithm cannot be set here: each request computes"),
         ("disable_overlap_schedule=false", "engine_args: disable_overlap_schedule cannot be set here"),
         ("allow_auto_truncate=true", "engine_args: allow_auto_truncate cannot be set here"),
@@ -354,9 +358,8 @@ def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> Non
 
 
 def test_other_options_are_passed_on() -> None:
-    given = ["tp_size=1 page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
+    given = ["page-size=16", "schedule_policy=lpm", "json_model_override_args={a={b=0.5}}"]
     assert options.user_options(SglangSettings("m", engine_args=given), known(), "") == {
-        "tp_size": 1,
         "page_size": 16,
         "schedule_policy": "lpm",
         "json_model_override_args": '{"a": {"b": 0.5}}',
@@ -421,6 +424,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"adapters": ["warm"]}, "adapters: 'warm' is not name=folder"),
         ({"adapters": ["a=b", "a=c"]}, "adapters: 'a' is given twice"),
         ({"adapters": ["a@b=c"]}, "adapters: 'a@b' must be 1 to 100 characters"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size: 0 must be a whole number from 1 to 1024"),
+        (
+            {"tensor_parallel_size": 3, "expert_parallel_size": 2},
+            "expert_parallel_size: 2 does not divide tensor_parallel_size, 3",
+        ),
     ],
 )
 def test_malformed_settings_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -500,18 +508,16 @@ def state():
         "log": [logging.getLogger().level, [str(handler) for handler in logging.getLogger().handlers]],
         "affinity": sorted(os.sched_getaffinity(0)),
         "niceness": os.nice(0),
-        "files": sorted(os.listdir(tempfile.gettempdir())) + [path for path in shared if os.path.exists(path)],
+        "files": sorted(os.listdir(tempfile.gettempdir())),
         "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
     }
 
-shared = []
 logging.basicConfig(level=logging.INFO)
 before = state()
 from tests.engines.sglang_cpu.shim import install
 install()
 from sglang.srt.managers import load_snapshot
-path_of = load_snapshot.shm_path_for
-load_snapshot.shm_path_for = lambda name: shared.append(path_of(name)) or shared[-1]
+load_snapshot.shm_path_for = lambda name: sys.exit("SGLang writes a file into shared memory")
 settings = json.loads(sys.argv[1])
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.execution.contract import BackendJob
@@ -522,7 +528,6 @@ while not backend.step().blocks:
 seen = {"open": state()}
 backend.close()
 seen["closed"] = state()
-assert shared
 print("\\n" + json.dumps({when: [before, found] for when, found in seen.items()}))
 """
 

@@ -19,14 +19,12 @@ import pytest
 from lmpool.errors import WorkerError
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from tests.contract.driver import prompt
-from tests.contract.sglang_subject import SUBJECT, settings_of
-from tests.contract.subjects import as_options
+from tests.contract.sglang_subject import TENSOR_PARALLEL, settings_of
 from tests.engines.test_sglang import opened, scheduler_of
 from tests.support.pool import Pool, until, until_async
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = r"^rank 1 of the model has failed: its process was ended by signal 9 \(SIGKILL\)$"
-TWO = {"tensor_parallel_size": 2}
 
 
 def follower_of(backend: Any) -> int:
@@ -38,21 +36,25 @@ def follower_of(backend: Any) -> int:
 
 def children_of(pid: int) -> set[int]:
     """Process ids of the followers of a worker."""
-    children = {
-        int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()
-    }
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    children = {int(child) for thread in threads for child in thread.read_text().split()}
     return {child for child in children if b"follower" in Path(f"/proc/{child}/cmdline").read_bytes()}
 
 
 def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_folder: Path) -> None:
     draw, errors = random.Random(1), SimpleQueue[BaseException]()
-    with opened(model_folder, **TWO) as driver:
+    with opened(model_folder, tensor_parallel_size=2) as driver:
         backend: Any = driver.backend
         assert backend.devices == [backend.device, backend.device]
         assert backend.info.revision == checkpoint_revision(model_folder), "the fingerprint does not depend on the size"
         receiver, passes = scheduler_of(backend).request_receiver, SimpleQueue[None]()
         receive = receiver.recv_requests
-        receiver.recv_requests = lambda **named: passes.put(None) or receive(**named)
+
+        def count_and_receive(**named: Any) -> Any:
+            passes.put(None)
+            return receive(**named)
+
+        receiver.recv_requests = count_and_receive
         until(lambda: passes.qsize() > 2, "rank 0 sends messages, without which a collective of torch would time out")
         prompts = [prompt(draw, 20) for _ in range(3)]
         driver.check(prompts, driver.ask(prompts))
@@ -67,7 +69,7 @@ def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_fo
 
 def test_a_process_that_is_killed_during_forwards_ends_the_engine(model_folder: Path) -> None:
     draw = random.Random(2)
-    with opened(model_folder, **TWO) as driver:
+    with opened(model_folder, tensor_parallel_size=2) as driver:
         digests = driver.submit([prompt(draw, 200) for _ in range(200)])
         driver.step()
         os.kill(follower_of(driver.backend), signal.SIGKILL)
@@ -77,11 +79,9 @@ def test_a_process_that_is_killed_during_forwards_ends_the_engine(model_folder: 
 
 async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path, pool: Pool) -> None:
     draw = random.Random(3)
-    settings = settings_of(model_folder, "float32", {}) | TWO
-    del settings["adapters"]
     worker = pool.start(
-        "--backend", "sglang", "--name", "two", *as_options(settings), model=str(model_folder), wait=False,
-        command=SUBJECT.command, installed=True,
+        "--backend", "sglang", "--name", "two", *TENSOR_PARALLEL.options(model_folder, {}), model=str(model_folder),
+        wait=False, command=TENSOR_PARALLEL.command, installed=True,
     )  # fmt: skip
     await asyncio.to_thread(worker.until_says, "serving ")
     pid = worker.process.pid
@@ -97,8 +97,8 @@ async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path
         for number in (pid, follower):  # A terminal sends the signal to all processes.
             os.kill(number, signal.SIGINT)
         rows = await requested
-    expected = np.stack([SUBJECT.reference(ids, "") for ids in prompts])
-    assert np.abs(rows - expected).max() <= SUBJECT.tolerance
+    expected = np.stack([TENSOR_PARALLEL.reference(ids, "") for ids in prompts])
+    assert np.abs(rows - expected).max() <= TENSOR_PARALLEL.tolerance
     assert await asyncio.to_thread(worker.wait) == 0
     assert "Traceback" not in worker.text
     until(lambda: not Path(f"/proc/{follower}").exists(), "no follower remains")
@@ -112,9 +112,9 @@ install()
 accept()
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.settings import SglangSettings
-from lmpool.workers.backends.sglang import follower
+from lmpool.workers.backends.sglang import backend
 lost = "from lmpool.workers.backends.ranks import following\\nwith following(): raise RuntimeError('no device 1')"
-follower.COMMAND = [sys.executable, "-c", lost]
+backend.FOLLOWER = [sys.executable, "-c", lost]
 try:
     SglangSettings(**json.loads(sys.argv[1])).open()
 except SettingsError as error:
@@ -123,7 +123,7 @@ except SettingsError as error:
 
 
 def test_a_process_that_cannot_load_its_part_fails_the_start_in_one_line(model_folder: Path) -> None:
-    settings = json.dumps(settings_of(model_folder, "float32", {}) | TWO)
+    settings = json.dumps(settings_of(model_folder, "float32", {}, ranks=2))
     done = subprocess.run([sys.executable, "-c", _PROGRAM, settings], capture_output=True, text=True, cwd=ROOT)
     reason = "rank 1 of the model has failed: no device 1"
     assert done.stdout.rstrip().endswith(f"cannot serve {model_folder}: {reason}"), done.stderr

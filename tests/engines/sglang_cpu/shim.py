@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from lmpool.workers.backends.sglang import follower
+from lmpool.workers.backends.sglang import backend
 
 _PACKAGES = ("triton", "torchvision", "sgl_kernel")
 _declared: list[Any] = []  # Keep references: torch drops a library without a reference.
@@ -30,7 +30,7 @@ _MAKE_TENSORS = ("arange", "empty", "tensor", "zeros")
 def install() -> None:
     """Install stubs for missing packages; call this function before SGLang is imported."""
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
-    follower.COMMAND = [sys.executable, "-m", "tests.engines.sglang_cpu.follower"]
+    backend.FOLLOWER = [sys.executable, "-m", "tests.engines.sglang_cpu.follower"]
     if not torch.cuda.is_available():
         _let_pinning_do_nothing()
     if find_spec("torchvision") is not None:

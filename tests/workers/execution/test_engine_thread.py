@@ -205,6 +205,17 @@ async def test_a_second_result_for_a_prompt_in_a_later_step_breaks_the_backend(t
     assert outcome.digests() == [first.digest]
 
 
+async def test_a_backend_that_breaks_while_it_is_idle_is_reported() -> None:
+    class Idle(SyntheticBackend):
+        def when_broken(self, report: Callable[[BaseException], object]) -> None:
+            self.report = report
+
+    backend, error = Idle(SyntheticSettings(vocab_size=V)), WorkerError("a process has ended")
+    async with stepping(backend) as (_, outcome):
+        threading.Thread(target=backend.report, args=(error,)).start()
+        await outcome.until(lambda: outcome.broken == [error], "the error is reported")
+
+
 async def test_results_before_a_step_that_breaks_are_reported() -> None:
     good, bad = jobs(1, 2), jobs(3, 4)
     async with stepping(Faulty(with_a_strangers_row, good=1, max_batch=2)) as (engine_thread, outcome):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,11 +27,13 @@ from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_fold
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import SglangSettings, check_engine_args, parse_engine_args
-from lmpool.workers.backends.sglang.follower import set_log_level
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
     from lmpool.workers.backends.sglang.engine import EngineBatch, SglangEngine
+
+FOLLOWER = [sys.executable, "-P", "-m", "lmpool.workers.backends.sglang.follower"]
+"""Command of a rank above 0; -P keeps modules of the current folder from replacing installed modules."""
 
 RESERVED_TOKENS = 7
 """Tokens of SGLang's context that a prompt cannot use, because SGLang reserves them for sampled tokens."""
@@ -127,6 +132,9 @@ class SglangBackend(EngineBackend):
         # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        if device == "cpu" and (groups := settings.expert_parallel_size) > 1:
+            reason = "on a CPU, SGLang computes experts only if each process has all of them"
+            raise SettingsError(f"expert_parallel_size: {groups} cannot be used: {reason}. Use 1")
         if settings.ranks > 1:
             # Share no memory between ranks for broadcasts: a worker that is killed would leave it behind.
             os.environ.setdefault("SGLANG_USE_MESSAGE_QUEUE_BROADCASTER", "0")
@@ -154,7 +162,7 @@ class SglangBackend(EngineBackend):
         options.setdefault("context_length", length)
         self.device, self._options = device_of(options), options
         self._revision = checkpoint_revision(folder, also=row_deciding(given))
-        return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}")
+        return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
@@ -354,6 +362,14 @@ def kv_tokens(settings: SglangSettings, options: Mapping[str, Any], numbers: int
     if memory // token <= RESERVED_TOKENS:
         raise SettingsError(f"kv_cache_bytes: {memory} is too little: the keys and values of a token take {token}")
     return memory // token
+
+
+def set_log_level(level: str) -> None:
+    """Let SGLang log entries of a level, such as "warning"; call this function before SGLang is imported."""
+    logging.getLogger("sglang").setLevel(level.upper())
+    # Hide SGLang's warnings about each model architecture whose packages are missing.
+    logging.getLogger("sglang.srt.models.registry").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"sglang\.")
 
 
 def cores_of_ranks(ranks: int) -> str:

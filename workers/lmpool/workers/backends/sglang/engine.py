@@ -40,7 +40,6 @@ from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.ranks import Followers
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
-from lmpool.workers.backends.sglang import follower
 from lmpool.workers.execution.contract import BackendJob
 
 _CLOSE_S = 30.0  # Max seconds to wait for the forward in progress when the engine is closed.
@@ -74,13 +73,13 @@ class SglangEngine:
     With tensor parallelism, this scheduler is rank 0. The other ranks are followers, which run SGLang's own loop with
     the requests that rank 0 broadcasts. Each pass of rank 0's loop makes one broadcast.
 
-    `context` is the beginning of the error message if the model cannot be loaded.
+    `context` is the beginning of the error message if the model cannot be loaded. `command` starts a follower.
 
     Attributes:
         on_end: called in another thread with the error that ends the engine.
     """
 
-    def __init__(self, options: Mapping[str, Any], context: str) -> None:
+    def __init__(self, options: Mapping[str, Any], context: str, command: Sequence[str]) -> None:
         self.scheduler: Any = None  # SGLang's scheduler; None before its start and after its end.
         self.answers_positions = False
         self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
@@ -96,6 +95,7 @@ class SglangEngine:
         # Results of forwards; the first result reports the start. An exception in the queue means that the thread ends.
         self._results: SimpleQueue[EngineBatch | BaseException] = SimpleQueue()
         self._error: BaseException | None = None
+        self._command = command
         self._followers: Followers | None = None
         self.on_end: Callable[[BaseException], object] = lambda error: None
         # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
@@ -197,7 +197,7 @@ class SglangEngine:
             ports = make_ports(server_args)
             if (ranks := server_args.tp_size) > 1:
                 setups = [{"options": dict(options), "ports": vars(ports), "rank": rank} for rank in range(1, ranks)]
-                self._followers = Followers(follower.COMMAND, setups, self._fail)
+                self._followers = Followers(self._command, setups, self._fail)
             self.scheduler = make_scheduler(server_args, ports)
             self._redirect(self.scheduler)
             self._results.put(EngineBatch())
