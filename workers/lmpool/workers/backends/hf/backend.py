@@ -180,6 +180,8 @@ class HfBackend(EngineBackend):
         """Free the model, the KV pool and the waiting prompts. The backend cannot be used afterwards."""
         self.abort(list(self._held))
         self._pool = None
+        if (folder := self._forward.model.lmpool_offloaded) is not None:
+            folder.cleanup()
         del self._forward, self._adapters
         self._free_memory()
 

@@ -31,6 +31,7 @@ from lmpool.workers.backends.hf.placement import (
     check_placement,
     drop_addresses,
     input_device,
+    is_spread,
     loaded,
     placement_options,
 )
@@ -93,13 +94,15 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     elif stated and limit > stated[0]:
         raise SettingsError(f"max_prompt_tokens: {limit} is more than the {stated[0]} positions of the model")
     try:
-        # transformers maps the checkpoint's files into memory, and a CPU computes with the mapped pages.
-        # Overwriting a file would change the rows of a running worker, and truncating it would end the worker.
-        for tensor in chain(model.parameters(), model.buffers()):  # `parameters` yields a tied weight once.
-            if tensor.device.type == "cpu" and (device.type == "cpu" or settings.device_map):
+        if settings.device_map:
+            device = input_device(model)
+        if device.type == "cpu":
+            # transformers maps the checkpoint's files into memory, and a CPU computes with the mapped pages.
+            # Overwriting a file would change the rows of a running worker, and truncating it would end the worker.
+            for tensor in chain(model.parameters(), model.buffers()):  # `parameters` yields a tied weight once.
                 tensor.data = tensor.data.clone()
-        drop_addresses(model)
-        (model if settings.device_map else model.to(device)).eval()
+            drop_addresses(model)
+        (model if is_spread(model) else model.to(device)).eval()
     except (RuntimeError, ValueError) as error:
         # There is too little memory, or the model has quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
@@ -133,7 +136,7 @@ def _from_pretrained(settings: HfSettings, folder: Path) -> tuple[PreTrainedMode
         missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
         install = f"; install it with: pip install {missing}" if missing else ""
         raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
-    model.lmpool_offloaded = offloaded  # Remove the folder when the model is freed.
+    model.lmpool_offloaded = offloaded  # The backend removes the folder when it closes.
     return model, report
 
 

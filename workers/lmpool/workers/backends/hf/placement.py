@@ -40,21 +40,26 @@ def placement_options(settings: HfSettings) -> tuple[dict[str, Any], TemporaryDi
 
 
 def check_placement(model: PreTrainedModel, name: str) -> None:
-    """Log where the weights are. Refuse an architecture that does not name the modules that one device must compute."""
+    """Log where the weights are. Refuse an architecture whose rows would be wrong."""
     if not is_spread(model):
         return
+    architecture, reason = type(model).__name__, ""
     devices = ", ".join(sorted({str(device) for device in getattr(model, "hf_device_map", {}).values()}))
     if not model._no_split_modules:
         # accelerate would split layers anywhere; some models (XLNet) then run with weights that were never loaded.
-        reason = f"{type(model).__name__} names no modules that must stay on one device (_no_split_modules)"
+        reason = f"{architecture} names no modules that must stay on one device (_no_split_modules)"
+    elif is_offloaded(model) and hasattr(model.base_model, "_rescale_layers"):
+        # RWKV divides its weights before the first prompt. Offloaded weights stay as they are in the file.
+        reason = f"{architecture} changes its weights in memory, and some would be offloaded"
+    if reason:
         raise SettingsError(f"device_map: {name} cannot be spread over {devices}: {reason}; serve it on one device")
     _log.info("the layers are on %s", devices)
     sizes: Counter[bool] = Counter()
     for weight in model.parameters():
         sizes[weight.is_meta] += weight.nbytes
     if sizes[True]:
-        text = "%.2f of %.2f GiB of the weights are offloaded: each step copies them to the device, so rows are slow"
-        _log.warning(text, sizes[True] / 2**30, sizes.total() / 2**30)
+        text = "%.0f %% of the weights (%.2f GiB) are offloaded: each step copies them to the device, so rows are slow"
+        _log.warning(text, 100 * sizes[True] / sizes.total(), sizes[True] / 2**30)
 
 
 def is_spread(model: PreTrainedModel) -> bool:
@@ -76,12 +81,11 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def drop_addresses(model: PreTrainedModel) -> None:
     """Have accelerate find no tied weights by their addresses in memory, because the weights have been moved.
 
-    An offloaded weight that is read to the earlier address of a tied weight would else be taken for the tied weight.
+    Else accelerate would take an offloaded weight that is read to the earlier address of a tied weight for that weight.
     """
     if is_spread(model):
-        for module in model.modules():
-            if (tied := getattr(getattr(module, "_hf_hook", None), "tied_params_map", None)) is not None:
-                tied.clear()
+        hook: Any = model._hf_hook
+        hook.tied_params_map.clear()  # All modules share this dictionary.
 
 
 def loaded(model: nn.Module, name: str, weight: Tensor) -> Tensor:
