@@ -45,7 +45,7 @@ def save(folder: Path, config: PreTrainedConfig) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("kind", "share"), [("llama", 0.0), ("llama", 0.7), ("gemma3", 0.9), ("mamba", 0.5)])
+@pytest.mark.parametrize(("kind", "share"), [("llama", 0.0), ("llama", 0.7), ("gemma3", 0.9), ("mamba", 0.0)])
 def test_an_offloaded_model_gives_the_same_model_info_rows_and_head(tiny: Tiny, kind: str, share: float) -> None:
     whole, parts = tiny.backend(kind), spread(tiny.folder(kind), share)
     model: Any = parts._forward.model
@@ -164,6 +164,11 @@ def test_malformed_settings_are_refused(values: dict[str, str], message: str) ->
 def test_memory_is_given_per_device_with_units() -> None:
     settings = HfSettings("somewhere", device_map="auto", max_memory="0=1.5GiB, 1=2GB,CPU=700mb")
     assert settings.memory_per_device == {0: 3 << 29, 1: 2_000_000_000, "cpu": 700_000_000}
+
+
+def test_a_gpu_that_does_not_exist_is_refused(tiny: Tiny) -> None:
+    with pytest.raises(SettingsError, match="^device: 'cuda:77' cannot be used: this machine has 'cpu'"):
+        HfBackend(HfSettings(str(tiny.folder("llama")), device_map="auto", max_memory="77=1GiB"))
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tiny: Tiny, tmp_path: Path) -> None:

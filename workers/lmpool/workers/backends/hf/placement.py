@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.row_encoder import pick_device
 from lmpool.workers.backends.settings import HfSettings
 
 _log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ def placement_options(settings: HfSettings) -> tuple[dict[str, Any], TemporaryDi
     """Options of `from_pretrained` that place the layers, and the folder for offloaded weights that it uses."""
     if settings.device_map is None:
         return {}, None
+    for place in settings.memory_per_device or {}:
+        pick_device("cpu" if place == "cpu" else f"cuda:{place}")  # Refuse a device that this machine does not have.
     folder = None
     if settings.offload_folder is not None:
         parent = Path(settings.offload_folder).expanduser()
