@@ -243,9 +243,8 @@ def test_a_long_fresh_prompt_neither_uses_nor_stores_keys_and_values(tiny: Tiny)
     serve(backend, [long])
     assert backend._pool is not None
     with torch.inference_mode():
-        backend._pool._storages[0][1:].fill_(
-            7.0
-        )  # Spoil all cached keys and values: results that use them would be wrong.
+        # Spoil all cached keys and values: results that use them would be wrong.
+        backend._pool._storages[0][1:].fill_(7.0)
     fresh = job(long)._replace(digest=b"f" * 16, fresh=True)
     backend.submit([fresh, job((1, 2, 3))])
     assert answered(backend, steps=2) == [job((1, 2, 3)).digest]

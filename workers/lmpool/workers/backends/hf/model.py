@@ -212,12 +212,8 @@ class OutputHead:
             if bias is None:
                 return np.zeros(self.layer.out_features, np.float32)
             return np.asarray(loaded(self.layer, "bias", bias).detach().float().cpu().numpy())
-        weights = (
-            loaded(self.layer, "weight", self.layer.weight)[query.first : query.first + query.count]
-            .detach()
-            .cpu()
-            .contiguous()
-        )
+        weights = loaded(self.layer, "weight", self.layer.weight)[query.first : query.first + query.count]
+        weights = weights.detach().cpu().contiguous()
         return pack_numbers(numbers_of(weights)).ravel()
 
 
