@@ -45,7 +45,7 @@ def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     return {name: write_adapter(folder / name, name) for name in ADAPTERS}
 
 
-@pytest.fixture(scope="session", params=chosen().values(), ids=chosen())
+@pytest.fixture(scope="session", params=[pytest.param(subject, id=name) for name, subject in chosen().items()])
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Description of one of the backends under test in this run."""
     subject: Subject = request.param

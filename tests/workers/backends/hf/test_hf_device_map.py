@@ -119,6 +119,18 @@ def test_weights_of_another_form_are_written_to_the_offload_folder(tmp_path: Pat
     assert list(offload.iterdir()) == [], "a closed backend removes its files"
 
 
+def test_tied_weights_that_are_not_found_on_the_disk_are_refused(tmp_path: Path) -> None:
+    model: Any = make_model("gemma3")
+    model.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    weights = model.state_dict()
+    del weights["lm_head.weight"]
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    message = r"^device_map: .* has tied weights on the disk, and 'lm_head.weight' is not found there: .* safetensors$"
+    with pytest.raises(SettingsError, match=message):
+        spread(tmp_path, 0.0, offload_folder=str(tmp_path / "offload"))
+
+
 @pytest.mark.filterwarnings("ignore:The following device_map keys do not match any submodules")
 @pytest.mark.parametrize(
     ("config", "reason"),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,7 +181,8 @@ class HfBackend(EngineBackend):
         """Free the model, the KV pool and the waiting prompts. The backend cannot be used afterwards."""
         self.abort(list(self._held))
         self._pool = None
-        if (folder := self._forward.model.lmpool_offloaded) is not None:
+        folder: Any = self._forward.model.lmpool_offloaded
+        if folder is not None:
             folder.cleanup()
         del self._forward, self._adapters
         self._free_memory()

@@ -182,7 +182,9 @@ class KVPool:
                 torch.index_select(storage, 0, slots, out=scratch[start : start + index.size])
             tokens.append(scratch[:size].view(len(lengths), total, -1))
             parts = torch.split(tokens[-1], [heads * size for heads, size in shapes], dim=-1)
-            views = [part.unflatten(-1, shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)]
+            views = [
+                part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)
+            ]
             cache.layers += [_BlockLayer(*pair, past) for pair in zip(views[::2], views[1::2], strict=True)]
         return KVBlock(tokens, past, cache)
 

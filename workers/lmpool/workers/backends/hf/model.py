@@ -102,7 +102,9 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
             for tensor in chain(model.parameters(), model.buffers()):  # `parameters` yields a tied weight once.
                 tensor.data = tensor.data.clone()
             drop_addresses(model)
-        (model if is_spread(model) else model.to(device)).eval()
+        if not is_spread(model):
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps this method without its types
+        model.train(mode=False)
     except (RuntimeError, ValueError) as error:
         # There is too little memory, or the model has quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
@@ -112,6 +114,10 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
         revision = weights_revision(model)
     except RuntimeError as error:  # NotImplementedError too: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
+    except KeyError as error:
+        # transformers writes one of two tied weights to the offload folder, and does not find the other weight there.
+        text = f"device_map: {settings.model} has tied weights on the disk, and {error} is not found there"
+        raise SettingsError(f"{text}: give more memory (--max-memory), or save the model as safetensors") from error
     return model, limit, revision
 
 
