@@ -16,6 +16,16 @@ from tests.contract.subjects import Subject, chosen
 _seeds = itertools.count()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out tests in files that a subject does not name in `files`."""
+    items[:] = [item for item in items if item.path.name in _files_of(item) or not _files_of(item)]
+
+
+def _files_of(item: pytest.Item) -> tuple[str, ...]:
+    subject = item.callspec.params.get("subject") if hasattr(item, "callspec") else None
+    return subject.files if isinstance(subject, Subject) else ()
+
+
 @pytest.fixture
 def draw() -> random.Random:
     """Random numbers for prompts, different in each test, so that no test finds prefixes cached by another test."""
@@ -35,7 +45,7 @@ def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     return {name: write_adapter(folder / name, name) for name in ADAPTERS}
 
 
-@pytest.fixture(scope="session", params=chosen(), ids=lambda subject: subject.name)
+@pytest.fixture(scope="session", params=[pytest.param(subject, id=name) for name, subject in chosen().items()])
 def subject(request: pytest.FixtureRequest) -> Subject:
     """Description of one of the backends under test in this run."""
     subject: Subject = request.param

@@ -6,7 +6,7 @@ import atexit
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -61,6 +61,7 @@ class Subject:
         refused: kind of adapter that the backend refuses -> beginning of the error text that follows the folder.
         narrow: whether the backend can compute in bfloat16.
         positions: whether the backend answers positions queries.
+        files: names of the test files to run on the subject; empty for all files.
         command: command that starts a worker, in place of `lmpool`.
         environment: environment variables of the worker.
     """
@@ -77,13 +78,15 @@ class Subject:
     refused: dict[str, str] = field(default_factory=dict)
     narrow: bool = True
     positions: bool = False
+    files: tuple[str, ...] = ()
     command: Callable[[], list[str]] = lmpool_command
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def chosen() -> list[Subject]:
+def chosen() -> dict[str, Subject]:
     """The subjects that LMPOOL_CONTRACT names; by default the subjects without vLLM or SGLang."""
-    return [_FINDERS[name]() for name in os.environ.get("LMPOOL_CONTRACT", "synthetic,hf,unigram").split(",")]
+    names = os.environ.get("LMPOOL_CONTRACT", "synthetic,hf,hf-offload,unigram")
+    return {name: _FINDERS[name]() for name in names.split(",")}
 
 
 def _synthetic() -> Subject:
@@ -148,11 +151,13 @@ def _plugin() -> Path:
     return folder
 
 
-def _hf() -> Subject:
+def _hf(is_offloaded: bool = False) -> Subject:
+    """transformers with the whole model on one device, or with all layers but the embedding on the disk."""
+
     def settings(folder: Path, dtype: str) -> dict[str, Any]:
         return {
             "model": str(folder),
-            "device": DEVICE,
+            **(_offloaded(dtype) if is_offloaded else {"device": DEVICE}),
             "dtype": dtype,
             "max_batch": MAX_BATCH,
             "max_batch_tokens": MAX_BATCH_TOKENS,
@@ -172,7 +177,19 @@ def _hf() -> Subject:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
         return [*as_options(settings(folder, "float32")), *named]
 
-    return Subject("hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, positions=True)
+    whole = Subject("hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, positions=True)
+    if not is_offloaded:
+        return whole
+    # Only loading and the forward differ.
+    files = ("test_rows.py", "test_scores.py", "test_reopening.py")
+    return replace(whole, has_adapters=False, loads_adapters=False, files=files)
+
+
+def _offloaded(dtype: str) -> dict[str, str]:
+    """Settings whose memory suffices for the embedding, and on a GPU for one layer: other layers are on the disk."""
+    kilobytes = 1000 if dtype == "float32" else 500
+    gpu = "" if DEVICE == "cpu" else f"0={kilobytes // 2}KB,"
+    return {"device_map": "sequential", "max_memory": f"{gpu}cpu={kilobytes}KB"}
 
 
 @contextmanager
@@ -223,6 +240,7 @@ def _engine(name: str, *shims: str, variant: str = "SUBJECT") -> Callable[[], Su
 _FINDERS: dict[str, Callable[[], Subject]] = {
     "synthetic": _synthetic,
     "hf": _hf,
+    "hf-offload": lambda: _hf(is_offloaded=True),
     "unigram": _unigram,
     "vllm": _engine("vllm"),
     "vllm-v2": _engine("vllm", "use_v2_runner"),

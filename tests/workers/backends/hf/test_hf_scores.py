@@ -105,7 +105,7 @@ def test_a_fresh_row_neither_uses_nor_leaves_keys_and_values(tiny: Tiny) -> None
     assert backend._pool is not None
     held = len(backend._pool.slots)
     with torch.inference_mode():
-        backend._pool._storage.fill_(7.0)  # Spoil all cached keys and values: results that use them would be wrong.
+        backend._pool._storages[0].fill_(7.0)  # Spoil all cached keys and values: results that use them would be wrong.
     fresh = job(prompt)._replace(digest=b"f" * 16, fresh=True)
     backend.submit([fresh, job(prompt[:7])._replace(digest=b"g" * 16, fresh=True)])
     rows = {digest: row for step in drain(backend) for digest, row in decode(step.blocks).items()}

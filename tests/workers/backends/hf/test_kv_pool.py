@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from lmpool.workers.backends.hf import forward
 from lmpool.workers.backends.hf.forward import KVLayout, KVPool, Path, PrefixSlots, new_tokens
 
-LAYOUT = KVLayout(((2, 3), (2, 3), (1, 4), (1, 2)), torch.float32)
+CPU = torch.device("cpu")
+SHAPES = ((2, 3), (2, 3), (1, 4), (1, 2))
+LAYOUT = KVLayout(SHAPES, torch.float32, (CPU, CPU))
+# Two layers on two devices: torch treats "cpu" and "cpu:0" as different devices.
+SPLIT = KVLayout(SHAPES, torch.float32, (CPU, torch.device("cpu:0")))
 
 
 def hold(slots: PrefixSlots, *prompts: list[int]) -> list[Path]:
@@ -149,9 +153,10 @@ def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) 
     """Run a step that computes `values` (n, new, width); returns all keys and values as (n, length, width)."""
     paths = [pool.slots.match(ids) for ids in prompts]
     block = pool.gather([len(ids) for ids in prompts], paths, new)
-    for tokens, ids, path in zip(block.tokens, prompts, paths, strict=True):
-        known = path[: max(0, len(ids) - new)]
-        assert torch.equal(tokens[-len(ids) :][: len(known)], pool._storage[list(known)])
+    for group, storage in zip(block.tokens, pool._storages, strict=True):
+        for tokens, ids, path in zip(group, prompts, paths, strict=True):
+            known = path[: max(0, len(ids) - new)]
+            assert torch.equal(tokens[-len(ids) :][: len(known)], storage[list(known)])
     at = 0
     for layer, (keys, sizes) in enumerate(zip(LAYOUT.shapes[::2], LAYOUT.shapes[1::2], strict=True)):
         parts = []
@@ -160,13 +165,14 @@ def put(pool: KVPool, prompts: list[list[int]], new: int, values: torch.Tensor) 
             parts.append(part.transpose(1, 2))
             at += heads * size
         whole, _ = block.cache.update(*parts, layer)
-        assert whole.shape == (len(prompts), keys[0], block.tokens.shape[1], keys[1])
+        assert whole.shape == (len(prompts), keys[0], block.tokens[0].shape[1], keys[1])
     pool.store(prompts, paths, block)
-    return block.tokens.clone()
+    return torch.cat(block.tokens, dim=-1)
 
 
-def test_gathered_keys_and_values_are_the_stored_ones() -> None:
-    pool = KVPool(LAYOUT, 50, torch.device("cpu"))
+@pytest.mark.parametrize("layout", [LAYOUT, SPLIT], ids=["one-device", "two-devices"])
+def test_gathered_keys_and_values_are_the_stored_ones(layout: KVLayout) -> None:
+    pool = KVPool(layout, 50)
     values = torch.randn(2, 4, LAYOUT.width)
     put(pool, [[1, 2, 3, 4], [1, 2, 3]], 4, values)
     more = torch.randn(3, 1, LAYOUT.width)
@@ -179,7 +185,7 @@ def test_gathered_keys_and_values_are_the_stored_ones() -> None:
 
 
 def test_a_prompt_that_grows_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, counts = KVPool(LAYOUT, 50, torch.device("cpu")), [0]
+    pool, counts = KVPool(LAYOUT, 50), [0]
     select = torch.index_select
 
     def counted(storage: torch.Tensor, dim: int, index: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
@@ -209,15 +215,15 @@ def test_a_prompt_that_grows_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -
     steps=st.lists(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=2), max_size=25),
 )
 def test_gathered_keys_and_values_are_those_of_the_slots(capacity: int, steps: list[list[list[int]]]) -> None:
-    pool = KVPool(LAYOUT, capacity, torch.device("cpu"))
+    pool = KVPool(LAYOUT, capacity)
     for prompts in steps:
         new = max(new_tokens(len(ids), held(pool.slots, ids)) for ids in prompts)
         put(pool, prompts, new, torch.randn(len(prompts), new, LAYOUT.width))
 
 
 def test_padding_is_finite_in_memory_that_held_nan() -> None:
-    pool = KVPool(LAYOUT, 50, torch.device("cpu"))
-    pool._storage[1:].fill_(torch.nan)
+    pool = KVPool(LAYOUT, 50)
+    pool._storages[0][1:].fill_(torch.nan)
     put(pool, [[1, 2, 3, 4]], 4, torch.ones(1, 4, LAYOUT.width))
     assert put(pool, [[1, 2, 3, 4, 5], [9]], 1, torch.ones(2, 1, LAYOUT.width)).isfinite().all()
 
@@ -227,15 +233,15 @@ def test_the_pool_keeps_to_its_bytes(max_bytes: int) -> None:
     capacity = LAYOUT.capacity(max_bytes)
     assert capacity == max(0, max_bytes // LAYOUT.slot_bytes - 1)
     if capacity:
-        pool = KVPool(LAYOUT, capacity, torch.device("cpu"))
-        assert pool._storage.nbytes < (capacity + 1) * LAYOUT.slot_bytes <= max_bytes
+        pool = KVPool(LAYOUT, capacity)
+        assert pool._storages[0].nbytes < (capacity + 1) * LAYOUT.slot_bytes <= max_bytes
         for start in range(0, 5 * capacity, 7):
             hold(pool.slots, list(range(start, start + 7)))
         assert capacity - capacity // 32 - 7 <= len(pool.slots) <= capacity
 
 
 def test_a_failed_store_frees_all_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = KVPool(LAYOUT, 50, torch.device("cpu"))
+    pool = KVPool(LAYOUT, 50)
     put(pool, [[1, 2]], 2, torch.ones(1, 2, LAYOUT.width))
 
     def fail(*_: object, **__: object) -> None:

@@ -170,7 +170,7 @@ def test_a_long_prompt_is_answered_among_any_number_of_short_ones(tiny: Tiny, ki
 def test_a_long_prompt_progresses_in_a_pool_that_others_fill(tiny: Tiny, slots: int) -> None:
     backend = tiny.backend(chunked_prefill_size=8, max_batch=4, max_batch_tokens=32)
     assert backend._pool is not None
-    backend._pool = KVPool(backend._pool.layout, slots, torch.device("cpu"))
+    backend._pool = KVPool(backend._pool.layout, slots)
     longs = random_prompts(3, (60, 60), seed=1)
     others = iter(random_prompts(400, (2, 12), seed=2))
     backend.submit([job(long) for long in longs])
@@ -185,7 +185,7 @@ def test_a_long_prompt_progresses_in_a_pool_that_others_fill(tiny: Tiny, slots: 
 def test_computed_chunks_stay_in_a_pool_that_others_need(tiny: Tiny) -> None:
     backend = tiny.backend(chunked_prefill_size=8, max_batch=8)
     assert backend._pool is not None
-    pool = backend._pool = KVPool(backend._pool.layout, 51, torch.device("cpu"))
+    pool = backend._pool = KVPool(backend._pool.layout, 51)
     (long,) = random_prompts(1, (60, 60))
     others = iter(random_prompts(400, (2, 3), seed=2))
     backend.submit([job(long)])
@@ -243,7 +243,8 @@ def test_a_long_fresh_prompt_neither_uses_nor_stores_keys_and_values(tiny: Tiny)
     serve(backend, [long])
     assert backend._pool is not None
     with torch.inference_mode():
-        backend._pool._storage[1:].fill_(7.0)  # Spoil all cached keys and values: results that use them would be wrong.
+        # Spoil all cached keys and values: results that use them would be wrong.
+        backend._pool._storages[0][1:].fill_(7.0)
     fresh = job(long)._replace(digest=b"f" * 16, fresh=True)
     backend.submit([fresh, job((1, 2, 3))])
     assert answered(backend, steps=2) == [job((1, 2, 3)).digest]

@@ -29,6 +29,7 @@ from lmpool.workers.execution.contract import Backend
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ENCODINGS = ("exact", "f16")
+DEVICE_MAPS = ("auto", "balanced", "sequential")
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
@@ -60,6 +61,13 @@ _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re
 # Matches the name and the equals sign of an option whose value is a list or a table.
 _BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
 _END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
+# Matches a device and its memory: the number of a GPU, or "cpu"; a number; a unit of `_UNITS`.
+_MEMORY = re.compile(r"(\d{1,3}|cpu)=(\d+(?:\.\d+)?)((?:[KMGT]i?)?B|)", re.IGNORECASE | re.ASCII)
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{binary}B": (1024 if binary else 1000) ** power
+    for power, letter in enumerate("KMGT", 1)
+    for binary in ("", "I")
+}
 _PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
@@ -94,7 +102,7 @@ class ModelSettings:
     max_adapters: int = max_adapters_option()
 
     def __post_init__(self) -> None:
-        for name in ("model", "revision", "device", "gguf_file"):
+        for name in ("model", "revision", "device", "gguf_file", "device_map", "max_memory", "offload_folder"):
             value = getattr(self, name, None)
             if (value is not None or name == "model") and not (isinstance(value, str) and value.strip()):
                 raise SettingsError(f"{name}: {shown(value)} is not a name")
@@ -139,6 +147,15 @@ class HfSettings(ModelSettings):
     kv_cache_bytes: int = option(
         "Memory for keys and values of recent prompts, 0 for none. A step may copy as much again.", 1 << 30, least=0
     )
+    device_map: str | None = option(
+        '"auto", "balanced" or "sequential": spread the layers over the devices, then the CPU, then the disk.', None
+    )
+    max_memory: str | None = option(
+        'With --device-map: memory for weights per device, as "0=10GiB,cpu=20GiB"; no other device is used.', None
+    )
+    offload_folder: str | None = option(
+        "With --device-map: folder for weights on the disk that the model's files have in another form.", None
+    )
 
     def __post_init__(self) -> None:
         ModelSettings.__post_init__(self)
@@ -154,6 +171,28 @@ class HfSettings(ModelSettings):
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
         if self.adapter_folders:
             require("adapters", "lmpool[lora]", "peft")
+        if self.device_map is not None:
+            check_choice("device_map", self.device_map, DEVICE_MAPS)
+            if self.device != "auto":
+                raise SettingsError(f"device_map: it chooses the devices: leave out --device {self.device}")
+            require("device_map", "lmpool[offload]", "accelerate")
+        elif self.max_memory is not None or self.offload_folder is not None:
+            name = "offload_folder" if self.max_memory is None else "max_memory"
+            raise SettingsError(f"{name}: it needs --device-map: add --device-map auto")
+        _ = self.memory_per_device  # The property raises an error if `max_memory` is malformed.
+
+    @property
+    def memory_per_device(self) -> dict[int | str, int] | None:
+        """Number of each GPU, or "cpu" -> bytes for weights; None: accelerate takes what is free."""
+        if self.max_memory is None:
+            return None
+        sizes: dict[int | str, int] = {}
+        for part in self.max_memory.split(","):
+            if (found := _MEMORY.fullmatch(part.strip())) is None:
+                raise SettingsError(f'max_memory: {shown(part)} is not DEVICE=SIZE, such as "0=10GiB" or "cpu=20GiB"')
+            device, number, unit = found.groups()
+            sizes["cpu" if device.lower() == "cpu" else int(device)] = int(float(number) * _UNITS[unit.upper()])
+        return sizes
 
 
 @dataclass(frozen=True, slots=True)

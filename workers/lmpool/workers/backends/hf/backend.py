@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
 from lmpool.workers.backends.hf.model import FORWARD_ERRORS, check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.hf.placement import is_offloaded
 from lmpool.workers.backends.lora import weights_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
@@ -87,13 +89,15 @@ class HfBackend(EngineBackend):
         try:
             abilities = check_model(self._forward, max_prompt_tokens)
         except FORWARD_ERRORS as error:
-            raise SettingsError(f"model: {settings.model} cannot run a prompt: {first_line(error)}") from error
-        self.batch, self.device = settings.max_batch, str(model.device)
-        is_cpu, vocab_size = model.device.type == "cpu", abilities.logits.shape[-1]
+            name, where = ("device_map", " in parts") if settings.device_map else ("model", "")
+            text = f"{name}: {settings.model} cannot run a prompt{where}: {first_line(error)}"
+            raise SettingsError(text) from error
+        self.batch, self.device = settings.max_batch, str(self._forward.device)
+        is_cpu, vocab_size = self._forward.device.type == "cpu", abilities.logits.shape[-1]
         self._pool: KVPool | None = None
         if (layout := abilities.layout) is not None and (capacity := layout.capacity(settings.kv_cache_bytes)):
             try:
-                self._pool = KVPool(layout, capacity, model.device)
+                self._pool = KVPool(layout, capacity)
             except RuntimeError as error:
                 text = f"kv_cache_bytes: {settings.kv_cache_bytes} bytes cannot be allocated: {first_line(error)}"
                 raise SettingsError(text) from error
@@ -155,6 +159,14 @@ class HfBackend(EngineBackend):
             if (job := self._held.pop(digest, None)) is not None:
                 job.state = None
 
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`."""
+        if is_offloaded(self._forward.model):
+            reason = "parts of the model are offloaded, and adapters need all its weights in memory"
+            remedy = "give its device more memory (--max-memory), or serve it without adapters"
+            raise SettingsError(f"adapters: {name!r} cannot be loaded: {reason}; {remedy}")
+        return super().load_adapter(name, source)
+
     def _load(self, adapter: str, folder: Path) -> None:
         self._adapters.load(adapter, folder)
         if self._pool is not None:
@@ -169,6 +181,9 @@ class HfBackend(EngineBackend):
         """Free the model, the KV pool and the waiting prompts. The backend cannot be used afterwards."""
         self.abort(list(self._held))
         self._pool = None
+        folder: Any = self._forward.model.lmpool_offloaded
+        if folder is not None:
+            folder.cleanup()
         del self._forward, self._adapters
         self._free_memory()
 

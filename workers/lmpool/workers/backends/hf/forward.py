@@ -10,7 +10,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -20,11 +20,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from lmpool.workers.backends.hf.placement import input_device
+
 ROOT = 0
 """The slot of the empty prefix. It holds the keys and values of no token, so padding tokens may use it."""
 
 Path: TypeAlias = "array[int]"
 """The slots of a prefix, one per token in order: an int64 array that never changes, so that prompts can share it."""
+
+Shapes: TypeAlias = tuple[tuple[int, int], ...]  # Shapes (heads, head size) of keys and values in turn.
 
 Prompts: TypeAlias = Sequence[Sequence[int]]  # Token ids of each prompt.
 
@@ -53,6 +57,10 @@ def new_path() -> Path:
     return array("q")
 
 
+def _width(shapes: Shapes) -> int:
+    return sum(heads * size for heads, size in shapes)
+
+
 def new_tokens(length: int, held: int, kept: int = 1) -> int:
     """Number of tokens to compute for a prompt with `held` cached tokens; at least its last `kept` tokens."""
     return length - min(held, length - kept)
@@ -68,7 +76,7 @@ class Forward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.device = model.device
+        self.device = input_device(model)
         self.takes = frozenset(inspect.signature(model.forward).parameters)
 
     def logits(self, prompts: Prompts, paths: list[Path] | None = None, pool: KVPool | None = None) -> Tensor:
@@ -110,24 +118,31 @@ class Forward:
 class KVPool:
     """Stores the keys and values of prefixes of recent prompts, at most `capacity` tokens (`KVLayout.capacity`).
 
+    A slot has memory on each device that computes layers: each device stores the keys and values of its own layers.
     No step frees the slots of the paths in `held`: partly computed prompts wait for their turn with these paths.
     """
 
-    def __init__(self, layout: KVLayout, capacity: int, device: torch.device) -> None:
+    def __init__(self, layout: KVLayout, capacity: int) -> None:
         self.layout = layout
         self.capacity = capacity
         self.slots = PrefixSlots(capacity)
-        # On a CPU, `torch.empty` takes no memory until pages are written.
-        self._storage = torch.empty(capacity + 1, layout.width, dtype=layout.dtype, device=device)
-        # Set the root's slot to zero: padding reads it, and NaN or infinity would reach other tokens despite the mask.
-        self._storage[ROOT].zero_()
+        self._groups = layout.groups()
+        # One storage per group of layers. On a CPU, `torch.empty` takes no memory until pages are written.
+        self._storages = [
+            torch.empty(capacity + 1, _width(shapes), dtype=layout.dtype, device=device)
+            for device, shapes in self._groups
+        ]
+        for storage in self._storages:
+            # Set the root's slot to zero: padding reads it, and NaN or infinity would reach other tokens despite the
+            # mask.
+            storage[ROOT].zero_()
         self._roots = count(capacity + 1)
         self.held: list[Path] = []
         self.release()
 
     def release(self) -> None:
         """Free the scratch memory, which the pool keeps only to save allocations."""
-        self._scratch = self._storage[:0]
+        self._scratches = [storage[:0] for storage in self._storages]
         # The slots whose copies are at the beginning of the scratch memory, after a step of a single prompt.
         self._gathered = new_path()
 
@@ -143,12 +158,13 @@ class KVPool:
         self.slots.begin([*self.held, *paths])
         total = max(lengths)
         past = total - new
-        size, width = len(lengths) * total, self.layout.width
+        size, held = len(lengths) * total, len(self._scratches[0])
         gathered, self._gathered = self._gathered, new_path()
-        if size > len(self._scratch):
+        if size > held:
             # Keep the memory between steps: page faults of new memory cost more than the copy. Double the size.
-            more = max(size, min(2 * len(self._scratch), self.capacity))
-            self._scratch, gathered = self._storage.new_empty(more, width), new_path()
+            more = max(size, min(2 * held, self.capacity))
+            self._scratches = [storage.new_empty(more, storage.shape[1]) for storage in self._storages]
+            gathered = new_path()
         if len(lengths) == 1:
             # Skip the slots that the scratch memory still holds from the last step of the same prompt.
             known = min(len(gathered), past)
@@ -159,24 +175,24 @@ class KVPool:
             for row, (length, path) in enumerate(zip(lengths, paths, strict=True)):
                 if length > new:
                     index[row, total - length : past] = path[: length - new]
-        if index.size:
-            slots = torch.from_numpy(index.ravel()).to(self._storage.device)
-            torch.index_select(self._storage, 0, slots, out=self._scratch[start : start + index.size])
-        tokens = self._scratch[:size].view(len(lengths), total, width)
-        parts = torch.split(tokens, [heads * size for heads, size in self.layout.shapes], dim=-1)
-        views = [
-            part.view(*part.shape[:2], *shape).transpose(1, 2)
-            for part, shape in zip(parts, self.layout.shapes, strict=True)
-        ]
-        cache = DynamicCache()
-        cache.layers = [_BlockLayer(keys, values, past) for keys, values in zip(views[::2], views[1::2], strict=True)]
+        cache, tokens = DynamicCache(), []
+        for (_, shapes), storage, scratch in zip(self._groups, self._storages, self._scratches, strict=True):
+            if index.size:
+                slots = torch.from_numpy(index.ravel()).to(storage.device)
+                torch.index_select(storage, 0, slots, out=scratch[start : start + index.size])
+            tokens.append(scratch[:size].view(len(lengths), total, -1))
+            parts = torch.split(tokens[-1], [heads * size for heads, size in shapes], dim=-1)
+            views = [
+                part.view(*part.shape[:2], *shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)
+            ]
+            cache.layers += [_BlockLayer(*pair, past) for pair in zip(views[::2], views[1::2], strict=True)]
         return KVBlock(tokens, past, cache)
 
     def store(self, prompts: Prompts, paths: list[Path], block: KVBlock, root: int = ROOT) -> None:
         """End a step: store the new keys and values of a block in free slots, and put longer paths into `paths`."""
         targets: list[int] = []
         sources: list[int] = []
-        total = block.tokens.shape[1]
+        total = block.tokens[0].shape[1]
         # A cached token that was computed again keeps its earlier keys and values in its slot.
         alike = block.past if len(paths[0]) > block.past else total
         try:
@@ -186,11 +202,12 @@ class KVPool:
                 end = row * total + total - len(ids) + len(path)
                 sources += range(end - len(fresh), end)
                 targets += fresh
-            tokens, step = block.tokens.flatten(0, 1), max(1, _COPY_BYTES // self.layout.slot_bytes)
-            for start in range(0, len(targets), step):
-                part = slice(start, start + step)
-                source, target = torch.tensor([sources[part], targets[part]], device=tokens.device)
-                self._storage.index_copy_(0, target, tokens.index_select(0, source))
+            step = max(1, _COPY_BYTES // self.layout.slot_bytes)
+            for storage, tokens in zip(self._storages, block.tokens, strict=True):
+                for start in range(0, len(targets), step):
+                    part = slice(start, start + step)
+                    source, target = torch.tensor([sources[part], targets[part]], device=storage.device)
+                    storage.index_copy_(0, target, tokens.flatten(0, 1).index_select(0, source))
             self._gathered = paths[0][:alike] if len(prompts) == 1 else new_path()
         except BaseException:
             # Clear the pool, because its table refers to slots that were not written: no prompt may reuse these slots.
@@ -201,16 +218,25 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Shapes and dtype of one token's keys and values in a model's cache."""
+    """Shapes, dtype and devices of one token's keys and values in a model's cache."""
 
     # Shapes (heads, head size) of the first layer's keys, the first layer's values, the second layer's keys, ...
-    shapes: tuple[tuple[int, int], ...]
+    shapes: Shapes
     dtype: torch.dtype  # Dtype of all keys and values.
+    devices: tuple[torch.device, ...]  # Device that computes the first layer, the second layer, ...
 
     @property
     def width(self) -> int:
         """Count of numbers that the keys and values of one token have in all layers."""
-        return sum(heads * size for heads, size in self.shapes)
+        return _width(self.shapes)
+
+    def groups(self) -> list[tuple[torch.device, Shapes]]:
+        """Device and shapes of each group of consecutive layers that one device computes."""
+        layers = zip(self.devices, self.shapes[::2], self.shapes[1::2], strict=True)
+        return [
+            (device, tuple(shape for layer in group for shape in layer[1:]))
+            for device, group in groupby(layers, lambda layer: layer[0])
+        ]
 
     @property
     def slot_bytes(self) -> int:
@@ -225,7 +251,7 @@ class KVLayout:
 class KVBlock(NamedTuple):
     """The keys and values of one batch: `KVPool.gather` copies cached tokens to it, and the forward adds new tokens."""
 
-    tokens: Tensor  # Tensor of shape (n, length, width); a prompt's tokens are right-aligned.
+    tokens: list[Tensor]  # For each group of layers, (n, length, width); a prompt's tokens are right-aligned.
     past: int  # Number of positions of each prompt that were copied from the pool, padding included.
     cache: DynamicCache  # View of the same memory in the form that the model's forward accepts.
 

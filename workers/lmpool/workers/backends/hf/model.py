@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,14 @@ from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
 from lmpool.workers.backends.checkpoint import checkpoint_folder, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
+from lmpool.workers.backends.hf.placement import (
+    check_placement,
+    drop_addresses,
+    input_device,
+    is_spread,
+    loaded,
+    placement_options,
+)
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
@@ -68,26 +77,13 @@ _log = logging.getLogger(__name__)
 def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     """A model in evaluation mode on its device, the max tokens of a prompt, and the digest of its weights."""
     device = pick_device(settings.device)
-    file = settings.gguf_file
-    folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=file)
+    folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=settings.gguf_file)
     log_threads(str(device))
     # Remove the handlers of huggingface_hub, which would log each line a second time, in another format.
     logging.getLogger("huggingface_hub").handlers.clear()
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
-    load: Any = AutoModelForCausalLM.from_pretrained
-    more = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, "output_loading_info": True}
-    try:
-        model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
-        # transformers has no exception type of its own. It raises these exceptions for missing files, unknown
-        # architectures, missing packages, broken checkpoints and broken GGUF files.
-        what = f"model: {settings.model}" if file is None else f"gguf_file: {file} of {settings.model}"
-        damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
-        # Name the missing package: quantised checkpoints need packages that no extra of lmpool includes.
-        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
-        install = f"; install it with: pip install {missing}" if missing else ""
-        raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
+    model, report = _from_pretrained(settings, folder)
     if absent := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
         few = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise SettingsError(f"model: {settings.model} has no weights for {few}: is it a causal language model?")
@@ -98,21 +94,56 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     elif stated and limit > stated[0]:
         raise SettingsError(f"max_prompt_tokens: {limit} is more than the {stated[0]} positions of the model")
     try:
+        if settings.device_map:
+            device = input_device(model)
         if device.type == "cpu":
             # transformers maps the checkpoint's files into memory, and a CPU computes with the mapped pages.
             # Overwriting a file would change the rows of a running worker, and truncating it would end the worker.
             for tensor in chain(model.parameters(), model.buffers()):  # `parameters` yields a tied weight once.
                 tensor.data = tensor.data.clone()
-        model.to(device).eval()
+            drop_addresses(model)
+        if not is_spread(model):
+            model.to(device)  # type: ignore[arg-type]  # transformers wraps this method without its types
+        model.train(mode=False)
     except (RuntimeError, ValueError) as error:
         # There is too little memory, or the model has quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
+    check_placement(model, settings.model)
     try:
         # Compute the digest before the first forward, in which some models (RWKV) rescale their weights.
         revision = weights_revision(model)
     except RuntimeError as error:  # NotImplementedError too: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
+    except KeyError as error:
+        # transformers writes one of two tied weights to the offload folder, and does not find the other weight there.
+        text = f"device_map: {settings.model} has tied weights on the disk, and {error} is not found there"
+        raise SettingsError(f"{text}: give more memory (--max-memory), or save the model as safetensors") from error
     return model, limit, revision
+
+
+def _from_pretrained(settings: HfSettings, folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model in a folder, and transformers' report of missing weights."""
+    file = settings.gguf_file
+    load: Any = AutoModelForCausalLM.from_pretrained
+    placement, offloaded = placement_options(settings)
+    more = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, "output_loading_info": True}
+    try:
+        model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more, **placement)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
+        # transformers has no exception type of its own. It raises these exceptions for missing files, unknown
+        # architectures, missing packages, broken checkpoints and broken GGUF files.
+        what = f"model: {settings.model}" if file is None else f"gguf_file: {file} of {settings.model}"
+        if settings.device_map and offloaded is None and "`offload_folder`" in str(error):
+            reason = "its files do not have the weights in the form in which they are used"
+            text = f"offload_folder: {settings.model} cannot be offloaded without a folder: {reason}"
+            raise SettingsError(f"{text}; name a folder with --offload-folder") from error
+        damaged = "the file is damaged or cut short: " if isinstance(error, struct.error) else ""
+        # Name the missing package: quantised checkpoints need packages that no extra of lmpool includes.
+        missing = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+        install = f"; install it with: pip install {missing}" if missing else ""
+        raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
+    model.lmpool_offloaded = offloaded  # The backend removes the folder when it closes.
+    return model, report
 
 
 def weights_revision(model: PreTrainedModel) -> str:
@@ -127,7 +158,7 @@ def weights_revision(model: PreTrainedModel) -> str:
     config = json.dumps(stable(model.config.to_diff_dict()), sort_keys=True, default=str)
     state = blake2b(config.encode(), digest_size=16)
     for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
-        bits = tensor.detach().reshape(-1)
+        bits = loaded(model, name, tensor).detach().reshape(-1)
         if bits.is_complex():
             bits = torch.view_as_real(bits).reshape(-1)
         bits = bits.view(_INTEGERS[bits.element_size()])
@@ -184,9 +215,11 @@ class OutputHead:
             return pack_facts(self.scale, self.soft_cap, bias is not None)
         if query.part == "bias":
             # A client may request the bias of a head without a bias; return zeros.
-            numbers = torch.zeros(self.layer.out_features) if bias is None else bias.detach().float().cpu()
-            return np.asarray(numbers.numpy())
-        weights = self.layer.weight[query.first : query.first + query.count].detach().cpu().contiguous()
+            if bias is None:
+                return np.zeros(self.layer.out_features, np.float32)
+            return np.asarray(loaded(self.layer, "bias", bias).detach().float().cpu().numpy())
+        weights = loaded(self.layer, "weight", self.layer.weight)[query.first : query.first + query.count]
+        weights = weights.detach().cpu().contiguous()
         return pack_numbers(numbers_of(weights)).ravel()
 
 
@@ -205,12 +238,13 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
     config = model.config.get_text_config(decoder=True)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     head = OutputHead(layer, scale, getattr(config, "final_logit_softcapping", None))
-    ids = torch.tensor([[0, vocab_size // 2, vocab_size - 1]], device=model.device)
+    ids = torch.tensor([[0, vocab_size // 2, vocab_size - 1]], device=input_device(model))
     with torch.inference_mode():
         expected = model(input_ids=ids).logits.float()
         with head.hidden_in_place_of_logits(3) as taken:
             model(input_ids=ids)
-        found = head.logits(taken[0]).float() if len(taken) == 1 else expected[:, :0]
+        # The layers before the head may be on another device.
+        found = head.logits(taken[0]).float().to(expected.device) if len(taken) == 1 else expected[:, :0]
     # Compare relative to the standard deviation, because the logits of an untrained model are tiny.
     limit = _HEAD_TOLERANCE[model.dtype] * expected.std()
     if found.shape != expected.shape or not (found - expected).abs().max() <= limit:
@@ -315,7 +349,8 @@ def _cache_layout(forward: Forward) -> KVLayout | None:
     is_plain = all(part.ndim == 4 and part.shape[0] == 1 and part.shape[2] == 3 for part in parts)
     if not is_plain or len({part.dtype for part in parts}) != 1:
         return None
-    return KVLayout(tuple((part.shape[1], part.shape[3]) for part in parts), parts[0].dtype)
+    shapes = tuple((part.shape[1], part.shape[3]) for part in parts)
+    return KVLayout(shapes, parts[0].dtype, tuple(layer.keys.device for layer in layers))
 
 
 def _prompts(length: int, vocab_size: int) -> list[list[int]]:
@@ -337,7 +372,7 @@ def _reuses(forward: Forward, prompts: list[list[int]], alone: Tensor, layout: K
     everything = range(len(prompts))
     # Run three batches with one pool. In the second, some cached tokens are recomputed; in the third, all are cached.
     for batches in ([[index] for index in everything], [[1], everything, everything] if pads else []):
-        pool = KVPool(layout, sum(map(len, prompts)), forward.device)
+        pool = KVPool(layout, sum(map(len, prompts)))
         for batch in batches:
             chosen = [prompts[index] for index in batch]
             try:
