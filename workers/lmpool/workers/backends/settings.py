@@ -92,6 +92,11 @@ class ModelSettings:
         [],
     )
     max_adapters: int = max_adapters_option()
+    verify: bool = option(
+        "Compare rows with transformers in float32 on the CPU, or with a stored reference (lmpool verify MODEL --write), "
+        "and refuse to join if they differ by more than rounding.",
+        False,
+    )
 
     def __post_init__(self) -> None:
         for name in ("model", "revision", "device", "gguf_file"):
@@ -119,8 +124,15 @@ class ModelSettings:
     def open(self) -> Backend:
         """Load the model. Only this call imports the engine."""
         name = f"lmpool.workers.backends.{self.kind}.backend:{self.kind.capitalize()}Backend"
-        make = cast("Callable[[ModelSettings], Backend]", resolve_name(name))
-        return make(self)
+
+        def make() -> Backend:
+            return cast("Callable[[ModelSettings], Backend]", resolve_name(name))(self)
+
+        if not self.verify:
+            return make()
+        from lmpool.workers.backends.reference import open_verified  # Import here, because `reference` imports this file.
+
+        return open_verified(self, make)
 
 
 @dataclass(frozen=True, slots=True)
