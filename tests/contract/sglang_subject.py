@@ -38,13 +38,13 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str
 
 
 def _make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
-    return SglangSettings(**settings_of(folder, dtype, adapters)).open()
+    return SglangSettings(**settings_of(folder, dtype, adapters), verify=True).open()
 
 
 def _options(folder: Path, adapters: dict[str, Path]) -> list[str]:
     settings = settings_of(folder, "float32", adapters)
     named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
-    return [*as_options(settings), *named]
+    return [*as_options(settings), "--verify", *named]
 
 
 @contextmanager

@@ -33,13 +33,13 @@ def _settings(folder: Path, dtype: str, adapters: dict[str, Path]) -> dict[str, 
 
 
 def _make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
-    return VllmSettings(**_settings(folder, dtype, adapters)).open()
+    return VllmSettings(**_settings(folder, dtype, adapters), verify=True).open()
 
 
 def _options(folder: Path, adapters: dict[str, Path]) -> list[str]:
     settings = _settings(folder, "float32", adapters)
     named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
-    return [*as_options(settings), *named]
+    return [*as_options(settings), "--verify", *named]
 
 
 @contextmanager

@@ -35,10 +35,13 @@ FILE = "lmpool_reference.npz"
 """Name of the file next to a checkpoint. Engines ignore the file, and the digest of the checkpoint leaves it out."""
 
 BOUNDS = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 0.1}
-"""Dtype -> largest accepted RMS difference from the reference, divided by the standard deviation of the reference."""
+"""Dtype -> largest accepted RMS difference from the reference, divided by the standard deviation of the reference.
 
-QUANTISED_BOUND = 0.3
-"""The same for quantised weights."""
+Twice the largest measured difference; for float32 more, because GPUs may multiply with the precision of float16.
+"""
+
+QUANTISED_BOUND = 0.5
+"""The same for quantised weights, with which engines may round activations to 8 bits too."""
 
 # Min standard deviation of a row to divide by: the rows of an untrained model may differ by rounding only.
 _MIN_SPREAD = 1e-3

@@ -24,8 +24,8 @@ def write_reference(settings: BackendSettings, to: str | None) -> None:
     path = stored_path(folder_of(settings), settings) if to is None else Path(to).expanduser()
     reference.write(path)
     adapters = len(reference.rows) - 1
-    count = f"{len(reference.prompts)} prompts" + (f", for the model and {adapters} adapters" if adapters else "")
-    say(f"wrote the rows of {count} to {path}")
+    also = f", for the model and {adapters} adapter{'s' * (adapters != 1)}" if adapters else ""
+    say(f"wrote the rows of {len(reference.prompts)} prompts{also} to {path}")
 
 
 def print_differences(settings: BackendSettings) -> bool:

@@ -48,6 +48,8 @@ def compute_reference(settings: HfSettings) -> Reference:
         rows = {"": _rows(model, prompts)}
         for name, place in adapters.items():
             rows[checkpoint_revision(place)] = _rows_with(model, place, prompts)
+    except SettingsError:
+        raise
     except _ERRORS as error:
         raise SettingsError(f"verify: transformers cannot compute {settings.model}: {first_line(error)}") from error
     return Reference(checkpoint_revision(folder), prompts, rows)
