@@ -29,7 +29,7 @@ def folder(tmp_path: Path, adapter: Path) -> Path:
 
 
 def test_keys_and_values_of_eight_bits_are_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "_NARROW_KV", re.compile("none"))  # A worker on a CPU refuses them without a look.
+    monkeypatch.setattr(engine, "_NARROW_KV", re.compile("none"))  # On a CPU, workers refuse the option otherwise.
     narrow = settings(folder, dtype="bfloat16", verify=True, engine_args=["kv_cache_dtype=fp8"], sessions=0)
     with pytest.raises(SettingsError, match=r"llama cannot be served by vllm: a row of \d+ tokens differs from transf"):
         narrow.open()
