@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lmpool.protocol.row import Row
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision
-from lmpool.workers.backends.reference import FILE, Reference
+from lmpool.workers.backends.reference import FILE, ReferenceRows
 
 # Vocabulary size, not a multiple of 64, so that engines must pad the vocabulary.
 V = 517
@@ -86,7 +86,7 @@ def write_reference(folder: Path, adapters: Mapping[str, Path | None]) -> None:
         checkpoint_revision(place) if place else "": np.stack([reference_row(ids, name) for ids in prompts])
         for name, place in adapters.items()
     }
-    Reference(checkpoint_revision(folder), prompts, rows).write(folder / FILE)
+    ReferenceRows(checkpoint_revision(folder), prompts, rows).write(folder / FILE)
 
 
 def reference_row(ids: Sequence[int], adapter: str = "") -> Row:

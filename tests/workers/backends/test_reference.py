@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf import reference as hf_reference
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.reference import compute_reference
-from lmpool.workers.backends.reference import FILE, Reference
+from lmpool.workers.backends.reference import FILE, ReferenceRows
 from lmpool.workers.backends.settings import HfSettings
 from tests.contract import model as contract
 from tests.support.models.tiny_models import MAX_TOKENS, VOCAB_SIZE, write_model
@@ -45,13 +44,13 @@ def stored(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[str]]]:
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     """A model and an rsLoRA adapter in the form name=folder; `lmpool verify --write` has stored their reference."""
     place = tmp_path_factory.mktemp("adapted")
     folder, adapter = contract.write_model(place / "llama"), contract.write_adapter(place / "rslora", "rslora")
     said = run_lmpool("verify", str(folder), "--write", "--adapters", f"r={adapter}").stdout
     assert said == f"wrote the rows of 4 prompts, for the model and 1 adapter to {folder / FILE}\n"
-    yield folder, [f"r={adapter}"]
+    return folder, [f"r={adapter}"]
 
 
 def test_a_correct_worker_agrees_with_the_stored_reference(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,14 +60,14 @@ def test_a_correct_worker_agrees_with_the_stored_reference(stored: Path, monkeyp
 
 def test_the_reference_has_the_rows_of_the_merged_model(adapted: tuple[Path, list[str]]) -> None:
     folder, (named,) = adapted
-    written = Reference.read(folder / FILE)
+    written = ReferenceRows.read(folder / FILE)
     for name, revision in {"": "", "rslora": checkpoint_revision(Path(named.removeprefix("r=")))}.items():
         rows = [contract.reference_row(ids, name) for ids in written.prompts]
         np.testing.assert_allclose(written.rows[revision], rows, atol=1e-4)
 
 
 def test_a_prompt_exceeds_the_sliding_window_and_none_the_models_limit(stored: Path) -> None:
-    lengths = list(map(len, Reference.read(stored / FILE).prompts))
+    lengths = list(map(len, ReferenceRows.read(stored / FILE).prompts))
     assert 4 < max(lengths) < MAX_TOKENS
     assert lengths == sorted({*lengths})
 
@@ -126,8 +125,8 @@ def test_a_model_that_does_not_fit_is_refused_with_advice(stored: Path, monkeypa
     with pytest.raises(SettingsError) as caught:
         compute_reference(HfSettings(str(stored)))
     assert str(caught.value) == (
-        f"verify: {stored} takes 0.0 GiB in float32, and 0.0 GiB are free here. Run `lmpool verify {stored} --write` on "
-        f"a machine with more memory, and copy {FILE} next to the checkpoint, or omit --verify"
+        f"verify: {stored} takes 0.0 GiB in float32, and 0.0 GiB are free here. Run `lmpool verify {stored} --write` "
+        f"on a machine with more memory, and copy {FILE} next to the checkpoint, or omit --verify"
     )
 
 
@@ -144,17 +143,17 @@ def test_the_end_of_the_process_that_computes_the_reference_is_reported(
 def test_the_command_prints_the_differences(stored: Path) -> None:
     done = run_lmpool("verify", str(stored), "--device", "cpu")
     assert "the rows agree with transformers in float32" in done.stdout
-    written = Reference.read(stored / FILE)
-    Reference(written.digest, written.prompts, {"": np.roll(written.rows[""], 1)}).write(stored / FILE)
+    written = ReferenceRows.read(stored / FILE)
+    ReferenceRows(written.digest, written.prompts, {"": np.roll(written.rows[""], 1)}).write(stored / FILE)
     done = run_lmpool("verify", str(stored), "--device", "cpu")
     assert done.returncode == 1
     assert "the rows do not agree with transformers in float32" in done.stdout
 
 
 def test_a_reference_may_be_written_to_another_file(stored: Path, tmp_path: Path) -> None:
-    written = Reference.read(stored / FILE)
+    written = ReferenceRows.read(stored / FILE)
     written.write(tmp_path / "other.npz")
-    again = Reference.read(tmp_path / "other.npz")
+    again = ReferenceRows.read(tmp_path / "other.npz")
     assert again.prompts == written.prompts
     assert again.rows[""].shape == (len(written.prompts), VOCAB_SIZE)
     with pytest.raises(SettingsError, match=r"^to: /proc/none\.npz cannot be written: "):

@@ -1,7 +1,7 @@
 """Reference rows of a checkpoint: transformers' float32 rows of a few prompts, with which a worker compares its rows.
 
-The rows are computed on a CPU when a worker starts, or once by `lmpool verify MODEL --write`, which stores the rows next
-to the checkpoint. The canary compares an engine only with itself; the reference finds an engine that computes another
+The rows are computed on a CPU when a worker starts, or once by `lmpool verify MODEL --write`, which stores the rows
+next to the checkpoint. The canary compares an engine only with itself; the reference finds an engine that computes another
 function: keys and values of too few bits, an adapter without its scale, attention without its soft cap.
 """
 
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Reference:
+class ReferenceRows:
     """Correct rows of a few prompts.
 
     Attributes:
@@ -79,7 +79,7 @@ class Reference:
             raise SettingsError(f"to: {reason}; name another file, and copy it next to the checkpoint") from error
 
     @classmethod
-    def read(cls, path: Path) -> Reference:
+    def read(cls, path: Path) -> ReferenceRows:
         """Read a file that `write` has written."""
         try:
             with np.lib.npyio.NpzFile(path) as file:
@@ -122,7 +122,7 @@ def open_verified(settings: ModelSettings, make: Callable[[], Backend]) -> Backe
     return backend
 
 
-def find_reference(settings: ModelSettings) -> Reference:
+def find_reference(settings: ModelSettings) -> ReferenceRows:
     """The reference next to the checkpoint; without a stored one, the reference is computed, in another process."""
     folder = folder_of(settings)
     digest = checkpoint_revision(folder)
@@ -130,7 +130,7 @@ def find_reference(settings: ModelSettings) -> Reference:
     for source in islice(settings.adapter_folders.values(), MAX_CHECKED_ADAPTERS):
         revisions[checkpoint_revision(check_adapter(source, folder))] = source
     if path.is_file():
-        reference = Reference.read(path)
+        reference = ReferenceRows.read(path)
         if reference.digest != digest:
             remedy = f"write it again: lmpool verify {settings.model} --write"
             raise SettingsError(f"verify: {path} belongs to other files than {folder} has now: {remedy}")
@@ -138,7 +138,7 @@ def find_reference(settings: ModelSettings) -> Reference:
             return reference
     with TemporaryDirectory(prefix="lmpool-reference-") as place:
         _run_writer(settings, Path(place) / FILE)
-        return Reference.read(Path(place) / FILE)
+        return ReferenceRows.read(Path(place) / FILE)
 
 
 def folder_of(settings: ModelSettings) -> Path:
@@ -153,7 +153,7 @@ def stored_path(folder: Path, settings: ModelSettings) -> Path:
     return folder / (FILE if file is None else f"{file}.{FILE}")
 
 
-def compare(backend: Backend, reference: Reference) -> list[Difference]:
+def compare(backend: Backend, reference: ReferenceRows) -> list[Difference]:
     """Compare a backend's rows with the reference; call it in the backend's thread, before the backend serves."""
     info = backend.info
     revisions = {"": ""} | {adapter: adapter.partition("@")[2] for adapter in backend.adapters}
@@ -187,15 +187,15 @@ def bound_of(settings: ModelSettings, backend: Backend) -> float:
 
 
 def _run_writer(settings: ModelSettings, path: Path) -> None:
-    """Have another process compute the reference: its memory is free afterwards, and no engine has changed its torch."""
+    """Have another process compute the reference: it frees its memory, and no engine has changed its torch."""
     words = ["verify", str(folder_of(settings)), "--write", f"--to={path}"]
     words += [f"--adapters={name}={source}" for name, source in settings.adapter_folders.items()]
     words += [f"--gguf-file={file}"] if (file := getattr(settings, "gguf_file", None)) is not None else []
     words += ["--trust-remote-code"] if settings.trust_remote_code else []
     _log.info("computing reference rows in float32 on the CPU; `lmpool verify %s --write` stores them", settings.model)
     command, environment = [sys.executable, "-P", "-c", LAUNCH, *words], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, env=environment, text=True, **pipes) as process:
+    pipe, null = subprocess.PIPE, subprocess.DEVNULL
+    with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
         assert process.stderr is not None
         said = process.stderr.read().strip()
     if process.returncode < 0:

@@ -93,8 +93,8 @@ class ModelSettings:
     )
     max_adapters: int = max_adapters_option()
     verify: bool = option(
-        "Compare rows with transformers in float32 on the CPU, or with a stored reference (lmpool verify MODEL --write), "
-        "and refuse to join if they differ by more than rounding.",
+        "Compare rows with transformers in float32 on the CPU, or with a stored reference (lmpool verify MODEL "
+        "--write), and refuse to join if they differ by more than rounding.",
         False,
     )
 
@@ -130,9 +130,8 @@ class ModelSettings:
 
         if not self.verify:
             return make()
-        from lmpool.workers.backends.reference import open_verified  # Import here, because `reference` imports this file.
-
-        return open_verified(self, make)
+        verified = cast("Callable[..., Backend]", resolve_name("lmpool.workers.backends.reference:open_verified"))
+        return verified(self, make)
 
 
 @dataclass(frozen=True, slots=True)

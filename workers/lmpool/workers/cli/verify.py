@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from pkgutil import resolve_name
 
-import typer
 from rich.table import Table
 
 from lmpool.cli import Terminal, say
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.reference import Reference, bound_of, compare, find_reference, folder_of, stored_path
+from lmpool.workers.backends.reference import ReferenceRows, bound_of, compare, find_reference, folder_of, stored_path
 from lmpool.workers.backends.settings import HfSettings, ModelSettings
 from lmpool.workers.execution.contract import BackendSettings
 
@@ -18,9 +18,9 @@ def write_reference(settings: BackendSettings, to: str | None) -> None:
     """Compute the reference of a checkpoint, and write it next to the checkpoint or to the file `to`."""
     if not isinstance(settings, HfSettings):
         raise SettingsError("write: the reference does not depend on the backend: leave out --backend")
-    from lmpool.workers.backends.hf.reference import compute_reference  # Import here: it imports torch.
-
-    reference = compute_reference(settings)
+    # Only this call imports torch.
+    compute = resolve_name("lmpool.workers.backends.hf.reference:compute_reference")
+    reference: ReferenceRows = compute(settings)
     path = stored_path(folder_of(settings), settings) if to is None else Path(to).expanduser()
     reference.write(path)
     adapters = len(reference.rows) - 1
@@ -29,10 +29,10 @@ def write_reference(settings: BackendSettings, to: str | None) -> None:
 
 
 def print_differences(settings: BackendSettings) -> bool:
-    """Print by how much the rows of a backend differ from the reference. Returns whether all rows are within the bound."""
+    """Print by how much the rows of a backend differ from the reference; returns whether all are within the bound."""
     if not isinstance(settings, ModelSettings):
         raise SettingsError("backend: it loads no checkpoint, so there is no reference to compare with")
-    reference: Reference = find_reference(settings)
+    reference = find_reference(settings)
     backend = settings.open()
     try:
         found, bound = compare(backend, reference), bound_of(settings, backend)

@@ -17,7 +17,7 @@ from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.model import EAGER, LIMITS
 from lmpool.workers.backends.lora import check_adapter
-from lmpool.workers.backends.reference import Reference, advice, folder_of
+from lmpool.workers.backends.reference import ReferenceRows, advice, folder_of
 from lmpool.workers.backends.settings import HfSettings
 
 _LENGTHS = (2, 8, 40, 200)
@@ -31,14 +31,14 @@ _ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, AttributeEr
 
 
 @torch.inference_mode()
-def compute_reference(settings: HfSettings) -> Reference:
+def compute_reference(settings: HfSettings) -> ReferenceRows:
     """The reference of a checkpoint and of the adapters of the settings."""
     torch_device.settle()
     folder = folder_of(settings)
     file = {} if settings.gguf_file is None else {"gguf_file": settings.gguf_file}
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, **file}
     auto: Any = AutoModelForCausalLM
-    adapters = {name: check_adapter(source, folder) for name, source in settings.adapter_folders.items()}
+    adapters = [check_adapter(source, folder) for source in settings.adapter_folders.values()]
     try:
         config = AutoConfig.from_pretrained(folder, **options)
         _check_memory(settings, config)
@@ -46,13 +46,13 @@ def compute_reference(settings: HfSettings) -> Reference:
         model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation=EAGER, **options).eval()
         prompts = _prompts(config.get_text_config(decoder=True), int(_row(model, [0]).shape[0]))
         rows = {"": _rows(model, prompts)}
-        for name, place in adapters.items():
+        for place in adapters:
             rows[checkpoint_revision(place)] = _rows_with(model, place, prompts)
     except SettingsError:
         raise
     except _ERRORS as error:
         raise SettingsError(f"verify: transformers cannot compute {settings.model}: {first_line(error)}") from error
-    return Reference(checkpoint_revision(folder), prompts, rows)
+    return ReferenceRows(checkpoint_revision(folder), prompts, rows)
 
 
 def _check_memory(settings: HfSettings, config: PreTrainedConfig) -> None:
