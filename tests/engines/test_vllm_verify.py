@@ -11,7 +11,7 @@ from vllm.lora.peft_helper import PEFTHelper
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.vllm import engine
 from tests.contract.model import write_adapter, write_model, write_reference
-from tests.engines.test_vllm import settings
+from tests.engines.vllm_small import settings
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 """Reference rows of a checkpoint: transformers' float32 rows of a few prompts, with which a worker compares its rows.
 
 The rows are computed on a CPU when a worker starts, or once by `lmpool verify MODEL --write`, which stores the rows
-next to the checkpoint. The canary compares an engine only with itself; the reference finds an engine that computes another
-function: keys and values of too few bits, an adapter without its scale, attention without its soft cap.
+next to the checkpoint. The canary compares an engine only with itself; the reference finds an engine that computes
+another function: keys and values of too few bits, an adapter without its scale, attention without its soft cap.
 """
 
 from __future__ import annotations
