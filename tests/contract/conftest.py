@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.driver import Opened
-from tests.contract.model import ADAPTERS, write_adapter, write_model
+from tests.contract.model import ADAPTERS, KINDS, write_adapter, write_model, write_reference
 from tests.contract.subjects import Subject, chosen
 
 _seeds = itertools.count()
@@ -33,9 +33,13 @@ def draw() -> random.Random:
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model that all subjects serve."""
-    return write_model(tmp_path_factory.mktemp("contract") / "llama")
+def model_folder(
+    tmp_path_factory: pytest.TempPathFactory, adapter_folders: dict[str, Path], kind_folders: dict[str, Path]
+) -> Path:
+    """The model that all subjects serve, with the reference that each subject must agree with when it starts."""
+    folder = write_model(tmp_path_factory.mktemp("contract") / "llama")
+    write_reference(folder, {"": None} | adapter_folders | kind_folders)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -43,6 +47,13 @@ def adapter_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]
     """Name of each adapter -> its folder."""
     folder = tmp_path_factory.mktemp("adapters")
     return {name: write_adapter(folder / name, name) for name in ADAPTERS}
+
+
+@pytest.fixture(scope="session")
+def kind_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Kind of each adapter -> its folder."""
+    folder = tmp_path_factory.mktemp("kinds")
+    return {kind: write_adapter(folder / kind, kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="session", params=[pytest.param(subject, id=name) for name, subject in chosen().items()])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models
@@ -15,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lmpool.protocol.row import Row
 from lmpool.trie import torch_device
+from lmpool.workers.backends.checkpoint import checkpoint_revision
+from lmpool.workers.backends.reference import FILE, ReferenceRows
 
 # Vocabulary size, not a multiple of 64, so that engines must pad the vocabulary.
 V = 517
@@ -72,6 +76,17 @@ def write_adapter(folder: Path, name: str) -> Path:
               "target_modules": ["q_proj", "v_proj"], **KINDS.get(name, {})}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_reference(folder: Path, adapters: Mapping[str, Path | None]) -> None:
+    """Write the reference of the model in `folder` for `lmpool worker --verify`; "" in `adapters`: no adapter."""
+    draw = random.Random(0)
+    prompts = [[draw.randrange(V) for _ in range(length)] for length in (1, 8, 33, 150)]
+    rows = {
+        checkpoint_revision(place) if place else "": np.stack([reference_row(ids, name) for ids in prompts])
+        for name, place in adapters.items()
+    }
+    ReferenceRows(checkpoint_revision(folder), prompts, rows).write(folder / FILE)
 
 
 def reference_row(ids: Sequence[int], adapter: str = "") -> Row:

@@ -42,13 +42,13 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path], ranks: int 
 
 
 def _make(folder: Path, dtype: str, adapters: dict[str, Path], ranks: int = 1) -> Backend:
-    return SglangSettings(**settings_of(folder, dtype, adapters, ranks)).open()
+    return SglangSettings(**settings_of(folder, dtype, adapters, ranks), verify=True).open()
 
 
 def _options(folder: Path, adapters: dict[str, Path], ranks: int = 1) -> list[str]:
     settings = settings_of(folder, "float32", adapters, ranks)
     named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
-    return [*as_options(settings), *named]
+    return [*as_options(settings), "--verify", *named]
 
 
 @contextmanager

@@ -167,15 +167,12 @@ def _hf(is_offloaded: bool = False) -> Subject:
         }
 
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
-        from lmpool.workers.backends.hf.backend import HfBackend
-
-        return HfBackend(
-            HfSettings(**settings(folder, dtype), adapters=[f"{n}={place}" for n, place in adapters.items()])
-        )
+        named = [f"{name}={place}" for name, place in adapters.items()]
+        return HfSettings(**settings(folder, dtype), adapters=named, verify=True).open()
 
     def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
-        return [*as_options(settings(folder, "float32")), *named]
+        return [*as_options(settings(folder, "float32")), "--verify", *named]
 
     whole = Subject("hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, positions=True)
     if not is_offloaded:

@@ -11,15 +11,8 @@ import pytest
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import name_of, qualify
 from tests.contract.driver import Opened, prompt
-from tests.contract.model import ADAPTERS, KINDS, V, write_adapter
+from tests.contract.model import ADAPTERS, KINDS, V
 from tests.contract.subjects import Subject
-
-
-@pytest.fixture(scope="module")
-def kind_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Kind of each adapter -> its folder."""
-    folder = tmp_path_factory.mktemp("kinds")
-    return {kind: write_adapter(folder / kind, kind) for kind in KINDS}
 
 
 @pytest.fixture(scope="module")

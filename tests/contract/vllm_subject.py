@@ -53,12 +53,12 @@ def _command() -> list[str]:
 
 def _subject(tensor: int, pipeline: int) -> Subject:
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
-        return VllmSettings(**_settings(folder, dtype, adapters, tensor, pipeline)).open()
+        return VllmSettings(**_settings(folder, dtype, adapters, tensor, pipeline), verify=True).open()
 
     def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
         settings = _settings(folder, "float32", adapters, tensor, pipeline)
         named = [text for pair in settings.pop("adapters") for text in ("--adapters", pair)]
-        return [*as_options(settings), *named]
+        return [*as_options(settings), "--verify", *named]
 
     return Subject(
         "vllm", make, options, spy=_spy if tensor * pipeline == 1 else None, has_adapters=True, loads_adapters=True,

@@ -366,6 +366,16 @@ def test_other_options_are_passed_on() -> None:
     }
 
 
+def test_options_have_the_names_of_sglangs_command_line() -> None:
+    names: dict[str, str] = import_module("lmpool.workers.backends.sglang.engine").option_names()
+    given = ["--tensor-parallel-size 1 --no-enable-tf32-matmul --enable-hicache"]
+    assert options.user_options(SglangSettings("m", engine_args=given), known(), "", names) == {
+        "tp_size": 1,
+        "enable_tf32_matmul": False,
+        "enable_hierarchical_cache": True,
+    }
+
+
 def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
     # The option `attn_dp_size` may be missing in the oldest supported release of SGLang.
     assert {*options._REFUSED, *options._HARMLESS} - known().keys() <= {"attn_dp_size"}

@@ -265,6 +265,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/batch/fetch.py": {"fsspec", "pyarrow"},
         "producer/lmpool/lm_eval.py": {"lm_eval", "jinja2", "tqdm"},
         "workers/lmpool/workers/cli/commands.py": {"typer"},
+        "workers/lmpool/workers/cli/verify.py": {"rich"},
         "workers/lmpool/workers/cli/doctor.py": {"typer", "rich", "packaging"},
         "workers/lmpool/workers/cli/supervisor.py": {"typer"},
         # Inside functions, these files import packages for metrics, traces or JSON logs.

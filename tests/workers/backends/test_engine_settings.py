@@ -114,6 +114,32 @@ def test_a_name_may_be_spelled_as_on_the_engines_own_command_line(name: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("--enforce-eager", {"enforce_eager": True}),
+        ("--no-enforce-eager", {"enforce_eager": False}),
+        ("--enforce-eager --max-num-seqs 8", {"enforce_eager": True, "max_num_seqs": 8}),
+        ("--no-enforce-eager max_num_seqs=8", {"enforce_eager": False, "max_num_seqs": 8}),
+        ("--max-num-seqs 8 seed=1 --dtype half", {"max_num_seqs": 8, "seed": 1, "dtype": "half"}),
+        ("--enforce-eager false --seed -1", {"enforce_eager": False, "seed": -1}),
+        ("""--hf-overrides '{"num_hidden_layers":1}'""", {"hf_overrides": {"num_hidden_layers": 1}}),
+        ('--hf-overrides {"a": "b c", "d": 1} --seed 1', {"hf_overrides": {"a": "b c", "d": 1}, "seed": 1}),
+        ("--hf-overrides {a = 1} --enforce-eager", {"hf_overrides": {"a": 1}, "enforce_eager": True}),
+        ('--names ["x y", "z"]', {"names": ["x y", "z"]}),
+        ("--model-path 'a b/c=d'", {"model_path": "a b/c=d"}),
+        ("--config engine.toml", {"config": "engine.toml"}),
+        ("--no=1", {"no": 1}),
+    ],
+)
+def test_options_may_be_written_as_on_the_engines_own_command_line(text: str, options: dict[str, Any]) -> None:
+    assert parse_engine_args([text]) == options
+
+
+def test_a_flag_takes_no_value_from_the_next_text(write: Write) -> None:
+    assert parse_engine_args(["--enforce-eager", write("a = 1")]) == {"enforce_eager": True, "a": 1}
+
+
+@pytest.mark.parametrize(
     "given",
     [
         ["a=1 b=two c=[3]"],
@@ -212,7 +238,12 @@ def test_the_error_for_a_broken_file_has_the_position(tmp_path: Path, content: b
     ("text", "shown"),
     [
         ("a", "'a'"),
-        ("--enforce-eager", "'--enforce-eager'"),
+        ("--a=1 b", "'b'"),
+        ("--a 1 b", "'b'"),
+        ("-a", "'-a'"),
+        ("--", "'--'"),
+        ("--1a", "'--1a'"),
+        ("[1]", "'[1]'"),
         ("a=1 b", "'b'"),
         ("a = 1", "'a'"),
         ("=1", "'=1'"),
@@ -226,7 +257,7 @@ def test_the_error_for_a_broken_file_has_the_position(tmp_path: Path, content: b
 def test_a_text_other_than_key_and_value_is_refused_and_shown(text: str, shown: str) -> None:
     with pytest.raises(SettingsError) as caught:
         parse_engine_args(["good=1", text])
-    assert str(caught.value).startswith(f"engine_args: {shown} is neither key=value nor a TOML file")
+    assert str(caught.value).startswith(f"engine_args: {shown} is neither key=value, nor --key, nor the value of")
 
 
 @pytest.mark.parametrize("text", ["a={a:1}", 'a={"b": nonsense} c=1', "c=1 a={b}"])

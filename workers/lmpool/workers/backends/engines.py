@@ -28,6 +28,9 @@ from lmpool.workers.backends.tokenizer import TellsTexts
 from lmpool.workers.execution.contract import Backend, BackendJob, BackendStats, Finished
 from lmpool.workers.execution.engine_thread import check_answers
 
+MAX_CHECKED_ADAPTERS = 3
+"""Max adapters whose rows are checked before a worker joins the pool."""
+
 _log = logging.getLogger(__name__)
 
 _MAX_STEPS = 1000  # Max steps that an engine may take for a handful of prompts; a slower engine is broken.
@@ -35,7 +38,6 @@ _SUM_TOLERANCE = 1e-2  # Largest accepted |log of the sum of a row's probabiliti
 # Dtype -> largest accepted RMS difference of two rows of one prompt, divided by the row's standard deviation.
 _ROW_TOLERANCE = {"float32": 2e-2, "bfloat16": 0.25, "float16": 0.1}
 _OTHER_TOLERANCE = 0.25  # Tolerance for dtypes that are not in `_ROW_TOLERANCE`.
-_MAX_ADAPTERS = 3  # Max adapters whose rows the canary checks.
 _MIN_VOCAB_SIZE = 64  # Min vocabulary size to check that two prompts' rows differ; smaller rows may be equal by chance.
 
 
@@ -88,7 +90,7 @@ class EngineBackend(TellsTexts, ABC):
         except BaseException as error:
             backend.close()
             if isinstance(error, WorkerError):
-                raise _wrong(backend, str(error)) from error
+                raise unservable(backend, str(error)) from error
             raise
         self._stats = BackendStats()
 
@@ -140,24 +142,24 @@ def check_canary(backend: Backend) -> None:
     long = [(info.vocab_size // 3 + 7 * i) % info.vocab_size for i in range(length)]
     other = [(token + 1) % info.vocab_size for token in long]
     prompts = [(ids, "") for ids in (long, long[:-1] + other[-1:], other, long[: (length + 1) // 2])]
-    prompts += [(long, adapter) for adapter in list(backend.adapters)[:_MAX_ADAPTERS]]
-    batched = _rows(backend, prompts, "together")
+    prompts += [(long, adapter) for adapter in list(backend.adapters)[:MAX_CHECKED_ADAPTERS]]
+    batched = compute_rows(backend, prompts, "together")
     for index, prompt in enumerate(prompts):
-        (alone,) = _rows(backend, [prompt], f"alone-{index}")
+        (alone,) = compute_rows(backend, [prompt], f"alone-{index}")
         for row in (batched[index], alone):
             with np.errstate(invalid="ignore"):  # Ignore NaN here: a row with NaN fails the check below.
                 total = float(np.logaddexp.reduce(row.astype(np.float64)))
             if not abs(total) < _SUM_TOLERANCE:
-                raise _wrong(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
+                raise unservable(backend, f"the probabilities of a row sum to exp({total:g}), not to 1")
         _check_agree(backend, batched[index], alone, "when others run beside it")
     for end in range(max(1, length - 2), length + 1):
-        (grown,) = _rows(backend, [(long[:end], "")], f"grown-{end}")
+        (grown,) = compute_rows(backend, [(long[:end], "")], f"grown-{end}")
     _check_agree(backend, grown, batched[0], "when it grows token by token")
     if info.positions and length > 1:
         _check_entry(backend, long, PositionsQuery.scores_from(length - 1))
         _check_entry(backend, long, PositionsQuery(length - 2, targets=np.array(long[-1:], "<u4").tobytes()))
     if info.vocab_size >= _MIN_VOCAB_SIZE and np.array_equal(batched[0], batched[1]):
-        raise _wrong(backend, "two prompts whose last tokens differ have the same row")
+        raise unservable(backend, "two prompts whose last tokens differ have the same row")
 
 
 def _steps(backend: Backend, jobs: Sequence[BackendJob]) -> Iterator[Finished]:
@@ -167,15 +169,15 @@ def _steps(backend: Backend, jobs: Sequence[BackendJob]) -> Iterator[Finished]:
     for _ in range(_MAX_STEPS):
         finished = backend.step()
         if finished.failures:
-            raise _wrong(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
+            raise unservable(backend, f"it fails on a plain prompt: {next(iter(finished.failures.values()))}")
         yield finished
         answered += len(finished.digests)
         if answered >= len(jobs):
             return
-    raise _wrong(backend, f"it has answered {answered} of {len(jobs)} prompts after {_MAX_STEPS} steps")
+    raise unservable(backend, f"it has answered {answered} of {len(jobs)} prompts after {_MAX_STEPS} steps")
 
 
-def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) -> list[Row]:
+def compute_rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) -> list[Row]:
     """The rows of prompts (ids, adapter) that run together. `run` makes the digests differ from other runs."""
     jobs = []
     for index, (ids, adapter) in enumerate(prompts):
@@ -190,21 +192,21 @@ def _rows(backend: Backend, prompts: Sequence[tuple[list[int], str]], run: str) 
                     data = np.frombuffer(block.encode(index), np.uint8)
                     rows[digest] = decode_row(data, backend.info.vocab_size)
         except (WorkerError, ProtocolError) as error:
-            raise _wrong(backend, str(error)) from error
+            raise unservable(backend, str(error)) from error
     if len(rows) < len(jobs):
-        raise _wrong(backend, f"it has answered {len(jobs) - len(rows)} prompts without a row")
+        raise unservable(backend, f"it has answered {len(jobs) - len(rows)} prompts without a row")
     return [rows[job.digest] for job in jobs]
 
 
 def _check_entry(backend: Backend, ids: list[int], query: PositionsQuery) -> None:
     """The first value of a query must be the last token's entry in the row of the tokens before this token."""
-    (row,) = _rows(backend, [(ids[:-1], "")], f"scored-{query.values}")
+    (row,) = compute_rows(backend, [(ids[:-1], "")], f"scored-{query.values}")
     encoded = np.asarray(ids, "<u4").tobytes()
     job = BackendJob(digest_of(encoded, f"canary score {query.values}"), encoded, positions=query)
     entry, tolerance = row[ids[-1]], _tolerance(backend, float(row[np.isfinite(row)].std()))
     found = [vector for done in _steps(backend, [job]) if done.answers for vector in done.answers.vectors]
     if [vector.shape for vector in found] != [(len(job.span),)] or not abs(found[0][0] - entry) <= tolerance:
-        raise _wrong(backend, f"a token scores {found}, and its entry in the row is {entry}")
+        raise unservable(backend, f"a token scores {found}, and its entry in the row is {entry}")
 
 
 def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
@@ -212,7 +214,7 @@ def _check_agree(backend: Backend, row: Row, other: Row, when: str) -> None:
     error = float(np.sqrt(np.mean(np.square(row[seen] - other[seen]))))
     spread = float(other[seen].std())
     if not error <= _tolerance(backend, spread):
-        raise _wrong(backend, f"a prompt's row differs by {error:.3g} {when} (its entries spread by {spread:.3g})")
+        raise unservable(backend, f"a prompt's row differs by {error:.3g} {when} (its entries spread by {spread:.3g})")
 
 
 def _tolerance(backend: Backend, spread: float) -> float:
@@ -220,5 +222,6 @@ def _tolerance(backend: Backend, spread: float) -> float:
     return _ROW_TOLERANCE.get(backend.info.dtype, _OTHER_TOLERANCE) * spread + 1e-6
 
 
-def _wrong(backend: Backend, reason: str) -> SettingsError:
+def unservable(backend: Backend, reason: str) -> SettingsError:
+    """The error for a backend whose rows are wrong."""
     return SettingsError(f"model: {backend.info.name} cannot be served by {backend.info.backend}: {reason}")

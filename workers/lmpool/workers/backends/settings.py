@@ -58,8 +58,8 @@ _MAX_BATCH = 65_536
 
 # Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)
-# Matches the name and the equals sign of an option whose value is a list or a table.
-_BRACKETED = re.compile(r"[\w-]+=(?=[\[{])")
+# Matches what precedes a list or a table: the name and the equals sign of its option, or nothing.
+_BRACKETED = re.compile(r"(?:[\w-]+=)?(?=[\[{])")
 _END_OF_BRACKETS = re.compile(r"(?<=[\]}])(?=\s|$)")
 # Matches a device and its memory: the number of a GPU, or "cpu"; a number; a unit of `_UNITS`.
 _MEMORY = re.compile(r"(\d{1,3}|cpu)=(\d+(?:\.\d+)?)((?:[KMGT]i?)?B|)", re.IGNORECASE | re.ASCII)
@@ -100,6 +100,11 @@ class ModelSettings:
         [],
     )
     max_adapters: int = max_adapters_option()
+    verify: bool = option(
+        "Compare rows with transformers in float32 on the CPU, or with a stored reference (lmpool verify MODEL "
+        "--write), and refuse to join if they differ by more than rounding.",
+        False,
+    )
 
     def __post_init__(self) -> None:
         for name in ("model", "revision", "device", "gguf_file", "device_map", "max_memory", "offload_folder"):
@@ -127,8 +132,14 @@ class ModelSettings:
     def open(self) -> Backend:
         """Load the model. Only this call imports the engine."""
         name = f"lmpool.workers.backends.{self.kind}.backend:{self.kind.capitalize()}Backend"
-        make = cast("Callable[[ModelSettings], Backend]", resolve_name(name))
-        return make(self)
+
+        def make() -> Backend:
+            return cast("Callable[[ModelSettings], Backend]", resolve_name(name))(self)
+
+        if not self.verify:
+            return make()
+        verified = cast("Callable[..., Backend]", resolve_name("lmpool.workers.backends.reference:open_verified"))
+        return verified(self, make)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +217,9 @@ class EngineSettings(ModelSettings):
     )
     max_adapters: int = max_adapters_option(" The engine reserves memory for them when it starts.", 0, MAX_ADAPTERS)
     engine_args: list[str] = option(
-        "Other engine options, as key=value (separated by spaces) or a TOML file; may be given several times.", []
+        "Other engine options, as key=value or --key value (separated by spaces), or a TOML file; may be given several "
+        "times.",
+        [],
     )
 
     def __post_init__(self) -> None:
@@ -312,27 +325,32 @@ def require_version(distributions: Sequence[str], versions: str) -> str:
 
 
 def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
-    """Read engine options from texts of `key=value` pairs and paths of TOML files (`….toml`), separated by spaces.
+    """Read engine options from texts of options and paths of TOML files (`….toml`), separated by spaces.
 
-    A value is read as TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`), else as text. Quotes work
-    as in a shell, except inside the brackets of a list or table. If an option occurs twice, the later value counts.
+    An option is `key=value`, or as on the engine's own command line: `--key=value`, `--key value`, `--key` for true,
+    and `--no-key` for false. A value is read as TOML (`true`, `0.9`, `[1, 2]`, `{a = 1}`), else as JSON (`{"a": 1}`),
+    else as text. Quotes work as in a shell, except inside the brackets of a list or table. If an option occurs twice,
+    the later value counts.
     """
     options: dict[str, Any] = {}
     for text in given:
-        for part in [text] if text.endswith(".toml") and "=" not in text else _split(text):
+        parts = [text] if text.endswith(".toml") and not re.search("=|--", text) else [*_split(text)]
+        while parts:
+            part = parts.pop(0)
             name, equals, value = part.partition("=")
-            if not equals and part.endswith(".toml"):
-                try:
-                    found = tomllib.loads(Path(part).expanduser().read_text("utf-8"))
-                except (OSError, RuntimeError) as error:  # A path "~name" of an unknown user raises RuntimeError.
-                    reason = getattr(error, "strerror", None) or error
-                    raise SettingsError(f"engine_args: {part} cannot be read: {reason}") from error
-                except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-                    raise SettingsError(f"engine_args: {part} is not TOML: {error}") from error
-            elif equals and _option_name(name).isidentifier():
+            is_named = _option_name(name).isidentifier()
+            if equals and is_named:
                 found = {name: _parse_value(value)}
+            elif part.startswith("--") and is_named:
+                if parts and not _begins_option(parts[0]):
+                    found = {name: _parse_value(parts.pop(0))}
+                else:
+                    found = {name.removeprefix("--no-"): not name.startswith("--no-")}
+            elif not equals and part.endswith(".toml"):
+                found = _read_toml(part)
             else:
-                raise SettingsError(f"engine_args: {shown(part)} is neither key=value nor a TOML file (….toml)")
+                wanted = "neither key=value, nor --key, nor the value of a --key, nor a TOML file (….toml)"
+                raise SettingsError(f"engine_args: {shown(part)} is {wanted}")
             options |= {_option_name(name): value for name, value in found.items()}
     return options
 
@@ -357,7 +375,7 @@ def check_engine_args(
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split a text into key=value pairs and paths. A value that is a list or table keeps its spaces and quotes."""
+    """Split a text into options, values and paths. A value that is a list or table keeps its spaces and quotes."""
     while text := text.lstrip():
         end = 0
         if option := _BRACKETED.match(text):
@@ -396,6 +414,22 @@ def _parse_value(text: str) -> Any:
         remedy = """If a shell removed its quotes, quote the whole option: --engine-args 'name={"a": 1}'"""
         raise SettingsError(f"engine_args: {shown(text)} is neither TOML nor JSON. {remedy}")
     return _PYTHON_WORDS.get(text, text)
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).expanduser().read_text("utf-8"))
+    except (OSError, RuntimeError) as error:  # A path "~name" of an unknown user raises RuntimeError.
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"engine_args: {path} cannot be read: {reason}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"engine_args: {path} is not TOML: {error}") from error
+
+
+def _begins_option(text: str) -> bool:
+    """Whether a word is an option and not the value of the option before it."""
+    name, equals, _ = text.partition("=")
+    return text.startswith("--") or (bool(equals) and _option_name(name).isidentifier())
 
 
 def _option_name(text: str) -> str:

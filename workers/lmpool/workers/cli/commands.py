@@ -72,6 +72,7 @@ def register(app: typer.Typer) -> None:
     every: dict[str, type] = {"every worker": WorkerSettings}
     app.command("worker")(_with_settings(worker, every | _backends(), {"model"}))
     app.command("up")(_with_settings(up, every | _backends(), {"model"}))
+    app.command("verify")(_with_settings(verify, _backends(), {"model", "verify"}))
     app.command()(doctor)
     app.command()(down)
     not_for_tries = {"with_trie", "row_ttl_s", "adapter_root", "adapter_hub", "adapter_mb"}
@@ -86,6 +87,28 @@ def worker(
 
     settings, chosen = _configure(model, backend, given)
     serve(Server(redis), chosen, settings)
+
+
+def verify(
+    model: Model,
+    backend: BackendName = "hf",
+    write: Annotated[bool, typer.Option("--write", help="Store the reference next to the checkpoint.")] = False,
+    to: Annotated[str | None, typer.Option(metavar="FILE", help="With --write: the file to write instead.")] = None,
+    help_all: HelpAll = False,
+    **given: Any,
+) -> None:
+    """Compare the rows of a backend with transformers in float32 on the CPU; exits 1 when they differ too much.
+
+    With --write, store the reference for workers that run with --verify: next to the checkpoint, as
+    lmpool_reference.npz.
+    """
+    from lmpool.workers.cli.verify import print_differences, write_reference
+
+    chosen = _configure(model, backend, given)[1]
+    if write:
+        write_reference(chosen, to)
+    elif not print_differences(chosen):
+        raise typer.Exit(1)
 
 
 def trie_worker(redis: RedisUrl = None, help_all: HelpAll = False, **given: Any) -> None:

@@ -42,7 +42,7 @@ _UNLIMITED = 1 << 20
 """Max tokens of a prompt for a model whose config states no limit."""
 
 # Config fields that may state the max tokens of a prompt, in the order in which they are read.
-_LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
+LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 
 # Tokens of the longest prompt that the checks run, unless a sliding window needs a longer prompt.
 _CHECK_TOKENS = 24
@@ -88,7 +88,7 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
         few = ", ".join(absent[:3]) + (f" and {len(absent) - 3} more" if len(absent) > 3 else "")
         raise SettingsError(f"model: {settings.model} has no weights for {few}: is it a causal language model?")
     config, limit = model.config.get_text_config(decoder=True), settings.max_prompt_tokens
-    stated = [value for name in _LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
+    stated = [value for name in LIMITS if type(value := getattr(config, name, None)) is int and value > 0]
     if limit is None:
         limit = stated[0] if stated else _UNLIMITED
     elif stated and limit > stated[0]:

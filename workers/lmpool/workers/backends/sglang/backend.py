@@ -143,10 +143,10 @@ class SglangBackend(EngineBackend):
         try:
             from sglang.version import __version__ as version
 
-            from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, read_facts
+            from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, option_names, read_facts
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
-        given = user_options(settings, known_options(), version)
+        given = user_options(settings, known_options(), version, option_names())
         options = engine_options(settings, folder, device, adapters) | given
         set_log_level(str(options["log_level"]))
         try:
@@ -290,9 +290,15 @@ def _unserved(folder: Path, found: str) -> SettingsError:
     return SettingsError(f"adapters: {folder} has {found}, which SGLang cannot serve: use --backend hf, or merge it")
 
 
-def user_options(settings: SglangSettings, known: Mapping[str, bool], version: str) -> dict[str, Any]:
-    """Check and return the user's engine options. `known`: SGLang's options -> whether the option takes a text."""
-    given = parse_engine_args(settings.engine_args)
+def user_options(
+    settings: SglangSettings, known: Mapping[str, bool], version: str, names: Mapping[str, str] = {}
+) -> dict[str, Any]:
+    """Check and return the user's engine options.
+
+    `known`: SGLang's options -> whether the option takes a text. `names`: name of an option on SGLang's command line ->
+    its name in `known`.
+    """
+    given = {names.get(name, name): value for name, value in parse_engine_args(settings.engine_args).items()}
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
     check_engine_args(given, known, _REFUSED | sampled, {}, f"SGLang {version}")
     # Write TOML tables as JSON for options that take a text.

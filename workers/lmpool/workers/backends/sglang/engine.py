@@ -7,6 +7,7 @@ import logging
 import re
 import sys
 import threading
+from argparse import ArgumentParser
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -328,6 +329,16 @@ def known_options() -> dict[str, bool]:
     """SGLang's options: name -> whether the option takes a text."""
     hints = get_type_hints(ServerArgs)
     return {name: hint in (str, str | None) for name, hint in hints.items() if not name.startswith("_")}
+
+
+def option_names() -> dict[str, str]:
+    """Name of each option on SGLang's own command line -> its name in `ServerArgs`."""
+    parser = ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    known = known_options()
+    flags = ((flag, action.dest) for action in parser._actions for flag in action.option_strings)
+    flags = ((flag, name) for flag, name in flags if name in known and not flag.startswith("--no-"))
+    return {flag.lstrip("-").replace("-", "_"): name for flag, name in flags}
 
 
 def read_facts(folder: Path, trust_remote_code: bool, ranks: int = 1) -> tuple[int, int]:
