@@ -24,7 +24,7 @@ from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
-from lmpool.workers.backends.vllm.engine import KEY, CaptureProcessor
+from lmpool.workers.backends.vllm.capture import KEY, CaptureProcessor
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.model import MAX_TOKENS, V, reference_row
 from tests.engines.newest import WANTED
@@ -352,7 +352,7 @@ def test_a_missing_vllm_is_refused_with_the_command_that_installs_it(
 def shift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package whose logits processor changes every row."""
     (tmp_path / "tinkered.py").write_text(
-        "from lmpool.workers.backends.vllm.engine import CaptureProcessor\n"
+        "from lmpool.workers.backends.vllm.capture import CaptureProcessor\n"
         "class Shift(CaptureProcessor):\n"
         "    def apply(self, logits, ctx=None):\n"
         "        logits[:, 3] += 9\n"

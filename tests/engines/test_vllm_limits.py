@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lmpool.workers.backends.vllm.backend import VllmBackend
-from lmpool.workers.backends.vllm.engine import CaptureProcessor
+from lmpool.workers.backends.vllm.capture import CaptureProcessor
 from tests.contract.model import MAX_TOKENS
 from tests.engines.vllm_small import BYTES_A_TOKEN, answer, draw, refused, settings
 

@@ -23,7 +23,8 @@ from lmpool.workers.backends.checkpoint import checkpoint_folder
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
-from lmpool.workers.backends.vllm.engine import KEY, VllmEngine, refusing
+from lmpool.workers.backends.vllm.capture import KEY
+from lmpool.workers.backends.vllm.engine import VllmEngine, refusing
 from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 

@@ -2,8 +2,8 @@
 
 With tensor or pipeline parallelism, vLLM runs each part of a model in a process of its own. The worker's process keeps
 vLLM's scheduler. `RanksExecutor` replaces vLLM's executor there. `RankExtension` adds methods to vLLM's worker class in
-each rank. Only one rank answers: the output rank, which is the first tensor rank of the last pipeline stage. It captures
-and encodes rows, and sends them with the answer of each step.
+each rank. Only the output rank answers, which is the first tensor rank of the last pipeline stage. The output rank
+captures and encodes rows, and sends them with the answer of each step.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ class _WritesError(logging.Filter):
         if record.exc_info is None or record.exc_info[1] is None:
             return True
         try:
-            with open(os.environ[_ERROR_FILE], "x", encoding="utf-8") as file:
+            with Path(os.environ[_ERROR_FILE]).open("x", encoding="utf-8") as file:
                 file.write(first_line(record.exc_info[1]))
         except FileExistsError:
             pass
