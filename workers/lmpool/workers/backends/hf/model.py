@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,10 +26,11 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
-from lmpool.workers.backends.checkpoint import checkpoint_folder, stable
+from lmpool.workers.backends.checkpoint import checkpoint_folder, quantisation_of, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.settings import check_choice
 
 _UNLIMITED = 1 << 20
 """Max tokens of a prompt for a model whose config states no limit."""
@@ -60,6 +63,22 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Dtype -> largest difference of the head's and the model's logits, as a share of their standard deviation."""
 
+_PACKAGES = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "compressed-tensors": ("compressed-tensors",),
+    "torchao": ("torchao",),
+}
+"""Method of quantisation -> packages that transformers needs to load such a checkpoint."""
+
+_TORCHAO = {
+    "int8_weight_only": "Int8WeightOnlyConfig",
+    "int8_dynamic_activation_int8_weight": "Int8DynamicActivationInt8WeightConfig",
+    "float8_weight_only": "Float8WeightOnlyConfig",
+}
+"""Value of `quantization` -> class of torchao."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +95,8 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     if not sys.stderr.isatty():
         disable_progress_bar()  # type: ignore[no-untyped-call]  # transformers is partly untyped
     load: Any = AutoModelForCausalLM.from_pretrained
-    more = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, "output_loading_info": True}
+    more: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
+    more |= {"output_loading_info": True, **_quantisation(settings, folder)}
     try:
         model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
@@ -113,6 +133,27 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
     except RuntimeError as error:  # NotImplementedError too: quantised tensors lack some operations.
         raise SettingsError(f"model: the weights of {settings.model} cannot be read: {first_line(error)}") from error
     return model, limit, revision
+
+
+def _quantisation(settings: HfSettings, folder: Path) -> dict[str, Any]:
+    """The argument of transformers that quantises the weights. Refuses a checkpoint whose packages are missing."""
+    method = "" if settings.gguf_file else quantisation_of(folder)
+    if missing := [name for name in _PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]:
+        remedy = f"install with: pip install {' '.join(missing)}"
+        raise SettingsError(f"model: {settings.model} is quantised ({method}) and needs {' and '.join(missing)}; {remedy}")
+    # bitsandbytes would log a line for each layer of each forward.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    if settings.quantization is None:
+        return {}
+    if method or settings.gguf_file:
+        raise SettingsError(f"quantization: {settings.model} is quantised already ({method or 'gguf'}); leave it out")
+    check_choice("quantization", settings.quantization, tuple(_TORCHAO))
+    # Import here: these imports take seconds.
+    import torchao.quantization
+    from transformers import TorchAoConfig
+
+    make: Any = TorchAoConfig
+    return {"quantization_config": make(getattr(torchao.quantization, _TORCHAO[settings.quantization])())}
 
 
 def weights_revision(model: PreTrainedModel) -> str:
