@@ -85,14 +85,16 @@ def _gptqmodel(method: str, checkpoint_format: str, kernel: str, *, is_symmetric
         model.save(str(folder))
         for path in folder.glob("*token*"):
             path.unlink()
-        # Have gptqmodel compute with torch's operators: it would compile others at the first start, for a minute.
+        # Have gptqmodel compute with torch's operators: it would compile operators in C++ at the first start.
         path = folder / "config.json"
         config = json.loads(path.read_text())
         config["quantization_config"]["backend"] = kernel
         path.write_text(json.dumps(config))
         loaded = _load(folder)
         layers = {name: layer for name, layer in loaded.named_modules() if hasattr(layer, "qweight")}
-        return {f"{name}.weight": _matrix_of(layer) for name, layer in layers.items()}
+        # AWQ changes the norms' weights too.
+        norms = {name: weight for name, weight in loaded.state_dict().items() if name.endswith("norm.weight")}
+        return {f"{name}.weight": _matrix_of(layer) for name, layer in layers.items()} | norms
 
     return make
 
@@ -202,6 +204,7 @@ def plain_folder(folder: Path) -> Path:
 
 def write_all(folder: Path) -> None:
     """Write the checkpoints of all formats, and their dequantised models; replaces existing checkpoints."""
+    torch._dynamo.config.disable = True  # gptqmodel would compile its operators, for a minute.
     rmtree(folder, ignore_errors=True)
     plain = folder / "plain"
     write_model(plain)
