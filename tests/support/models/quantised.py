@@ -69,7 +69,9 @@ def _compressed(scheme: str) -> Callable[[Path, Path], _Weights]:
     return make
 
 
-def _gptqmodel(method: str, checkpoint_format: str, kernel: str, *, is_symmetric: bool) -> Callable[[Path, Path], _Weights]:
+def _gptqmodel(
+    method: str, checkpoint_format: str, kernel: str, *, is_symmetric: bool
+) -> Callable[[Path, Path], _Weights]:
     """The maker of a checkpoint of gptqmodel, with random prompts for calibration."""
 
     def make(plain: Path, folder: Path) -> _Weights:

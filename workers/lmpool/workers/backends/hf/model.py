@@ -26,11 +26,11 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
+from lmpool.settings import check_choice
 from lmpool.workers.backends.checkpoint import checkpoint_folder, quantisation_of, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
-from lmpool.settings import check_choice
 
 _UNLIMITED = 1 << 20
 """Max tokens of a prompt for a model whose config states no limit."""
@@ -140,7 +140,9 @@ def _quantisation(settings: HfSettings, folder: Path) -> dict[str, Any]:
     method = "" if settings.gguf_file else quantisation_of(folder)
     if missing := [name for name in _PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]:
         remedy = f"install with: pip install {' '.join(missing)}"
-        raise SettingsError(f"model: {settings.model} is quantised ({method}) and needs {' and '.join(missing)}; {remedy}")
+        raise SettingsError(
+            f"model: {settings.model} is quantised ({method}) and needs {' and '.join(missing)}; {remedy}"
+        )
     # bitsandbytes would log a line for each layer of each forward.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     if settings.quantization is None:

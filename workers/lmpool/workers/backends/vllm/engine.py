@@ -133,7 +133,9 @@ class VllmEngine:
         # without this request, and the process would crash with an illegal instruction.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
-        with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"):
+        is_recast = model.quantization == "torchao" and settings.dtype != "auto"
+        remedy = f" in {settings.dtype} (try --dtype auto for weights of torchao)" if is_recast else ""
+        with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}{remedy}"):
             if settings.ranks == 1:
                 self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
             else:
