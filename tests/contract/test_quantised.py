@@ -126,7 +126,6 @@ def measured(engine: Subject, name: str) -> str:
             if dtype == "bfloat16":
                 check_exact(opened, draw)
     except SettingsError as error:
-        assert "\n" not in str(error)
         return str(error).replace(str(model), "MODEL")
     return f"yes, {difference:.2g} in {dtype}"
 
@@ -153,6 +152,7 @@ def write(name: str, cell: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantised_checkpoint_is_served_or_refused_as_the_documentation_says(engine: Subject, name: str) -> None:
     cell = measured(engine, name)
+    assert "\n" not in cell
     if os.environ.get("LMPOOL_WRITE_TABLE"):
         write(name, cell)
     stated = cells()[LABELS[name]][cells()["format"].index(ENGINE or "")]

@@ -85,8 +85,8 @@ class ModelSettings:
     trust_remote_code: bool = option("Run Python code that comes with the model.", False)
     dtype: str = option('"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".', "auto")
     quantization: str | None = option(
-        "Quantise the weights while they are loaded, by a name of the engine, such as fp8_per_channel for vllm or fp8 for "
-        "sglang; for hf by a config of torchao, such as int8_weight_only. The fingerprint includes it.",
+        "Quantise the weights while they are loaded, by a name of the engine: such as int8_weight_only for hf, "
+        "fp8_per_channel for vllm, fp8 for sglang. The fingerprint includes it.",
         None,
     )
     encoding: str = option('"exact", or "f16" to send float32 rows as float16: smaller, and loses bits.', "exact")
