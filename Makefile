@@ -118,7 +118,7 @@ test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(QUANTISED)
 test-quantised: $(QUANTISED)
 	PYTHONPATH=$(QUANTISERS) LMPOOL_CONTRACT=hf $(BIN)/python -m pytest tests/contract/test_quantised.py
 
-$(QUANTISED): tests/support/models/quantised.py tests/contract/model.py $(INSTALLED) $(QUANTISERS)
+$(QUANTISED): tests/support/models/quantised.py tests/contract/model.py | $(INSTALLED) $(QUANTISERS)
 	PYTHONPATH=$(QUANTISERS) $(BIN)/python -m tests.support.models.quantised $(@D)
 
 $(QUANTISERS): $(INSTALLED)
