@@ -89,9 +89,9 @@ def _gptqmodel(
             path.unlink()
         # Have gptqmodel compute with torch's operators: it would compile operators in C++ at the first start.
         path = folder / "config.json"
-        config = json.loads(path.read_text())
-        config["quantization_config"]["backend"] = kernel
-        path.write_text(json.dumps(config))
+        written = json.loads(path.read_text())
+        written["quantization_config"]["backend"] = kernel
+        path.write_text(json.dumps(written))
         loaded = _load(folder)
         layers = {name: layer for name, layer in loaded.named_modules() if hasattr(layer, "qweight")}
         # AWQ changes the norms' weights too.
@@ -159,7 +159,8 @@ def _gguf(plain: Path, folder: Path) -> _Weights:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(V)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    kind, weights = gguf.GGMLQuantizationType.Q8_0, {}
+    kind: Any = gguf.GGMLQuantizationType.Q8_0
+    weights: _Weights = {}
     for name, tensor in model.state_dict().items():
         named = names.get_name(name, try_suffixes=(".weight",))
         if tensor.ndim == 1:
