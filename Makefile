@@ -46,6 +46,12 @@ REDIS_PY_5_3 := $(LMPOOL_TEST_SERVERS)/redis-py-5.3
 PROMETHEUS := $(LMPOOL_TEST_SERVERS)/prometheus-debian/prometheus
 # arq with a compatible redis-py.
 ARQ := $(LMPOOL_TEST_SERVERS)/arq
+# Packages that quantise models and that transformers needs to load them, in a folder of their own: transformers imports
+# them at every start if they are installed. gptqmodel states a newer torch than ours, which it does not need here.
+QUANTISERS := $(LMPOOL_TEST_SERVERS)/quantisers
+QUANTISERS_NEEDED := compressed-tensors==0.20.0 loguru torchao==0.18.0 bitsandbytes==0.50.2 optimum==2.3.0 \
+	gptqmodel==7.7.0 device-smi defuser logbar pypcre threadpoolctl tokenicer
+QUANTISED := $(MODELS)/quantised/written
 # Versions of the linters for docker/, and the folder of the built images.
 HADOLINT := 2.15.1
 DCLINT := 3.1.0
@@ -69,7 +75,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
-	test-smoke test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
+	test-smoke test-quantised test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
 	model-check docs picture screenshots bench bench-compare clean
 
 ## help: list the targets
@@ -105,9 +111,20 @@ collect: $(INSTALLED)
 test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
-## test-others: test-vllm, test-sglang and test-smoke
-test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
-	$(MAKE) --output-sync=target test-vllm test-sglang test-smoke
+## test-others: test-vllm, test-sglang, test-quantised and test-smoke
+test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(QUANTISED)
+	$(MAKE) --output-sync=target test-vllm test-sglang test-quantised test-smoke
+
+## test-quantised: quantised checkpoints with transformers; test-vllm and test-sglang run the same tests
+test-quantised: $(QUANTISED)
+	PYTHONPATH=$(QUANTISERS) LMPOOL_CONTRACT=hf $(BIN)/python -m pytest tests/contract/test_quantised.py
+
+$(QUANTISED): tests/support/models/quantised.py tests/contract/model.py | $(INSTALLED) $(QUANTISERS)
+	PYTHONPATH=$(QUANTISERS) $(BIN)/python -m tests.support.models.quantised $(@D)
+
+$(QUANTISERS): $(INSTALLED)
+	$(PIP_INSTALL) --upgrade --no-deps --target $@ $(QUANTISERS_NEEDED)
+	touch $@
 
 ## test-smoke: tests of arq jobs, and a part of test-servers: Redis 7.0 with the oldest redis-py
 # Redis 7.0 is the oldest server for docker/redis/users.acl.
@@ -133,7 +150,7 @@ fuzz: $(INSTALLED)
 # it is imported.
 test-vllm: $(VLLM_RUNS)
 
-test-vllm-v1: $(VLLM_INSTALLED)
+test-vllm-v1: $(VLLM_INSTALLED) $(QUANTISED)
 	$(VLLM)/bin/python -m tests.engines vllm tests/contract tests/engines \
 		-- vllm-async tests/contract/test_rows.py tests/engines
 
@@ -143,7 +160,7 @@ test-vllm-v2: $(VLLM_INSTALLED)
 		-- vllm-v2-async tests/contract/test_rows.py
 
 ## test-sglang: the same with SGLang, also with a model in two processes
-test-sglang: $(SGLANG_INSTALLED)
+test-sglang: $(SGLANG_INSTALLED) $(QUANTISED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
 	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest \
 		tests/contract/test_rows.py tests/contract/test_scores.py \

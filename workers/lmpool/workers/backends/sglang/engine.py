@@ -26,12 +26,14 @@ from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.managers import io_struct
 from sglang.srt.managers import scheduler as scheduler_module
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import PortArgs, ServerArgs
+from sglang.srt.utils import cpu_has_amx_support
 from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
 from torch import Tensor
 from torch.distributed import ReduceOp, all_reduce
@@ -107,7 +109,9 @@ class SglangEngine:
         if isinstance(failure, BaseException):  # SGLang has no exception type of its own, so catch all.
             is_too_little = isinstance(failure, MemoryError) or _TOO_LITTLE_MEMORY.search(str(failure)) is not None
             setting = "kv_cache_bytes" if is_too_little else "model"
-            raise SettingsError(f"{setting}: {context}: {first_line(failure)}") from failure
+            # Leave out the long lists of accepted values.
+            reason = first_line(failure).partition(" Must be one of [")[0]
+            raise SettingsError(f"{setting}: {context}: {reason}") from failure
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs."""
@@ -339,6 +343,11 @@ def option_names() -> dict[str, str]:
     flags = ((flag, action.dest) for action in parser._actions for flag in action.option_strings)
     flags = ((flag, name) for flag, name in flags if name in known and not flag.startswith("--no-"))
     return {flag.lstrip("-").replace("-", "_"): name for flag, name in flags}
+
+
+def lacks_quantised_kernels(method: str) -> bool:
+    """Whether SGLang supports this method of quantisation, but has no kernels for it on this CPU."""
+    return method in QUANTIZATION_METHODS and not cpu_has_amx_support()
 
 
 def read_facts(folder: Path, trust_remote_code: bool, ranks: int = 1) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
@@ -66,7 +67,9 @@ class VllmBackend(EngineBackend):
         self._left_waiting = 0
         self._idle_steps = 0
         # Report errors of the first forward, which fails if memory is short or kernels are missing.
-        with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}"):
+        is_wide = model.quantization is not None and model.dtype is torch.float32
+        remedy = " in float32 (try --dtype bfloat16 for quantised weights)" if is_wide else ""
+        with refusing(f"model: vLLM {vllm_version} cannot run {settings.model}{remedy}"):
             self._prepare(
                 model.dtype,
                 vocab_size=model.get_vocab_size(),

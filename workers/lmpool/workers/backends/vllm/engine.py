@@ -50,6 +50,9 @@ _PARALLEL = {"data_parallel_size": 1, "nnodes": 1}
 # Dtypes of keys and values with fewer than 16 bits. With fp8, rows of vLLM 0.32.0 on a CPU were off by 1.1 to 1.6.
 _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
 
+# Online quantisation that leaves all other layers as they are: without experts, only the fingerprint would change.
+_EXPERTS_ONLY = ("int8_per_channel_weight_only", "nvfp4_per_token", "experts_int8")
+
 _REFUSED = {
     "model": "it is the MODEL of the command",
     **dict.fromkeys(("tokenizer", "skip_tokenizer_init"), "prompts are token ids"),
@@ -92,8 +95,9 @@ def refusing(context: str) -> Iterator[None]:
         reason: BaseException = error
         if isinstance(error, ValidationError):  # Name the first error: pydantic's message begins with the count.
             found = error.errors()[0]
-            reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"])]))
-        raise SettingsError(f"{context}: {first_line(reason)}") from error
+            reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"]).removeprefix("Value error, ")]))
+        # Leave out the long lists of accepted values.
+        raise SettingsError(f"{context}: {first_line(reason).partition(' Must be one of [')[0]}") from error
 
 
 class VllmEngine:
@@ -114,6 +118,9 @@ class VllmEngine:
         if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
             remedy = "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
             raise SettingsError(f"engine_args: kv_cache_dtype={kv_dtype} gives wrong rows on a CPU. {remedy}")
+        if model.quantization in _EXPERTS_ONLY and not model.is_moe:
+            text = f"{model.quantization} quantises only experts, and {settings.model} has none"
+            raise SettingsError(f"quantization: {text}; use fp8_per_channel, or leave it out")
         encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         self.captured = processor.captured = Captured(model.get_vocab_size(), encoder)
         also = row_deciding(given)
@@ -127,7 +134,9 @@ class VllmEngine:
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
         self.on_end: Callable[[BaseException], object] = lambda error: None  # Called in a thread when a rank has ended.
-        with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"):
+        is_recast = model.quantization == "torchao" and settings.dtype != "auto"
+        remedy = f" in {settings.dtype} (try --dtype auto for weights of torchao)" if is_recast else ""
+        with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}{remedy}"):
             if settings.ranks == 1:
                 self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
             else:
@@ -206,7 +215,7 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     given = parse_engine_args(settings.engine_args)
     known = {field.name for field in fields(EngineArgs)}
     check_engine_args(given, known, _REFUSED, _PARALLEL, f"vLLM {vllm_version}")
-    return given
+    return given if settings.quantization is None else {"quantization": settings.quantization} | given
 
 
 def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
