@@ -329,7 +329,7 @@ class Pool:
 def _client(url: str) -> redis.Redis:
     """A redis-py client of a server or of a cluster; both kinds of client have equal methods."""
     if "+cluster" not in url:
-        return redis.Redis.from_url(url)
+        return redis.Redis.from_url(url, socket_timeout=DEADLINE_S)  # Some tests send values of 300 MiB.
     return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 

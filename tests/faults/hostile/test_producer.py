@@ -181,6 +181,14 @@ async def test_a_damaged_reply_stream_is_dropped_and_read_again(
 # Random values
 
 
+def replace(redis: Any, key: bytes, command: str, *values: str | bytes) -> None:
+    """Delete a key and write it in one transaction: otherwise the pool may write the key between the two commands."""
+    pipeline = redis.pipeline()
+    pipeline.delete(key)
+    pipeline.execute_command(command, key, *values)
+    pipeline.execute()
+
+
 def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callable[[Any], Any]) -> None:
     """Write a random foreign value under one of the keys that producers or workers read."""
     redis, keys, model = pool.redis, pool.keys, pool.keys.model("syn")
@@ -191,12 +199,7 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             redis.set(keys.row(producer.model.fingerprint) + digest, draw(hostile.spoilt_rows(ROW)))
         case 3:
             key = draw(st.sampled_from([keys.row(producer.model.fingerprint) + digest, model.waiting + digest]))
-            pipeline = redis.pipeline()
-            command, value = draw(st.sampled_from(["rpush", "sadd", "set"])), draw(hostile.noise)
-            # In one transaction: otherwise the pool may write the key between the two commands.
-            pipeline.delete(key)
-            getattr(pipeline, command)(key, value)
-            pipeline.execute()
+            replace(redis, key, draw(st.sampled_from(["RPUSH", "SADD", "SET"])), draw(hostile.noise))
         case 4 | 5:
             contents = st.sampled_from([digest, digest[:9], digest * 3, producer.model.fingerprint.encode()])
             values = contents | hostile.failures | hostile.odd_bytes
@@ -214,16 +217,29 @@ def write(pool: Pool, producer: Producer, prompts: list[list[int]], draw: Callab
             redis.hset(worker, mapping={draw(hostile.noise): draw(hostile.heartbeats), "state": draw(hostile.noise)})
             execute(redis, "XGROUP", "CREATECONSUMER", model.jobs, GROUP, draw(st.sampled_from([b"a", b"\xff"])))
         case 8:
-            redis.delete(model.waiting + digest)
-            redis.hset(
-                model.waiting + digest,
-                mapping={"job": draw(st.sampled_from([b"1-1"]) | hostile.noise), draw(hostile.noise): ""},
-            )
+            job = draw(st.sampled_from([b"1-1"]) | hostile.noise)
+            replace(redis, model.waiting + digest, "HSET", "job", job, draw(hostile.noise), "")
         case 9:
             lengths = st.floats(allow_nan=False) | st.integers(-100, 100)
             redis.zadd(model.lanes, {draw(hostile.noise | st.just(b"")): draw(lengths)})
         case _:
             redis.hset(draw(st.just(model.adapters)), draw(hostile.noise), draw(hostile.odd_bytes))
+
+
+def test_a_foreign_waiting_key_replaces_a_string_of_the_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting = pool.keys.model("syn").waiting + name([1, 2])
+    redis: Any = pool.redis
+    run = redis.execute_command
+
+    def race(*arguments: Any, **options: Any) -> Any:
+        result = run(*arguments, **options)
+        run("SET", waiting, "a client and an entry")  # A client of the pool submits the prompt after every command.
+        return result
+
+    monkeypatch.setattr(redis, "execute_command", race)
+    drawn = iter([[1, 2], 8, b"1-1", b"a client"])
+    write(pool, pool.producer("syn"), [[1, 2]], lambda _: next(drawn))
+    assert run("HGET", waiting, "job") == b"1-1"
 
 
 def test_a_producer_returns_the_row_or_an_lmpool_error_in_time(pool: Pool, worker: WorkerProcess) -> None:
