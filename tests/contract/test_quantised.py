@@ -214,7 +214,7 @@ def test_weights_are_quantised_on_load(engine: Subject, quantization: str, same:
     assert revision != plain, "workers share the cached rows of one revision"
 
 
-REFUSED = {
+REFUSED: dict[str, list[tuple[str | None, str, str]]] = {
     "hf": [
         ("int8", "plain", "quantization: 'int8' is not one of int8_weight_only, int8_dynamic_activation_int8_weight, "),
         ("int8_weight_only", "gptq", r"quantization: .*gptq is quantised already \(gptq\); leave it out"),
