@@ -69,7 +69,7 @@ def written() -> Path:
 @pytest.fixture(scope="module")
 def engine() -> Subject:
     """The backend of this run, in the form of the other contract tests."""
-    (subject,) = chosen()
+    (subject,) = chosen().values()
     return subject
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -65,7 +65,7 @@ class ReferenceRows:
 
     def write(self, path: Path) -> None:
         """Write the reference to a file in numpy's format npz; replaces an earlier file at once."""
-        named = {f"rows {revision}": rows for revision, rows in self.rows.items()}
+        named: dict[str, Any] = {f"rows {revision}": rows for revision, rows in self.rows.items()}
         whole = [token for ids in self.prompts for token in ids]
         part = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -82,7 +82,7 @@ class ReferenceRows:
     def read(cls, path: Path) -> ReferenceRows:
         """Read a file that `write` has written."""
         try:
-            with np.lib.npyio.NpzFile(path) as file:
+            with path.open("rb") as opened, np.lib.npyio.NpzFile(opened) as file:
                 ends = np.cumsum(file["lengths"])
                 prompts = [ids.tolist() for ids in np.split(file["ids"], ends)[:-1]]
                 names = [name for name in file.files if name.startswith("rows ")]

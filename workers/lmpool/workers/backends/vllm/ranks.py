@@ -127,7 +127,7 @@ class RankExtension:
                 batch_size=runner.max_num_tokens, dtype=model.dtype, device=runner.device
             )
         self._lmpool_positions = None
-        self._lmpool_memory = None
+        self._lmpool_memory: NDArray[np.uint8] | None = None
         self._lmpool_is_output = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
         missing = ""
         if get_pp_group().is_last_rank:
@@ -278,11 +278,11 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
                     positions.append(name)
                 else:
                     digests.append(digest)
-        memory, place = None, None
-        if digests and self._base is not None:
+        memory, place, base = None, None, self._base
+        if digests and base is not None:
             memory = self._captured.encoder.new_rows(len(digests), self._captured.vocab_size, self._encoding)
-        if memory is not None:
-            place = Place(memory.ctypes.data - self._base, memory.strides[0], self._encoding.name)
+        if memory is not None and base is not None:
+            place = Place(memory.ctypes.data - base, memory.strides[0], self._encoding.name)
         future = self._call("lmpool_sample", (grammar_output, digests, positions, place), non_block=True)
         future.aggregate = partial(self._received, memory)
         return future if non_block else future.result()
