@@ -32,7 +32,7 @@ from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revi
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture, compute_wanted_positions
-from lmpool.workers.backends.vllm.ranks import RANK_ARGUMENTS, PositionsOfRanks, RanksExecutor, start_ranks
+from lmpool.workers.backends.vllm.ranks import RANK_ARGUMENTS, PositionsOfRanks, RanksExecutor, follow, start_ranks
 
 # Exceptions of vLLM for bad options, broken weights, and missing kernels, devices or memory; they have no common type.
 _ERRORS = (
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where vLLM would take most of the memory.
 _CPU_BLOCK = 32  # Tokens per block of keys and values on a CPU; vLLM's CPU kernels need a multiple of 32.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that vLLM accepts for `max_lora_rank`.
-_PARALLEL = {"data_parallel_size": 1, "nnodes": 1}
+_PARALLEL = {"data_parallel_size": 1}
 
 # Dtypes of keys and values with fewer than 16 bits. With fp8, rows of vLLM 0.32.0 on a CPU were off by 1.1 to 1.6.
 _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
@@ -80,7 +80,8 @@ _HARMLESS = {
     "long_prefill_token_threshold", "max_cpu_loras", "max_cudagraph_capture_size", "max_long_partial_prefills",
     "max_lora_rank", "max_loras", "max_model_len", "max_num_active_seqs", "max_num_batched_tokens",
     "max_num_partial_prefills", "max_num_seqs", "num_gpu_blocks_override", "optimization_level",
-    "safetensors_load_strategy", "scheduling_policy", "use_tqdm_on_load", *_PARALLEL,
+    "safetensors_load_strategy", "scheduling_policy", "use_tqdm_on_load", "nnodes", "node_rank", "master_addr",
+    "master_port", *_PARALLEL,
 }  # fmt: skip
 
 
@@ -139,6 +140,8 @@ class VllmEngine:
         with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}{remedy}"):
             if settings.ranks == 1:
                 self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
+            elif self.config.parallel_config.node_rank > 0:
+                follow(self.config)
             else:
                 self.core = start_ranks(self.config, self._end)
         self.loras: dict[str, LoRARequest] = {}  # "name@revision" -> vLLM's handle of the loaded adapter, for requests.

@@ -20,7 +20,7 @@ from mmap import mmap
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 from unittest.mock import patch
 
 import msgspec
@@ -351,6 +351,17 @@ class PositionsOfRanks(PositionAnswers):
         if request not in self.received:
             raise WorkerError("vLLM's ranks have ended a prompt without its values at positions")
         return self.received.pop(request)
+
+
+def follow(config: Any) -> NoReturn:
+    """Run the ranks of this machine, until they end, for a worker on the machine with `node_rank` 0.
+
+    Raises:
+        WorkerError: the ranks have ended, as they do with the worker.
+    """
+    _log.info("this process serves no prompts: it runs a part of the model for the worker with node_rank 0")
+    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
+    raise WorkerError("the worker with node_rank 0, or a process of the model on this machine, has ended")
 
 
 def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
