@@ -12,7 +12,9 @@ import gc
 import logging
 import multiprocessing
 import os
+import socket
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -48,6 +50,7 @@ RANK_ARGUMENTS = {
 }
 """Options of an engine whose model is spread over several processes."""
 
+_LEADER_CHECK_S = 5.0  # Seconds between two checks on another machine that the worker's first rank still runs.
 _ERROR_FILE = "LMPOOL_RANK_ERROR"  # Environment variable: path of the file for the reason why a rank cannot start.
 
 _log = logging.getLogger(__name__)
@@ -359,9 +362,15 @@ def follow(config: Any) -> NoReturn:
     Raises:
         WorkerError: the ranks have ended, as they do with the worker.
     """
-    _log.info("this process serves no prompts: it runs a part of the model for the worker with node_rank 0")
-    MultiprocExecutor(config, monitor_workers=False).start_worker_monitor(inline=True)
-    raise WorkerError("the worker with node_rank 0, or a process of the model on this machine, has ended")
+    parallel = config.parallel_config
+    _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", parallel.master_addr)
+    executor = MultiprocExecutor(config)
+    with suppress(OSError):
+        while not executor.is_failed:  # The worker's first rank listens on this port as long as it runs.
+            socket.create_connection((parallel.master_addr, parallel.master_port), _LEADER_CHECK_S).close()
+            time.sleep(_LEADER_CHECK_S)
+    executor.shutdown()
+    raise WorkerError(f"the worker on {parallel.master_addr}, or a process of the model on this machine, has ended")
 
 
 def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
