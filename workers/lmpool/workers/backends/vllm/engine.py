@@ -45,7 +45,6 @@ _log = logging.getLogger(__name__)
 _CPU_KV_BYTES = 1 << 30  # Default bytes for keys and values on a CPU, where vLLM would take most of the memory.
 _CPU_BLOCK = 32  # Tokens per block of keys and values on a CPU; vLLM's CPU kernels need a multiple of 32.
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # Values that vLLM accepts for `max_lora_rank`.
-_PARALLEL = {"data_parallel_size": 1}
 
 # Dtypes of keys and values with fewer than 16 bits. With fp8, rows of vLLM 0.32.0 on a CPU were off by 1.1 to 1.6.
 _NARROW_KV = re.compile("fp8|nvfp4|int[48]_|turboquant|ultraquant")
@@ -65,6 +64,7 @@ _REFUSED = {
     "tensor_parallel_size": "use --tensor-parallel-size",
     "pipeline_parallel_size": "use --pipeline-parallel-size",
     "enable_expert_parallel": "use --enable-expert-parallel",
+    "data_parallel_size": "start more workers instead",
     **dict.fromkeys(("distributed_executor_backend", "worker_cls", "worker_extension_cls"), "lmpool sets it"),
     **dict.fromkeys(
         ("enable_batch_sharded_sampling", "prefill_context_parallel_size", "decode_context_parallel_size"),
@@ -81,7 +81,7 @@ _HARMLESS = {
     "max_lora_rank", "max_loras", "max_model_len", "max_num_active_seqs", "max_num_batched_tokens",
     "max_num_partial_prefills", "max_num_seqs", "num_gpu_blocks_override", "optimization_level",
     "safetensors_load_strategy", "scheduling_policy", "use_tqdm_on_load", "nnodes", "node_rank", "master_addr",
-    "master_port", *_PARALLEL,
+    "master_port",
 }  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     """Check and return the user's engine options."""
     given = parse_engine_args(settings.engine_args)
     known = {field.name for field in fields(EngineArgs)}
-    check_engine_args(given, known, _REFUSED, _PARALLEL, f"vLLM {vllm_version}")
+    check_engine_args(given, known, _REFUSED, f"vLLM {vllm_version}")
     return given if settings.quantization is None else {"quantization": settings.quantization} | given
 
 
