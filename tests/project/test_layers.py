@@ -23,7 +23,7 @@ SHARED, PRODUCER, WORKERS, TESTING = ROOT / "shared", ROOT / "producer", ROOT / 
 BACKENDS = WORKERS / "lmpool/workers/backends"
 # Packages that only the files of one backend may import.
 ENGINES = {
-    "hf": {"torch", "transformers", "peft", "safetensors", "accelerate"},
+    "hf": {"torch", "transformers", "peft", "safetensors", "accelerate", "torchao"},
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm", "safetensors"},
     "row_encoder.py": {"torch"},
