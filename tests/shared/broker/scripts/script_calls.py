@@ -69,9 +69,11 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
     if not await redis.exists(lane) or not await redis.xinfo_groups(lane):
         await redis.xgroup_create(lane, GROUP, id="0", mkstream=True)
     reply: Any = await redis.xreadgroup(GROUP, consumer, {lane: ">", JOBS: ">"}, count=count)
+    if isinstance(reply, dict):  # In RESP3, redis-py returns the entries of each stream in a list of one list.
+        reply = [(key, entries) for key, (entries,) in reply.items()]
     return [
         entry_id + (b" " + consumer.encode() if key == lane else b"")
-        for key, entries in (reply.items() if isinstance(reply, dict) else reply)
+        for key, entries in reply
         for entry_id, fields in entries
         if fields is not None
     ]
