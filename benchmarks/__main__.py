@@ -17,6 +17,7 @@ from benchmarks.harness.report import Failures, describe_run, read_notes, render
 from benchmarks.harness.testbed import Testbed, open_testbed
 from benchmarks.measures import (
     bulk,
+    devices,
     engine_measures,
     interference,
     job_queue,
@@ -83,8 +84,16 @@ _GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "positions": picks.positions,
     "smc": smc.smc,
 }
-_GROUPS = {"pool": _POOL, "scaling": _SCALING, "engines": _ENGINES, "tries": _TRIES, "genlm": _GENLM}
-_MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM}
+_DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
+_GROUPS = {
+    "pool": _POOL,
+    "scaling": _SCALING,
+    "engines": _ENGINES,
+    "tries": _TRIES,
+    "genlm": _GENLM,
+    "devices": _DEVICES,
+}
+_MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM, **_DEVICES}
 # The measures that need the environment of the compared projects (peers).
 _WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
 _REPEATS, _QUICK_REPEATS = 5, 2  # Number of samples of each side, in a full run and in a quick run.

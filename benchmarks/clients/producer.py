@@ -28,6 +28,7 @@ class Client(Bursts):
         ours += [
             self.top_tokens,
             self.top_tokens_by_prefix,
+            self.hidden_states,
             self.grow,
             self.with_short_prompts,
             self.particles,
@@ -99,6 +100,12 @@ class Client(Bursts):
         start = time.perf_counter()
         values, _ = (await self._producer.batch_positions(texts, top=top))[-1]
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
+
+    async def hidden_states(self, texts: list[Ids]) -> dict[str, Any]:
+        """Request the last hidden state of every position of texts, all at once; return seconds."""
+        start = time.perf_counter()
+        await asyncio.gather(*map(self._producer.hidden, texts))
+        return {"seconds": time.perf_counter() - start}
 
     async def top_tokens_by_prefix(self, texts: list[Ids], top: int) -> dict[str, Any]:
         """Like `top_tokens`, but request each prefix of a text; the texts have equal lengths, and grow in lock step."""

@@ -48,11 +48,36 @@ class Peer:
                 found += zip(values.cpu().numpy(), tokens.cpu().numpy(), strict=True)
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in found[-1][0][-1][:8]]}
 
+    async def hidden_states(self, texts: list[Ids]) -> dict[str, Any]:
+        """Seconds for the last hidden state of each position of equally long texts, on the host."""
+        start = time.perf_counter()
+        with torch.inference_mode():
+            for at in range(0, len(texts), _TEXTS):
+                ids = torch.tensor(texts[at : at + _TEXTS], device=self._device)
+                self._model.model(input_ids=ids, use_cache=False).last_hidden_state.cpu()
+        return {"seconds": time.perf_counter() - start}
+
+    async def copied(self, mib: int) -> float:
+        """GB/s of one copy of `mib` MiB from the device to pinned memory of the host."""
+        source = torch.ones(mib << 20, dtype=torch.uint8, device=self._device)
+        target = torch.empty_like(source, device="cpu", pin_memory=self._device != "cpu")
+        target.copy_(source)
+        start = time.perf_counter()
+        target.copy_(source)
+        return (mib << 20) / 1e9 / (time.perf_counter() - start)
+
 
 async def main() -> None:
     """Respond to requests on stdin until stdin ends."""
     peer = Peer(*sys.argv[1:])
-    await serve({"together": peer.together, "top_tokens": peer.top_tokens})
+    await serve(
+        {
+            "together": peer.together,
+            "top_tokens": peer.top_tokens,
+            "hidden_states": peer.hidden_states,
+            "copied": peer.copied,
+        }
+    )
 
 
 if __name__ == "__main__":
