@@ -74,8 +74,8 @@ class _Measures:
         samples = alternated(takes, self._repeats)
         # Compare on a new prompt: the pool's cache may hold the rows of measured prompts, or may have evicted them.
         checked = self._source.draw(1, PROMPT_TOKENS)
-        agree(*(side.request("together", prompts=checked)["probe"] for side in (self._ours, self._peer)),
-              _NARROW_TOLERANCE)  # fmt: skip
+        probes = [side.request("together", prompts=checked)["probe"] for side in (self._ours, self._peer)]
+        agree(probes[0], probes[1], _NARROW_TOLERANCE)
         size = encoded_size(_V, Encoding.BF16) / 1e9
         copies = [float(self._peer.request("copied", mib=_COPY_MIB)) for _ in samples["pool"]]
         rows = f"rows of {self._prompts:,} prompts of {PROMPT_TOKENS} tokens, {self._what}"
@@ -114,7 +114,8 @@ class _Measures:
 def _write_model(folder: Path, size: str, device: str) -> Path:
     """Write a model with random weights in bfloat16."""
     config = LlamaConfig(vocab_size=_V, max_position_embeddings=4096, dtype="bfloat16", **_SIZES[size])
+    maker: Any = AutoModelForCausalLM  # Its methods have no types.
     with torch.device(device):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = maker.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     return folder
