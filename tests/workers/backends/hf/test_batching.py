@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -125,6 +126,12 @@ def test_a_batch_has_prompts_of_similar_lengths() -> None:
 def test_a_batch_keeps_to_its_token_budget(budget: int) -> None:
     batch = choose(chunks(*[100] * 20), 64, RULES._replace(tokens=budget))
     assert len(batch) == max(1, budget // 100)
+
+
+@pytest.mark.parametrize(("kind", "size"), [("vector", 3), ("hidden", 8)])
+def test_a_batch_keeps_to_its_number_of_logits_which_hidden_states_do_not_need(kind: str, size: int) -> None:
+    waiting = {digest: replace(chunk, kept=100, kind=kind) for digest, chunk in chunks(*[100] * 8).items()}
+    assert len(choose(waiting, 64, RULES._replace(logits=350))) == size
 
 
 def test_a_batch_keeps_to_its_memory_of_keys_and_values() -> None:

@@ -95,7 +95,8 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
     backend = HfBackend(HfSettings(str(write(tmp_path, kind, getattr(torch, dtype))), device="cpu", dtype=dtype))
     info = backend.info
     assert info.hidden in (32, 33, 36)
-    backend._rules = backend._rules._replace(logits=20)  # Prompts of more than 20 positions take several chunks.
+    # Prompts of more than 20 positions take several chunks.
+    backend._rules = backend._rules._replace(logits=20, chunk=20, tokens=60)
     prompts = random_prompts(3, (30, 45))
     size = width_of(info.hidden, info.dtype)
     hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))

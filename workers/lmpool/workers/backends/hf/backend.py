@@ -37,8 +37,9 @@ _NO_LIMIT = 2**62  # A number of tokens that no batch reaches.
 
 # Default max tokens of one prompt in a step, on a CPU and on other devices: more tokens hardly save time per token.
 _CPU_CHUNK, _CHUNK = 512, 2048
-# Max logits that a forward returns (128 MiB in float32), unless a batch of rows needs more.
-_MAX_LOGITS = 1 << 25
+# Max logits that a forward returns, on a CPU and on other devices, unless a batch of rows needs more: 128 MiB in
+# float32, and 512 MiB in bfloat16. With fewer logits, a GPU would compute two texts at a time for V = 128,000.
+_MAX_LOGITS_CPU, _MAX_LOGITS = 1 << 25, 1 << 28
 
 
 @dataclass(slots=True, eq=False)
@@ -111,7 +112,7 @@ class HfBackend(EngineBackend):
         chunk = settings.chunked_prefill_size or (_CPU_CHUNK if is_cpu or abilities.attention else _CHUNK)
         self._rules = BatchRules(
             tokens=settings.max_batch_tokens,
-            logits=max(settings.max_batch, _MAX_LOGITS // vocab_size),
+            logits=max(settings.max_batch, (_MAX_LOGITS_CPU if is_cpu else _MAX_LOGITS) // vocab_size),
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
@@ -247,7 +248,8 @@ class HfBackend(EngineBackend):
             span = job.positions.span(length)
             start = span.start + sum(map(len, state.parts))
             longest = min(rules.horizon, pool.capacity) if pool is not None else 0
-            max_kept = rules.logits if length > longest else min(rules.logits, rules.chunk)
+            most = rules.tokens if kind == "hidden" else rules.logits  # Hidden states need no logits.
+            max_kept = most if length > longest else min(most, rules.chunk)
             end = min(span.stop, start + max_kept)
             if start < rules.horizon:
                 # End the chunk at the horizon: a forward beyond the horizon changes the logits of a prompt's prefixes.
