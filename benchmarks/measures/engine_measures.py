@@ -33,6 +33,7 @@ _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes abou
 _SERVER_READY_S = 180.0  # Max seconds until vLLM's own server is ready.
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
 _RANKS = 2  # Processes over which a model is spread.
+_RANKS_REST_S = 2.0  # Seconds until vLLM's ranks rest: they spin for one second after each step.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _SGLANG = ("--backend", "sglang", "--kv-cache-bytes", str(1 << 30))
 
@@ -180,7 +181,7 @@ def vllm_tensor(testbed: Testbed) -> list[Result]:
         testbed.wait_for_shared_memory("ranks")
         arguments, python = (model, "float32", "auto", str(_RANKS)), engine_python("vllm")
         peer = stack.enter_context(testbed.child("peers.vllm_peer", *arguments, python=python, **_ONE_THREAD))
-        samples = compare(testbed, ours, peer, testbed.scaled(_OVERHEAD_PROMPTS, 256))
+        samples = compare(testbed, ours, peer, testbed.scaled(_OVERHEAD_PROMPTS, 256), pause_s=_RANKS_REST_S)
     meaning = (
         f"rows/s for {_OVERHEAD_PROMPTS:,} distinct prompts of {_PROMPT_TOKENS} tokens, one narrow layer with random "
         f"weights, V = {FULL_V:,}, f32, `tensor_parallel_size={_RANKS}`, one thread per rank, through the pool ÷ "
