@@ -26,7 +26,7 @@ VARIABLE = "LMPOOL_BENCH_ENGINES"
 
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
 # Prompts per sample of each measure.
-_VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
+_VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS, _TENSOR_PROMPTS = 256, 64, 64, 1024, 2048
 _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
 _LONG_TOKENS = 256  # Initial tokens per context, so many that a recomputed context stands out in the count of tokens.
 _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
@@ -181,9 +181,9 @@ def vllm_tensor(testbed: Testbed) -> list[Result]:
         testbed.wait_for_shared_memory("ranks")
         arguments, python = (model, "float32", "auto", str(_RANKS)), engine_python("vllm")
         peer = stack.enter_context(testbed.child("peers.vllm_peer", *arguments, python=python, **_ONE_THREAD))
-        samples = compare(testbed, ours, peer, testbed.scaled(_OVERHEAD_PROMPTS, 256), pause_s=_RANKS_REST_S)
+        samples = compare(testbed, ours, peer, testbed.scaled(_TENSOR_PROMPTS, 256), pause_s=_RANKS_REST_S)
     meaning = (
-        f"rows/s for {_OVERHEAD_PROMPTS:,} distinct prompts of {_PROMPT_TOKENS} tokens, one narrow layer with random "
+        f"rows/s for {_TENSOR_PROMPTS:,} distinct prompts of {_PROMPT_TOKENS} tokens, one narrow layer with random "
         f"weights, V = {FULL_V:,}, f32, `tensor_parallel_size={_RANKS}`, one thread per rank, through the pool ÷ "
         "vLLM's engine core with as many ranks and a capturing logits processor in them, whose rows stay in the rank"
     )
