@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from mmap import mmap
+from mmap import MAP_POPULATE, MAP_SHARED, mmap
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -148,7 +148,9 @@ class RankExtension:
         """Map the worker's shared memory, whose descriptor in the process `pid` is `fd`; returns the error, or ""."""
         try:
             with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
-                self._lmpool_memory = np.frombuffer(mmap(file.fileno(), size), np.uint8)
+                # Map all pages now: mapping a page at its first write takes several times as long as the write.
+                memory = mmap(file.fileno(), size, flags=MAP_SHARED | MAP_POPULATE)
+                self._lmpool_memory = np.frombuffer(memory, np.uint8)
         except OSError as error:  # The rank is in another container or on another host.
             return str(error)
         return ""
