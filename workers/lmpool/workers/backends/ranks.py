@@ -66,7 +66,7 @@ class Followers:
         for rank, setup in enumerate(setups, 1):
             pipe = subprocess.PIPE
             # The end of the thread that starts a follower ends the follower too: see PR_SET_PDEATHSIG.
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", errors="replace")
             self._processes.append(process)
             assert process.stdin is not None
             json.dump({**setup, "parent": os.getpid()}, process.stdin)
@@ -80,7 +80,10 @@ class Followers:
         reason = ""
         assert process.stdout is not None
         for line in process.stdout:
-            name, level, text = json.loads(line)
+            try:
+                name, level, text = json.loads(line)
+            except (ValueError, TypeError):  # Other code wrote to the pipe, or the process was killed while it wrote.
+                name, level, text = __name__, logging.WARNING, line.rstrip()
             if level is None:
                 reason = text
             else:
@@ -154,5 +157,9 @@ class _SendingHandler(logging.Handler):
 
     def send(self, name: str, level: int | None, text: str) -> None:
         """Send a text; a text without a level is the reason why this process ends."""
-        self._pipe.write(json.dumps([name, level, text]) + "\n")
-        self._pipe.flush()
+        self.acquire()  # `emit` holds the lock already, and the reason of an end is sent without `emit`.
+        try:
+            self._pipe.write(json.dumps([name, level, text]) + "\n")
+            self._pipe.flush()
+        finally:
+            self.release()
