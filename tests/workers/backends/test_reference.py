@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_an_adapter_without_its_scale_is_found(
 
     monkeypatch.setattr(HfAdapters, "load", load_unscaled)
     assert "tokens with the adapter 'r' differs from transformers" in refused(folder, adapters=adapters)
+
+
+def test_only_the_first_adapters_are_compared(adapted: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, (named,) = adapted
+    wanted = [f"{name}={named.removeprefix('r=')}" for name in "abcde"]
+    settings = HfSettings(str(folder), device="cpu", adapters=wanted)
+    with closing(settings.open()) as backend:
+        found = reference.compare(backend, ReferenceRows.read(folder / FILE))
+    assert {each.adapter.partition("@")[0] for each in found} == {"", "a", "b", "c"}
+    monkeypatch.setattr(reference, "LAUNCH", "import sys; raise SystemExit(str(sys.argv))")
+    with pytest.raises(SettingsError) as caught:
+        reference._run_writer(settings, folder / "unused")
+    assert str(caught.value).count("--adapters=") == 3
 
 
 def test_without_a_stored_reference_another_process_computes_it(tmp_path: Path) -> None:

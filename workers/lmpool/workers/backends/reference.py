@@ -156,7 +156,8 @@ def stored_path(folder: Path, settings: ModelSettings) -> Path:
 def compare(backend: Backend, reference: ReferenceRows) -> list[Difference]:
     """Compare a backend's rows with the reference; call it in the backend's thread, before the backend serves."""
     info = backend.info
-    revisions = {"": ""} | {adapter: adapter.partition("@")[2] for adapter in backend.adapters}
+    checked = islice(backend.adapters, MAX_CHECKED_ADAPTERS)
+    revisions = {"": ""} | {adapter: adapter.partition("@")[2] for adapter in checked}
     compared = [adapter for adapter, revision in revisions.items() if revision in reference.rows]
     wanted = [
         (adapter, index, ids)
@@ -190,7 +191,8 @@ def bound_of(settings: ModelSettings, backend: Backend) -> float:
 def _run_writer(settings: ModelSettings, path: Path) -> None:
     """Have another process compute the reference: it frees its memory, and no engine has changed its torch."""
     words = ["verify", str(folder_of(settings)), "--write", f"--to={path}"]
-    words += [f"--adapters={name}={source}" for name, source in settings.adapter_folders.items()]
+    adapters = islice(settings.adapter_folders.items(), MAX_CHECKED_ADAPTERS)
+    words += [f"--adapters={name}={source}" for name, source in adapters]
     words += [f"--gguf-file={file}"] if (file := getattr(settings, "gguf_file", None)) is not None else []
     words += ["--trust-remote-code"] if settings.trust_remote_code else []
     _log.info("computing reference rows in float32 on the CPU; `lmpool verify %s --write` stores them", settings.model)
