@@ -20,6 +20,7 @@ from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.reference import compute_reference
 from lmpool.workers.backends.reference import FILE, ReferenceRows
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.contract import BackendStats
 from tests.contract import model as contract
 from tests.support.models.tiny_models import MAX_TOKENS, VOCAB_SIZE, write_model
 from tests.support.pool import run_lmpool
@@ -56,7 +57,8 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_a_correct_worker_agrees_with_the_stored_reference(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "LAUNCH", "raise SystemExit('the stored reference is not used')")
-    opened(stored).close()
+    with closing(opened(stored)) as backend:
+        assert backend.stats() == BackendStats(), "the compared rows do not count"
 
 
 def test_the_reference_has_the_rows_of_the_merged_model(adapted: tuple[Path, list[str]]) -> None:

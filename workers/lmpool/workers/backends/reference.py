@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -25,8 +25,8 @@ from lmpool.cli import LAUNCH
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.row import Row
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, read_config
-from lmpool.workers.backends.engines import MAX_CHECKED_ADAPTERS, compute_rows, unservable
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, quantisation_of
+from lmpool.workers.backends.engines import MAX_CHECKED_ADAPTERS, EngineBackend, compute_rows, unservable
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.settings import ModelSettings, parse_engine_args
 from lmpool.workers.execution.contract import Backend
@@ -119,6 +119,7 @@ def open_verified(settings: ModelSettings, make: Callable[[], Backend]) -> Backe
     except BaseException:
         backend.close()
         raise
+    cast(EngineBackend, backend).reset_stats()
     return backend
 
 
@@ -180,10 +181,8 @@ def compare(backend: Backend, reference: ReferenceRows) -> list[Difference]:
 
 def bound_of(settings: ModelSettings, backend: Backend) -> float:
     """The largest accepted `Difference.share` of a backend's rows."""
-    config = folder_of(settings) / "config.json"
-    has_narrow_weights = config.is_file() and "quantization_config" in read_config(config)
-    online = getattr(settings, "quantization", None)
-    if has_narrow_weights or online or parse_engine_args(getattr(settings, "engine_args", [])).get("quantization"):
+    online = settings.quantization or parse_engine_args(getattr(settings, "engine_args", [])).get("quantization")
+    if online or quantisation_of(folder_of(settings)):
         return QUANTISED_BOUND
     return BOUNDS.get("float16" if backend.info.lossy else backend.info.dtype, QUANTISED_BOUND)
 
@@ -200,12 +199,12 @@ def _run_writer(settings: ModelSettings, path: Path) -> None:
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
         assert process.stderr is not None
-        said = process.stderr.read().strip()
+        printed = process.stderr.read().strip()
     if process.returncode < 0:
         reason = f"signal {-process.returncode} ended the process that computes the reference: is memory full?"
         raise SettingsError(f"verify: {reason} {advice(settings.model)}")
     if process.returncode:
-        raise SettingsError(said.rpartition("\n")[2].removeprefix("lmpool: "))
+        raise SettingsError(printed.rpartition("\n")[2].removeprefix("lmpool: "))
 
 
 def advice(model: str) -> str:
