@@ -235,7 +235,8 @@ class SglangBackend(EngineBackend):
 
     def when_broken(self, report: Callable[[BaseException], object]) -> None:
         """See `TellsEnd.when_broken`."""
-        self._engine.on_end = report
+        # An end that came first is reported at once.
+        self._engine.end.add_done_callback(lambda end: report(end.result()))
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
