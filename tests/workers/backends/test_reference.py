@@ -111,7 +111,7 @@ def test_only_the_first_adapters_are_compared(adapted: tuple[Path, list[str]], m
     assert {each.adapter.partition("@")[0] for each in found} == {"", "a", "b", "c"}
     monkeypatch.setattr(reference, "LAUNCH", "import sys; raise SystemExit(str(sys.argv))")
     with pytest.raises(SettingsError) as caught:
-        reference._run_writer(settings, folder / "unused")
+        reference._run_writer(settings, folder / "unused", "")
     assert str(caught.value).count("--adapters=") == 3
 
 
@@ -154,6 +154,14 @@ def test_the_end_of_the_process_that_computes_the_reference_is_reported(
     assert "signal 9 ended the process that computes the reference: is memory full? Run `lmpool ver" in refused(stored)
     monkeypatch.setattr(reference, "LAUNCH", "raise SystemExit('lmpool: verify: the reason')")
     assert refused(stored) == "verify: the reason"
+
+
+def test_the_process_that_computes_the_reference_gets_the_digest(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stored / FILE).unlink()
+    monkeypatch.setattr(reference, "LAUNCH", "import os; raise SystemExit(os.environ['LMPOOL_REFERENCE_DIGEST'])")
+    assert refused(stored) == checkpoint_revision(stored)
+    monkeypatch.setenv("LMPOOL_REFERENCE_DIGEST", "given")
+    assert compute_reference(HfSettings(str(stored))).digest == "given"
 
 
 def test_the_command_prints_the_differences(stored: Path) -> None:

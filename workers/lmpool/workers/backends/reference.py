@@ -34,6 +34,9 @@ from lmpool.workers.execution.contract import Backend
 FILE = "lmpool_reference.npz"
 """Name of the file next to a checkpoint. Engines ignore the file, and the digest of the checkpoint leaves it out."""
 
+DIGEST = "LMPOOL_REFERENCE_DIGEST"
+"""Environment variable: digest of the checkpoint, so that the process that a worker starts does not read all files."""
+
 BOUNDS = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 0.1}
 """Dtype -> largest accepted RMS difference from the reference, divided by the standard deviation of the reference.
 
@@ -138,7 +141,7 @@ def find_reference(settings: ModelSettings) -> ReferenceRows:
         if revisions.keys() <= reference.rows.keys():
             return reference
     with TemporaryDirectory(prefix="lmpool-reference-") as place:
-        _run_writer(settings, Path(place) / FILE)
+        _run_writer(settings, Path(place) / FILE, digest)
         return ReferenceRows.read(Path(place) / FILE)
 
 
@@ -187,7 +190,7 @@ def bound_of(settings: ModelSettings, backend: Backend) -> float:
     return BOUNDS.get("float16" if backend.info.lossy else backend.info.dtype, QUANTISED_BOUND)
 
 
-def _run_writer(settings: ModelSettings, path: Path) -> None:
+def _run_writer(settings: ModelSettings, path: Path, digest: str) -> None:
     """Have another process compute the reference: it frees its memory, and no engine has changed its torch."""
     words = ["verify", str(folder_of(settings)), "--write", f"--to={path}"]
     adapters = islice(settings.adapter_folders.items(), MAX_CHECKED_ADAPTERS)
@@ -195,9 +198,9 @@ def _run_writer(settings: ModelSettings, path: Path) -> None:
     words += [f"--gguf-file={file}"] if (file := getattr(settings, "gguf_file", None)) is not None else []
     words += ["--trust-remote-code"] if settings.trust_remote_code else []
     _log.info("computing reference rows in float32 on the CPU; `lmpool verify %s --write` stores them", settings.model)
-    command, environment = [sys.executable, "-P", "-c", LAUNCH, *words], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command, variables = [sys.executable, "-P", "-c", LAUNCH, *words], {"CUDA_VISIBLE_DEVICES": "", DIGEST: digest}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
+    with subprocess.Popen(command, env=os.environ | variables, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
         assert process.stderr is not None
         printed = process.stderr.read().strip()
     if process.returncode < 0:
