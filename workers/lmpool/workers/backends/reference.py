@@ -198,9 +198,10 @@ def _run_writer(settings: ModelSettings, path: Path, digest: str) -> None:
     words += [f"--gguf-file={file}"] if (file := getattr(settings, "gguf_file", None)) is not None else []
     words += ["--trust-remote-code"] if settings.trust_remote_code else []
     _log.info("computing reference rows in float32 on the CPU; `lmpool verify %s --write` stores them", settings.model)
-    command, variables = [sys.executable, "-P", "-c", LAUNCH, *words], {"CUDA_VISIBLE_DEVICES": "", DIGEST: digest}
+    command = [sys.executable, "-P", "-c", LAUNCH, *words]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", DIGEST: digest}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, env=os.environ | variables, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
+    with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
         assert process.stderr is not None
         printed = process.stderr.read().strip()
     if process.returncode < 0:
