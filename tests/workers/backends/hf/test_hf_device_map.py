@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import logging
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -122,8 +124,20 @@ def test_weights_of_another_form_are_written_to_the_offload_folder(tmp_path: Pat
     with pytest.raises(SettingsError, match=r"^offload_folder: .* name a folder with --offload-folder$"):
         spread(folder, 0.3)
     offload = tmp_path / "offload"
-    backend = spread(folder, 0.3, offload_folder=str(offload))
+    left, used = offload / "lmpool-left", offload / "lmpool-used"
+    for other in (left, used):
+        other.mkdir(parents=True)
+        (other / "weights.safetensors").touch()
+        (other / "lock").touch()
+    with (used / "lock").open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        backend = spread(folder, 0.3, offload_folder=str(offload))
+        assert used.exists()
+    assert not left.exists(), "the folder of a worker that was killed is removed"
+    rmtree(used)
     assert list(offload.glob("lmpool-*/*.safetensors"))
+    with (next(offload.glob("lmpool-*")) / "lock").open("r+b") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     Reference(folder).check(serve(backend, PROMPTS))
     backend.close()
     assert list(offload.iterdir()) == [], "a closed backend removes its files"
