@@ -124,7 +124,7 @@ def test_weights_of_another_form_are_written_to_the_offload_folder(tmp_path: Pat
     with pytest.raises(SettingsError, match=r"^offload_folder: .* name a folder with --offload-folder$"):
         spread(folder, 0.3)
     offload = tmp_path / "offload"
-    left, used = offload / "lmpool-left", offload / "lmpool-used"
+    left, used = offload / "lmpool-offload-left", offload / "lmpool-offload-used"
     for other in (left, used):
         other.mkdir(parents=True)
         (other / "weights.safetensors").touch()

@@ -1,7 +1,6 @@
-"""Processes that compute a model together with the worker: their start, their logs, and their end.
+"""Followers, the ranks (processes of a model) outside the worker's process: their start, their logs and their end.
 
-The worker's process is rank 0. The other ranks (followers) are children of the worker. A follower ends when the worker
-ends, and a worker ends when a follower ends.
+A follower is a child process of the worker. It ends when the worker ends, and the worker ends when a follower ends.
 """
 
 from __future__ import annotations

@@ -51,11 +51,11 @@ def _locked_folder(parent: Path) -> TemporaryDirectory[str]:
     The worker holds a lock on a file in the folder until its process ends. The next worker removes folders without a
     lock, because a worker that is killed leaves its folder.
     """
-    for path in parent.glob("lmpool-*/lock"):
+    for path in parent.glob("lmpool-offload-*/lock"):
         with suppress(OSError), path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             rmtree(path.parent, ignore_errors=True)
-    folder = TemporaryDirectory(prefix="lmpool-", dir=parent)
+    folder = TemporaryDirectory(prefix="lmpool-offload-", dir=parent)
     new = Path(folder.name, "new")
     lock = os.open(new, os.O_CREAT | os.O_WRONLY)  # Open until the process ends.
     with suppress(OSError):  # This file system has no locks, so that no worker removes folders.
