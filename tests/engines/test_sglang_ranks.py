@@ -76,7 +76,8 @@ def test_a_process_that_is_killed_during_forwards_ends_the_engine(model_folder: 
         with pytest.raises(WorkerError, match=KILLED):
             driver.finish(digests)
         errors: SimpleQueue[BaseException] = SimpleQueue()
-        driver.backend.when_broken(errors.put)
+        backend: Any = driver.backend
+        backend.when_broken(errors.put)
         with pytest.raises(WorkerError, match=KILLED):  # An end before this call is reported too.
             raise errors.get(timeout=60)
 

@@ -126,14 +126,14 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     found = [(path, path.stat()) for path in [*configs, *_weights(folder)]]
     files = tuple((path, status.st_size, status.st_ctime_ns) for path, status in found)
     is_settled = all(time.time_ns() - changed_ns > _SETTLED_NS for *_, changed_ns in files)
-    state = (_digest if is_settled else _digest.__wrapped__)(files).copy()
+    state: blake2b = (_digest if is_settled else _digest.__wrapped__)(files).copy()
     if also:
         state.update(json.dumps(dict(also), sort_keys=True, default=str).encode())
     return state.hexdigest()
 
 
 @lru_cache
-def _digest(files: tuple[tuple[Path, int, int], ...]) -> Any:
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> blake2b:
     """The state of a digest over config and weight files, each with its size and the time of its last change.
 
     A worker needs the digest several times, and reads the files once.
