@@ -368,9 +368,8 @@ def test_other_options_are_passed_on() -> None:
 
 def test_options_have_the_names_of_sglangs_command_line() -> None:
     names: dict[str, str] = import_module("lmpool.workers.backends.sglang.engine").option_names()
-    given = ["--tensor-parallel-size 1 --no-enable-tf32-matmul --enable-hicache"]
+    given = ["--no-enable-tf32-matmul --enable-hicache"]
     assert options.user_options(SglangSettings("m", engine_args=given), known(), "", names) == {
-        "tp_size": 1,
         "enable_tf32_matmul": False,
         "enable_hierarchical_cache": True,
     }
