@@ -338,11 +338,11 @@ def known() -> dict[str, bool]:
         ("skip_tokenizer_init=false", "engine_args: skip_tokenizer_init cannot be set here: prompts are token ids"),
         ("tp_size=2", "engine_args: tp_size cannot be set here: use --tensor-parallel-size"),
         ("ep_size=2", "engine_args: ep_size cannot be set here: use --expert-parallel-size"),
-        ("--pp-size=2", "engine_args: pp_size cannot be set here: one process must have the whole rows of all prompts"),
+        ("--pp-size=2", "engine_args: pp_size cannot be set here: one rank must have the whole rows of all prompts"),
         ("dp_size=4", "engine_args: dp_size cannot be set here: start more workers for more copies of a model"),
-        ("nnodes=2", "engine_args: nnodes cannot be set here: all processes of a model run on the worker's machine"),
-        ("enable_dp_attention=true", "engine_args: enable_dp_attention cannot be set here: one process must have"),
-        ("enable_tp_lm_head_all_to_all=true", "cannot be set here: one process must have the whole rows"),
+        ("nnodes=2", "engine_args: nnodes cannot be set here: all ranks of a model run on the worker's machine"),
+        ("enable_dp_attention=true", "engine_args: enable_dp_attention cannot be set here: one rank must have"),
+        ("enable_tp_lm_head_all_to_all=true", "cannot be set here: one rank must have the whole rows"),
         ("speculative_algorithm=EAGLE", "engine_args: speculative_algorithm cannot be set here: each request computes"),
         ("disable_overlap_schedule=false", "engine_args: disable_overlap_schedule cannot be set here"),
         ("allow_auto_truncate=true", "engine_args: allow_auto_truncate cannot be set here"),
@@ -368,9 +368,8 @@ def test_other_options_are_passed_on() -> None:
 
 def test_options_have_the_names_of_sglangs_command_line() -> None:
     names: dict[str, str] = import_module("lmpool.workers.backends.sglang.engine").option_names()
-    given = ["--tensor-parallel-size 1 --no-enable-tf32-matmul --enable-hicache"]
+    given = ["--no-enable-tf32-matmul --enable-hicache"]
     assert options.user_options(SglangSettings("m", engine_args=given), known(), "", names) == {
-        "tp_size": 1,
         "enable_tf32_matmul": False,
         "enable_hierarchical_cache": True,
     }

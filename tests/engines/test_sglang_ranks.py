@@ -75,6 +75,11 @@ def test_a_process_that_is_killed_during_forwards_ends_the_engine(model_folder: 
         os.kill(follower_of(driver.backend), signal.SIGKILL)
         with pytest.raises(WorkerError, match=KILLED):
             driver.finish(digests)
+        errors: SimpleQueue[BaseException] = SimpleQueue()
+        backend: Any = driver.backend
+        backend.when_broken(errors.put)
+        with pytest.raises(WorkerError, match=KILLED):  # An end before this call is reported too.
+            raise errors.get(timeout=60)
 
 
 async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path, pool: Pool) -> None:

@@ -17,7 +17,7 @@ from redis.asyncio import Redis
 
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import ModelMismatch, ProtocolError, ServerUnreachable
+from lmpool.errors import ModelMismatch, ProtocolError, ServerUnreachable, WorkerError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import Job, digest_of
 from lmpool.protocol.keys import GROUP, Keys
@@ -270,6 +270,19 @@ async def test_a_wrong_address_is_reported_before_the_model_is_loaded() -> None:
 
 
 # The worker's loop
+
+
+async def test_a_worker_keeps_and_logs_the_first_of_the_errors_that_break_its_backend(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = Worker(Server("redis://127.0.0.1:1"), Prepared(_Faulty("")))
+    first = WorkerError("rank 1 of the model has failed")
+    for error in (first, WorkerError("rank 1 of the model has failed"), RuntimeError("cancelled")):
+        worker._break(error)
+    assert worker._lifecycle.broken is first
+    assert worker.health.why_dead() == "the backend broke: rank 1 of the model has failed"
+    assert caplog.messages == ["the backend broke: rank 1 of the model has failed"]
+    assert caplog.records[0].exc_info is None, "an error of one line needs no traceback"
 
 
 async def test_small_rows_that_become_ready_during_a_publication_are_published_together(pool: Pool) -> None:

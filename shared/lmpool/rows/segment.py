@@ -344,7 +344,7 @@ def make_segment(
                 raise OSError(errno.ENOSPC, f"{missing} bytes more are needed, and {free} are free")
             os.posix_fallocate(fd, at, min(_STEP_BYTES, missing))
         memory = mmap.mmap(fd, layout.size)
-        before_sealing(fd, memory)  # Nobody can map sealed memory for writing.
+        before_sealing(fd, memory)  # No process can map sealed memory for writing.
         fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)
         # Map all pages now: mapping a page at its first write would take ten times as long as the write.
         pages = np.frombuffer(memory, np.uint8)[::PAGE]

@@ -14,8 +14,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import chdir
 from pathlib import Path
 from shutil import rmtree
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -208,7 +210,14 @@ def plain_folder(folder: Path) -> Path:
 def write_all(folder: Path) -> None:
     """Write the checkpoints of all formats, and their dequantised models; replaces existing checkpoints."""
     torch._dynamo.config.disable = True  # gptqmodel would compile its operators, for a minute.
+    folder = folder.resolve()
     rmtree(folder, ignore_errors=True)
+    with TemporaryDirectory() as place, chdir(place):  # gptqmodel writes log files into the current folder.
+        _write_all(folder)
+    (folder / "written").touch()
+
+
+def _write_all(folder: Path) -> None:
     plain = folder / "plain"
     write_model(plain)
     write_tokenizer(plain)  # gptqmodel needs a tokenizer.
@@ -219,7 +228,6 @@ def write_all(folder: Path) -> None:
         assert weights.keys() <= kept.keys()
         assert all(weight.shape == kept[key].shape for key, weight in weights.items())
         model.save_pretrained(plain_folder(folder / name), state_dict=kept | {k: w.float() for k, w in weights.items()})
-    (folder / "written").touch()
 
 
 def _load(folder: Path, **more: Any) -> Any:

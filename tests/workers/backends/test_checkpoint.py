@@ -427,6 +427,22 @@ def test_the_order_of_the_files_does_not_matter(write: Write, monkeypatch: pytes
         assert checkpoint_revision(folder) == digest
 
 
+def test_the_files_are_read_again_only_after_a_change(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "_SETTLED_NS", -1)
+    folder, read = write(), list[Path]()
+
+    def read_config(path: Path) -> dict[str, Any]:
+        read.append(path)
+        return {}
+
+    monkeypatch.setattr(checkpoint, "read_config", read_config)
+    assert checkpoint_revision(folder) == checkpoint_revision(folder) != checkpoint_revision(folder, {"dtype": "fp8"})
+    assert len(read) == 1
+    (folder / "model.safetensors").write_bytes(WEIGHTS + b"more")
+    assert checkpoint_revision(folder) == checkpoint_revision(folder)
+    assert len(read) == 2
+
+
 def test_different_checkpoints_have_different_digests(write: Write) -> None:
     folders = {
         "plain": write("plain"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -11,11 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 
 from lmpool.errors import WorkerError
-from lmpool.workers.backends.ranks import Followers
+from lmpool.workers.backends.ranks import Followers, _SendingHandler
 from tests.support.pool import until
 
 FOLLOWER = """
@@ -29,14 +31,26 @@ with following() as setup:
     signal.pause()
 """
 COMMAND = [sys.executable, "-c", FOLLOWER]
+KILLED_WHILE_IT_WRITES = """
+import logging, os, signal
+os.write(1, b"a library's \\xff\\n")
+from lmpool.workers.backends.ranks import following
+with following():
+    pipe = logging.getLogger().handlers[-1]._pipe
+    pipe.write('["engine", 30, "half a li')
+    pipe.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 RUNS = {"fails": False}
 
 
 @contextmanager
-def followers(*setups: dict[str, bool]) -> Iterator[tuple[Followers, SimpleQueue[WorkerError]]]:
+def followers(
+    *setups: dict[str, bool], command: list[str] = COMMAND
+) -> Iterator[tuple[Followers, SimpleQueue[WorkerError]]]:
     """Follower processes, and the errors that they report."""
     errors: SimpleQueue[WorkerError] = SimpleQueue()
-    started = Followers(COMMAND, setups, errors.put)
+    started = Followers(command, setups, errors.put)
     try:
         yield started, errors
     finally:
@@ -80,6 +94,27 @@ def test_a_killed_follower_is_reported_and_the_others_end(caplog: pytest.LogCapt
 def test_the_error_of_a_follower_is_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
     with followers(RUNS, {"fails": True}) as (_, errors):
         assert str(errors.get(timeout=60)) == "rank 2 of the model has failed: no memory for the weights"
+
+
+def test_output_that_is_no_log_entry_is_logged_and_the_end_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    with followers(RUNS, command=[sys.executable, "-c", KILLED_WHILE_IT_WRITES]) as (_, errors):
+        error = errors.get(timeout=60)
+    assert str(error) == "rank 1 of the model has failed: its process was ended by signal 9 (SIGKILL)"
+    assert caplog.messages == ["(rank 1) a library's \ufffd", '(rank 1) ["engine", 30, "half a li']
+
+
+def test_two_threads_do_not_mix_their_lines() -> None:
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            lock: Any = handler.lock
+            assert lock._is_owned()
+            return super().write(text)
+
+    pipe = Pipe()
+    handler = _SendingHandler(pipe)
+    handler.send("", None, "the reason of the end")
+    handler.handle(logging.makeLogRecord({"msg": "an entry"}))
+    assert pipe.getvalue().count("\n") == 2
 
 
 def test_closing_reports_no_end(caplog: pytest.LogCaptureFixture) -> None:

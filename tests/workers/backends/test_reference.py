@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.reference import compute_reference
 from lmpool.workers.backends.reference import FILE, ReferenceRows
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.contract import BackendStats
 from tests.contract import model as contract
 from tests.support.models.tiny_models import MAX_TOKENS, VOCAB_SIZE, write_model
 from tests.support.pool import run_lmpool
@@ -55,7 +57,8 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 def test_a_correct_worker_agrees_with_the_stored_reference(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "LAUNCH", "raise SystemExit('the stored reference is not used')")
-    opened(stored).close()
+    with closing(opened(stored)) as backend:
+        assert backend.stats() == BackendStats(), "the compared rows do not count"
 
 
 def test_the_reference_has_the_rows_of_the_merged_model(adapted: tuple[Path, list[str]]) -> None:
@@ -99,6 +102,19 @@ def test_an_adapter_without_its_scale_is_found(
     assert "tokens with the adapter 'r' differs from transformers" in refused(folder, adapters=adapters)
 
 
+def test_only_the_first_adapters_are_compared(adapted: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, (named,) = adapted
+    wanted = [f"{name}={named.removeprefix('r=')}" for name in "abcde"]
+    settings = HfSettings(str(folder), device="cpu", adapters=wanted)
+    with closing(settings.open()) as backend:
+        found = reference.compare(backend, ReferenceRows.read(folder / FILE))
+    assert {each.adapter.partition("@")[0] for each in found} == {"", "a", "b", "c"}
+    monkeypatch.setattr(reference, "LAUNCH", "import sys; raise SystemExit(str(sys.argv))")
+    with pytest.raises(SettingsError) as caught:
+        reference._run_writer(settings, folder / "unused", "")
+    assert str(caught.value).count("--adapters=") == 3
+
+
 def test_without_a_stored_reference_another_process_computes_it(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "llama", "llama")
     files = sorted(folder.iterdir())
@@ -138,6 +154,14 @@ def test_the_end_of_the_process_that_computes_the_reference_is_reported(
     assert "signal 9 ended the process that computes the reference: is memory full? Run `lmpool ver" in refused(stored)
     monkeypatch.setattr(reference, "LAUNCH", "raise SystemExit('lmpool: verify: the reason')")
     assert refused(stored) == "verify: the reason"
+
+
+def test_the_process_that_computes_the_reference_gets_the_digest(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (stored / FILE).unlink()
+    monkeypatch.setattr(reference, "LAUNCH", "import os; raise SystemExit(os.environ['LMPOOL_REFERENCE_DIGEST'])")
+    assert refused(stored) == checkpoint_revision(stored)
+    monkeypatch.setenv("LMPOOL_REFERENCE_DIGEST", "given")
+    assert compute_reference(HfSettings(str(stored))).digest == "given"
 
 
 def test_the_command_prints_the_differences(stored: Path) -> None:

@@ -358,13 +358,16 @@ class Worker:
             _log.info("%s, %d in flight, %d failures", line or "no step", in_flight, serving.dispatcher.failures)
 
     def _break(self, error: BaseException, hung: EngineThread | None = None) -> None:
-        """Stop the worker, because the backend broke or its thread `hung`; keep the reason of the first call."""
-        if hung is None:
-            _log.error("the backend broke", exc_info=error)
-        else:
+        """Stop the worker, because the backend broke or its thread `hung`; log and keep the first reason."""
+        if hung is not None:
             _log.error("%s; its thread is at\n%s", error, hung.stack())
             hung.abandon(error)
-        self._lifecycle.broken = self._lifecycle.broken or error
+        if self._lifecycle.broken is not None:
+            return  # Later errors follow from the first: the step, its engine and each process report the same end.
+        if hung is None:
+            traceback = None if isinstance(error, WorkerError) else error
+            _log.error("the backend broke: %s", _reason(error), exc_info=traceback)
+        self._lifecycle.broken = error
         self.health.broken = str(error) or type(error).__name__
         self.stop()
 

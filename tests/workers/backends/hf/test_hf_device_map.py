@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import logging
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -54,6 +56,7 @@ def test_an_offloaded_model_gives_the_same_model_info_rows_and_head(tiny: Tiny, 
     assert not is_offloaded(whole._forward.model)
     assert parts.info == whole.info
     assert parts.device == "cpu"
+    assert parts.devices == ["cpu"]
     prompts = [ids + (5,) * n for ids in PROMPTS for n in range(3)]
     rows = serve(parts, prompts)
     for prompt, row in serve(whole, prompts).items():
@@ -61,6 +64,15 @@ def test_an_offloaded_model_gives_the_same_model_info_rows_and_head(tiny: Tiny, 
     if whole.info.hidden:
         query = HeadQuery("weights", 3, 5)
         assert np.array_equal(parts.head(query), whole.head(query))
+
+
+def test_all_gpus_that_hold_layers_are_reported(tiny: Tiny) -> None:
+    backend = tiny.backend()
+    assert backend.devices == ["cpu"]
+    model: Any = backend._forward.model
+    model.hf_device_map = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": 1, "lm_head": "cpu"}
+    assert backend.devices == ["cuda:0", "cuda:1"]
+    del model.hf_device_map
 
 
 def test_accelerate_keeps_no_address_of_a_weight_that_was_moved(tmp_path: Path) -> None:
@@ -112,8 +124,20 @@ def test_weights_of_another_form_are_written_to_the_offload_folder(tmp_path: Pat
     with pytest.raises(SettingsError, match=r"^offload_folder: .* name a folder with --offload-folder$"):
         spread(folder, 0.3)
     offload = tmp_path / "offload"
-    backend = spread(folder, 0.3, offload_folder=str(offload))
+    left, used = offload / "lmpool-offload-left", offload / "lmpool-offload-used"
+    for other in (left, used):
+        other.mkdir(parents=True)
+        (other / "weights.safetensors").touch()
+        (other / "lock").touch()
+    with (used / "lock").open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        backend = spread(folder, 0.3, offload_folder=str(offload))
+        assert used.exists()
+    assert not left.exists(), "the folder of a worker that was killed is removed"
+    rmtree(used)
     assert list(offload.glob("lmpool-*/*.safetensors"))
+    with (next(offload.glob("lmpool-*")) / "lock").open("r+b") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     Reference(folder).check(serve(backend, PROMPTS))
     backend.close()
     assert list(offload.iterdir()) == [], "a closed backend removes its files"
@@ -159,9 +183,9 @@ def test_adapters_are_refused_while_weights_are_offloaded(tiny: Tiny, tmp_path: 
     ("values", "message"),
     [
         ({"device_map": "everywhere"}, "device_map: 'everywhere' is not "),
-        ({"device_map": "auto", "device": "cpu"}, "device_map: it chooses the devices: leave out --device cpu"),
-        ({"max_memory": "cpu=1GiB"}, "max_memory: it needs --device-map"),
-        ({"offload_folder": "/tmp"}, "offload_folder: it needs --device-map"),
+        ({"device_map": "auto", "device": "cpu"}, "device_map: auto chooses devices: leave out --device cpu"),
+        ({"max_memory": "cpu=1GiB"}, "max_memory: this option has no effect without --device-map"),
+        ({"offload_folder": "/tmp"}, "offload_folder: this option has no effect without --device-map"),
         ({"device_map": "auto", "max_memory": "gpu=1GiB"}, "max_memory: 'gpu=1GiB' is not DEVICE=SIZE"),
         ({"device_map": "auto", "max_memory": "0=1GiB,,"}, "max_memory: '' is not DEVICE=SIZE"),
         ({"device_map": "auto", "max_memory": "0=1G"}, "max_memory: '0=1G' is not DEVICE=SIZE"),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import ssl
+import time
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import lru_cache
 from hashlib import blake2b
 from http.client import HTTPException
 from itertools import islice
@@ -50,6 +52,10 @@ _MAX_LISTED = 1000  # Max folder entries that are compared with a misspelt name.
 # Words in a row of a table: a digest views files as tables of 64-bit words (2 MiB, to fit the CPU's cache).
 _ROW = 512
 _TABLE = _ROW * _ROW
+
+# Nanoseconds after a change of a file until its digest is kept: file systems store times rounded to milliseconds, so a
+# second change right after the first may leave the time as it is.
+_SETTLED_NS = 2_000_000_000
 
 
 def checkpoint_folder(
@@ -116,12 +122,27 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
     Returns:
         Digest: 32 hexadecimal digits.
     """
+    configs = [folder / name for name in _CONFIGS if (folder / name).is_file()]
+    found = [(path, path.stat()) for path in [*configs, *_weights(folder)]]
+    files = tuple((path, status.st_size, status.st_ctime_ns) for path, status in found)
+    is_settled = all(time.time_ns() - changed_ns > _SETTLED_NS for *_, changed_ns in files)
+    state: blake2b = (_digest if is_settled else _digest.__wrapped__)(files).copy()
+    if also:
+        state.update(json.dumps(dict(also), sort_keys=True, default=str).encode())
+    return state.hexdigest()
+
+
+@lru_cache
+def _digest(files: tuple[tuple[Path, int, int], ...]) -> blake2b:
+    """The state of a digest over config and weight files, each with its size and the time of its last change.
+
+    A worker needs the digest several times, and reads the files once.
+    """
     state = blake2b(digest_size=16)
-    for name in _CONFIGS:
-        if (folder / name).is_file():
-            state.update(json.dumps(stable(read_config(folder / name)), sort_keys=True).encode())
-    for path in _weights(folder):
-        size = path.stat().st_size
+    for path, size, _ in files:
+        if path.name in _CONFIGS:
+            state.update(json.dumps(stable(read_config(path)), sort_keys=True).encode())
+            continue
         state.update(f"\n{path.name} {size} ".encode())
         words = size // 8 // _ROW * _ROW
         mapped = np.memmap(path, np.dtype("<u8"), "r", shape=(words,)) if words else np.empty(0)
@@ -132,9 +153,7 @@ def checkpoint_revision(folder: Path, also: Mapping[str, Any] | None = None) -> 
         with path.open("rb") as file:  # Add the bytes after the last whole row of words.
             file.seek(8 * words)
             state.update(file.read())
-    if also:
-        state.update(json.dumps(dict(also), sort_keys=True, default=str).encode())
-    return state.hexdigest()
+    return state
 
 
 def checkpoint_files(model: str, gguf_file: str | None = None) -> list[Path]:

@@ -57,7 +57,7 @@ class EngineBackend(TellsTexts, ABC):
         torch_device.settle()
         self._settings = settings
         self._held: dict[bytes, Any] = {}  # Digest of each job that the backend holds -> job, or name of its request.
-        self._stats = BackendStats()
+        self.reset_stats()
         self.adapters: dict[str, str] = {}
 
     @abstractmethod
@@ -92,7 +92,7 @@ class EngineBackend(TellsTexts, ABC):
             if isinstance(error, WorkerError):
                 raise unservable(backend, str(error)) from error
             raise
-        self._stats = BackendStats()
+        self.reset_stats()
 
     def capacity(self) -> int:
         """Number of jobs to accept: the backend holds at most one batch next to the running batch."""
@@ -123,6 +123,10 @@ class EngineBackend(TellsTexts, ABC):
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""
         return self._stats
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero: no client has requested the rows of the checks at the start."""
+        self._stats = BackendStats()
 
 
 def check_canary(backend: Backend) -> None:

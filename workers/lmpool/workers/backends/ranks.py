@@ -1,7 +1,6 @@
-"""Processes that compute a model together with the worker: their start, their logs, and their end.
+"""Followers, the ranks (processes of a model) outside the worker's process: their start, their logs and their end.
 
-The worker's process is rank 0. The other ranks (followers) are children of the worker. A follower ends when the worker
-ends, and a worker ends when a follower ends.
+A follower is a child process of the worker. It ends when the worker ends, and the worker ends when a follower ends.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Followers:
         for rank, setup in enumerate(setups, 1):
             pipe = subprocess.PIPE
             # The end of the thread that starts a follower ends the follower too: see PR_SET_PDEATHSIG.
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, encoding="utf-8")
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, encoding="utf-8", errors="replace")
             self._processes.append(process)
             assert process.stdin is not None
             json.dump({**setup, "parent": os.getpid()}, process.stdin)
@@ -80,7 +79,10 @@ class Followers:
         reason = ""
         assert process.stdout is not None
         for line in process.stdout:
-            name, level, text = json.loads(line)
+            try:
+                name, level, text = json.loads(line)
+            except (ValueError, TypeError):  # Other code wrote to the pipe, or the process was killed while it wrote.
+                name, level, text = __name__, logging.WARNING, line.rstrip()
             if level is None:
                 reason = text
             else:
@@ -154,5 +156,9 @@ class _SendingHandler(logging.Handler):
 
     def send(self, name: str, level: int | None, text: str) -> None:
         """Send a text; a text without a level is the reason why this process ends."""
-        self._pipe.write(json.dumps([name, level, text]) + "\n")
-        self._pipe.flush()
+        self.acquire()  # `emit` holds the lock already, and the reason of an end is sent without `emit`.
+        try:
+            self._pipe.write(json.dumps([name, level, text]) + "\n")
+            self._pipe.flush()
+        finally:
+            self.release()

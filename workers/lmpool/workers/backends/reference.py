@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from zipfile import BadZipFile
 
 import numpy as np
@@ -25,14 +25,17 @@ from lmpool.cli import LAUNCH
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.row import Row
-from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, read_config
-from lmpool.workers.backends.engines import MAX_CHECKED_ADAPTERS, compute_rows, unservable
+from lmpool.workers.backends.checkpoint import checkpoint_folder, checkpoint_revision, quantisation_of
+from lmpool.workers.backends.engines import MAX_CHECKED_ADAPTERS, EngineBackend, compute_rows, unservable
 from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.settings import ModelSettings, parse_engine_args
 from lmpool.workers.execution.contract import Backend
 
 FILE = "lmpool_reference.npz"
 """Name of the file next to a checkpoint. Engines ignore the file, and the digest of the checkpoint leaves it out."""
+
+DIGEST = "LMPOOL_REFERENCE_DIGEST"
+"""Environment variable: digest of the checkpoint, so that the process that a worker starts does not read all files."""
 
 BOUNDS = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 0.1}
 """Dtype -> largest accepted RMS difference from the reference, divided by the standard deviation of the reference.
@@ -119,6 +122,7 @@ def open_verified(settings: ModelSettings, make: Callable[[], Backend]) -> Backe
     except BaseException:
         backend.close()
         raise
+    cast(EngineBackend, backend).reset_stats()
     return backend
 
 
@@ -137,7 +141,7 @@ def find_reference(settings: ModelSettings) -> ReferenceRows:
         if revisions.keys() <= reference.rows.keys():
             return reference
     with TemporaryDirectory(prefix="lmpool-reference-") as place:
-        _run_writer(settings, Path(place) / FILE)
+        _run_writer(settings, Path(place) / FILE, digest)
         return ReferenceRows.read(Path(place) / FILE)
 
 
@@ -156,7 +160,8 @@ def stored_path(folder: Path, settings: ModelSettings) -> Path:
 def compare(backend: Backend, reference: ReferenceRows) -> list[Difference]:
     """Compare a backend's rows with the reference; call it in the backend's thread, before the backend serves."""
     info = backend.info
-    revisions = {"": ""} | {adapter: adapter.partition("@")[2] for adapter in backend.adapters}
+    checked = islice(backend.adapters, MAX_CHECKED_ADAPTERS)
+    revisions = {"": ""} | {adapter: adapter.partition("@")[2] for adapter in checked}
     compared = [adapter for adapter, revision in revisions.items() if revision in reference.rows]
     wanted = [
         (adapter, index, ids)
@@ -179,31 +184,31 @@ def compare(backend: Backend, reference: ReferenceRows) -> list[Difference]:
 
 def bound_of(settings: ModelSettings, backend: Backend) -> float:
     """The largest accepted `Difference.share` of a backend's rows."""
-    config = folder_of(settings) / "config.json"
-    has_narrow_weights = config.is_file() and "quantization_config" in read_config(config)
-    online = getattr(settings, "quantization", None)
-    if has_narrow_weights or online or parse_engine_args(getattr(settings, "engine_args", [])).get("quantization"):
+    online = settings.quantization or parse_engine_args(getattr(settings, "engine_args", [])).get("quantization")
+    if online or quantisation_of(folder_of(settings)):
         return QUANTISED_BOUND
     return BOUNDS.get("float16" if backend.info.lossy else backend.info.dtype, QUANTISED_BOUND)
 
 
-def _run_writer(settings: ModelSettings, path: Path) -> None:
+def _run_writer(settings: ModelSettings, path: Path, digest: str) -> None:
     """Have another process compute the reference: it frees its memory, and no engine has changed its torch."""
     words = ["verify", str(folder_of(settings)), "--write", f"--to={path}"]
-    words += [f"--adapters={name}={source}" for name, source in settings.adapter_folders.items()]
+    adapters = islice(settings.adapter_folders.items(), MAX_CHECKED_ADAPTERS)
+    words += [f"--adapters={name}={source}" for name, source in adapters]
     words += [f"--gguf-file={file}"] if (file := getattr(settings, "gguf_file", None)) is not None else []
     words += ["--trust-remote-code"] if settings.trust_remote_code else []
     _log.info("computing reference rows in float32 on the CPU; `lmpool verify %s --write` stores them", settings.model)
-    command, environment = [sys.executable, "-P", "-c", LAUNCH, *words], os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-P", "-c", LAUNCH, *words]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", DIGEST: digest}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     with subprocess.Popen(command, env=environment, text=True, stdin=pipe, stdout=null, stderr=pipe) as process:
         assert process.stderr is not None
-        said = process.stderr.read().strip()
+        printed = process.stderr.read().strip()
     if process.returncode < 0:
         reason = f"signal {-process.returncode} ended the process that computes the reference: is memory full?"
         raise SettingsError(f"verify: {reason} {advice(settings.model)}")
     if process.returncode:
-        raise SettingsError(said.rpartition("\n")[2].removeprefix("lmpool: "))
+        raise SettingsError(printed.rpartition("\n")[2].removeprefix("lmpool: "))
 
 
 def advice(model: str) -> str:

@@ -198,11 +198,11 @@ class HfSettings(ModelSettings):
         if self.device_map is not None:
             check_choice("device_map", self.device_map, DEVICE_MAPS)
             if self.device != "auto":
-                raise SettingsError(f"device_map: it chooses the devices: leave out --device {self.device}")
+                raise SettingsError(f"device_map: {self.device_map} chooses devices: leave out --device {self.device}")
             require("device_map", "lmpool[offload]", "accelerate")
         elif self.max_memory is not None or self.offload_folder is not None:
             name = "offload_folder" if self.max_memory is None else "max_memory"
-            raise SettingsError(f"{name}: it needs --device-map: add --device-map auto")
+            raise SettingsError(f"{name}: this option has no effect without --device-map: add --device-map auto")
         _ = self.memory_per_device  # The property raises an error if `max_memory` is malformed.
 
     @property
@@ -259,7 +259,7 @@ class VllmSettings(EngineSettings):
         "Groups of processes that have a part of the layers each.", 1, least=1, most=MAX_RANKS
     )
     enable_expert_parallel: bool = option(
-        "Spread a mixture's experts over the processes, instead of each expert.", False
+        "Give each process some whole experts of a mixture, instead of a part of every expert.", False
     )
     logits_processors: list[str] = option(
         "Name of an installed entry point of vllm.logits_processors that may change rows. The fingerprint includes it. "

@@ -233,7 +233,10 @@ class TellsEnd(Protocol):
     """An extra method of a backend that can break while no step runs, such as one with several processes."""
 
     def when_broken(self, report: Callable[[BaseException], object]) -> None:
-        """Call `report` with the error, from any thread, when the backend breaks; called once, before the first job."""
+        """Call `report` with the error when the backend breaks, or at once if the backend has broken.
+
+        `when_broken` is called once, before the first job. `report` may be called from any thread.
+        """
         ...
 
 
@@ -252,7 +255,10 @@ class TellsDevices(Protocol):
 
     @property
     def devices(self) -> Sequence[str]:
-        """The devices that hold parts of the model, such as "cuda:0" and "cuda:1"; one entry for each process."""
+        """The devices that hold parts of the model, such as "cuda:0" and "cuda:1"; one entry per device.
+
+        Processes that share a device, such as the CPU, have an entry each.
+        """
         ...
 
 

@@ -180,6 +180,13 @@ class HfBackend(EngineBackend):
         self._adapters.drop(adapter)
         self._roots.pop(adapter, None)
 
+    @property
+    def devices(self) -> list[str]:
+        """See `TellsDevices.devices`: the GPUs that hold layers, or the only device."""
+        places = getattr(self._forward.model, "hf_device_map", {}).values()
+        named = dict.fromkeys(f"cuda:{place}" if isinstance(place, int) else str(place) for place in places)
+        return [name for name in named if name not in ("cpu", "disk")] or [self.device]
+
     def close(self) -> None:
         """Free the model, the KV pool and the waiting prompts. The backend cannot be used afterwards."""
         self.abort(list(self._held))

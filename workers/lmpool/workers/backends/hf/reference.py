@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.model import EAGER, LIMITS
 from lmpool.workers.backends.lora import check_adapter
-from lmpool.workers.backends.reference import ReferenceRows, advice, folder_of
+from lmpool.workers.backends.reference import DIGEST, ReferenceRows, advice, folder_of
 from lmpool.workers.backends.settings import HfSettings
 
 _LENGTHS = (2, 8, 40, 200)
@@ -52,7 +53,7 @@ def compute_reference(settings: HfSettings) -> ReferenceRows:
         raise
     except _ERRORS as error:
         raise SettingsError(f"verify: transformers cannot compute {settings.model}: {first_line(error)}") from error
-    return ReferenceRows(checkpoint_revision(folder), prompts, rows)
+    return ReferenceRows(os.environ.get(DIGEST) or checkpoint_revision(folder), prompts, rows)
 
 
 def _check_memory(settings: HfSettings, config: PreTrainedConfig) -> None:

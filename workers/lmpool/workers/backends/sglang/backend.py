@@ -57,8 +57,8 @@ _REASONS = {
     "use --tensor-parallel-size": ("tp_size",),
     "use --expert-parallel-size": ("ep_size",),
     "start more workers for more copies of a model": ("dp_size",),
-    "all processes of a model run on the worker's machine": ("nnodes", "node_rank", "use_ray"),
-    "one process must have the whole rows of all prompts; spread a model with --tensor-parallel-size only": (
+    "all ranks of a model run on the worker's machine": ("nnodes", "node_rank", "use_ray"),
+    "one rank must have the whole rows of all prompts; spread a model with --tensor-parallel-size only": (
         "pp_size", "dcp_size", "dwdp_size", "attn_cp_size", "attn_dp_size", "moe_dp_size", "enable_dp_attention",
         "enable_dp_lm_head", "enable_prefill_cp", "enable_tp_lm_head_all_to_all", "elastic_ep_backend",
     ),
@@ -235,7 +235,8 @@ class SglangBackend(EngineBackend):
 
     def when_broken(self, report: Callable[[BaseException], object]) -> None:
         """See `TellsEnd.when_broken`."""
-        self._engine.on_end = report
+        # An end that came first is reported at once.
+        self._engine.end.add_done_callback(lambda end: report(end.result()))
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""

@@ -10,7 +10,7 @@ import threading
 from argparse import ArgumentParser
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from itertools import count, groupby
@@ -79,7 +79,7 @@ class SglangEngine:
     `context` is the beginning of the error message if the model cannot be loaded. `command` starts a follower.
 
     Attributes:
-        on_end: called in another thread with the error that ends the engine.
+        end: the error that ends the engine, as soon as one does.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str, command: Sequence[str]) -> None:
@@ -100,7 +100,7 @@ class SglangEngine:
         self._error: BaseException | None = None
         self._command = command
         self._followers: Followers | None = None
-        self.on_end: Callable[[BaseException], object] = lambda error: None
+        self.end: Future[BaseException] = Future()
         # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
@@ -220,7 +220,8 @@ class SglangEngine:
 
     def _fail(self, error: BaseException) -> None:
         self._results.put(error)
-        self.on_end(error)
+        with suppress(InvalidStateError):  # The first error was the end of a follower, which caused this error.
+            self.end.set_result(error)
 
     def _redirect(self, scheduler: Any) -> None:
         """Have a scheduler receive requests from the queue, and capture the logits of its prefills."""
@@ -380,7 +381,7 @@ def make_ports(server_args: Any) -> Any:
     ports = PortArgs.init_new(server_args)
     for value in vars(ports).values():
         if isinstance(value, str) and value.startswith("ipc://"):
-            Path(value.removeprefix("ipc://")).unlink()
+            Path(value.removeprefix("ipc://")).unlink(missing_ok=True)
     return ports
 
 
@@ -460,7 +461,7 @@ def end_scheduler(scheduler: Any) -> None:
         watchdog.dump_info = None
         scheduler.release_host_resources()
     _disconnect(scheduler)
-    # End the rendezvous server of torch's process group, which has this process only.
+    # End this process's part of torch's process groups.
     destroy_model_parallel()
     destroy_distributed_environment()
 
