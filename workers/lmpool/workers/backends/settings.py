@@ -91,7 +91,7 @@ class ModelSettings:
     dtype: str = option('"auto" (the checkpoint\'s), "float32", "bfloat16" or "float16".', "auto")
     quantization: str | None = option(
         "Quantise the weights while they are loaded, by a name of the engine: such as int8_weight_only for hf, "
-        "fp8_per_channel for vllm, fp8 for sglang. The fingerprint includes it.",
+        "fp8_per_channel for vllm, fp8 for sglang. The fingerprint includes it. Omit it for quantised checkpoints.",
         None,
     )
     encoding: str = option('"exact", or "f16" to send float32 rows as float16: smaller, and loses bits.', "exact")
@@ -160,14 +160,21 @@ class HfSettings(ModelSettings):
     kind: ClassVar[str] = "hf"
 
     gguf_file: str | None = option("A GGUF file in the model's folder or repository; it is dequantised.", None)
-    device: str = option('"auto", or a torch device such as "cpu" or "cuda:1".', "auto")
+    # The command line shows this help text for sglang too.
+    device: str = option(
+        '"auto", or a torch device such as "cpu" or "cuda:1"; for sglang on several devices, the first of them.', "auto"
+    )
     max_batch: int = option("Prompts that run together.", 64, least=1, most=_MAX_BATCH)
     max_batch_tokens: int = option("Tokens per forward, padding included.", 8192, least=1)
     chunked_prefill_size: int | None = option(
         "Tokens of a long prompt per forward; others run in between. None: 512 on a CPU, else 2,048.", None, least=1
     )
+    # The command line shows this help text for vllm and sglang too.
     kv_cache_bytes: int = option(
-        "Memory for keys and values of recent prompts, 0 for none. A step may copy as much again.", 1 << 30, least=0
+        "Memory for keys and values. hf: on all devices together, 0 for none; a step may copy as much again. vllm, "
+        "sglang: on each device; if not given, the engine's default, or 1 GiB on a CPU.",
+        1 << 30,
+        least=0,
     )
     device_map: str | None = option(
         '"auto", "balanced" or "sequential": spread the layers over the devices, then the CPU, then the disk.', None
@@ -226,7 +233,7 @@ class EngineSettings(ModelSettings):
     max_batch: int = option("Prompts that run together.", 256, least=1, most=_MAX_BATCH)
     max_batch_tokens: int | None = option("Tokens per forward; None means the engine's default.", None, least=1)
     kv_cache_bytes: int | None = option(
-        "Memory for keys and values; None means the engine's default, 1 GiB on a CPU.", None, least=1
+        "Memory for keys and values on each device; None means the engine's default, 1 GiB on a CPU.", None, least=1
     )
     max_adapters: int = max_adapters_option(" The engine reserves memory for them when it starts.", 0, MAX_ADAPTERS)
     engine_args: list[str] = option(
