@@ -41,6 +41,13 @@ def test_an_impossible_number_of_workers_is_reported_in_one_line() -> None:
         assert ended.stderr.count("\n") == 1
 
 
+def test_a_worker_on_all_devices_is_refused_next_to_others(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    ended = run_lmpool("up", str(tmp_path), "--backend", "hf", "--device-map", "auto", "--workers", "2")
+    reason = "it spreads one worker over all devices of the machine, so 2 workers have none left: leave out --workers"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"lmpool: --device-map: {reason}\n")
+
+
 def test_each_gpu_has_one_worker_and_cores_are_divided(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert plan_workers("all", "hf", None) == plan_workers("1", "hf", None) == [{}]
     monkeypatch.setattr("lmpool.workers.cli.supervisor.count_cores", lambda: 8)

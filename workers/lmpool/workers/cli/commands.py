@@ -139,6 +139,9 @@ def up(
         raise SettingsError(f"{URL_VARIABLE}: it is set, so {reason}; {advice}")
     settings, chosen = _configure(model, backend, given)
     plan = plan_workers(workers, backend, given.get("device"), getattr(chosen, "ranks", 1))
+    if len(plan) > 1 and given.get("device_map"):
+        reason = "it spreads one worker over all devices of the machine"
+        raise SettingsError(f"device_map: {reason}, so {len(plan)} workers have none left: leave out --workers")
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return

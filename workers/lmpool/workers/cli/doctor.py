@@ -31,7 +31,7 @@ from lmpool.workers.cli.supervisor import query_gpus
 _TIMEOUT_S = 10.0  # Max seconds for a reply of the server, which may be slow when it is first used.
 _MIN_SHARED_BYTES = 1 << 28  # Min bytes of shared memory: with less, most rows are replaced before clients read them.
 _TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary size and bytes of a shared-memory segment made as a test.
-_TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 29  # Engines use /dev/shm, of which Docker gives only 64 MiB.
+_TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 30  # Two ranks of vLLM use 664 MiB; Docker gives only 64 MiB.
 _ENGINES = ("vllm", "sglang")
 _MAX_MODELS = 20  # Max models in the list, about one line of a terminal.
 _WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
@@ -168,7 +168,7 @@ def _machine() -> Iterator[Finding]:
         size, engines = shutil.disk_usage(_TENSORS).total, [name for name in _ENGINES if _version(name)]
         if engines and size < _MIN_TENSOR_BYTES:
             found = f"{_size(size)}, where {' and '.join(engines)} may exchange tensors"
-            yield Finding(str(_TENSORS), "look", found, "docker run --shm-size 1g; rows need none of it")
+            yield Finding(str(_TENSORS), "look", found, "docker run --shm-size 2g; rows need none of it")
 
 
 def _shared_memory() -> Finding:
