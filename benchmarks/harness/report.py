@@ -41,9 +41,9 @@ docs/benchmarks.md`), [benchmarks-control-plane.md](benchmarks-control-plane.md)
 [benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md)
 for genlm programs and requests for parts of a row (the group `genlm`). `make bench-devices` writes
 [benchmarks-devices.md](benchmarks-devices.md), for large models on a GPU (the group `devices`). `python -m benchmarks
-new-f32 --quick` runs one measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-venv`, unless `LMPOOL_BENCH_PEERS` names
-another environment. The engines run in the environments that `make test` builds, or in the folder that
-`LMPOOL_BENCH_ENGINES` names.
+new-f32 --quick` runs one measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-venv`, unless
+`LMPOOL_BENCH_PEERS` names another environment. The engines run in the environments that `make test` builds, or in the
+folder that `LMPOOL_BENCH_ENGINES` names.
 
 To compare two commits, do not compare two of these pages: run `make bench-compare BASE=<commit>`. The command runs both
 pools on one machine in turns, each with its own environment, server, workers and client. It prints the ratios of rates
