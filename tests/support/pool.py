@@ -72,6 +72,17 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def children_of(pid: int) -> dict[int, bytes]:
+    """The child processes of a process, and the command line of each; its words end with zero bytes."""
+    children = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # The thread has just ended.
+            for child in path.read_text().split():
+                with contextlib.suppress(OSError):
+                    children[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes()
+    return children
+
+
 def spoken(url: str) -> str:
     """A server's URL, with the RESP version of this test run."""
     version = os.environ.get(PROTOCOL_VARIABLE)
