@@ -31,7 +31,7 @@ def _settings(folder: Path, dtype: str, adapters: dict[str, Path], tensor: int, 
         "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline,
         "sessions": MAX_BATCH,
-        "max_adapters": 2,
+        "max_adapters": 0 if "GPT2" in (folder / "config.json").read_text() else 2,  # vLLM has no adapters of GPT-2.
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 

@@ -406,6 +406,7 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
         try:
             return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
         except Exception as error:
+            remove_names()
             # vLLM raises a plain Exception that does not name the rank's error.
             with suppress(OSError):
                 raise WorkerError(path.read_text("utf-8")) from error
