@@ -22,6 +22,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,14 +32,13 @@ from lmpool.producer import Producer
 from tests.contract.driver import prompt
 from tests.contract.model import MAX_TOKENS, write_model, write_reference
 from tests.contract.subjects import Subject, chosen
-from tests.support.pool import DEADLINE_S, WorkerProcess, children_of, is_running, until, until_async
+from tests.support.pool import DEADLINE_S, WorkerProcess, children_of, is_running, shared_by, until, until_async
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36  # Option of prctl, from <sys/prctl.h>.
 _TASKS = 16  # Requests in flight.
 _MIN_ROWS = 50  # Rows between two faults.
 _GRACE_S = 5.0  # Seconds after the step timeout: a step may begin after the fault, and the machine may be busy.
-_SHARED_MEMORY = Path("/dev/shm")
 
 _UP = """
 import sys
@@ -93,8 +93,16 @@ class Load:
         self.open.remove(number)
 
 
-async def strike(load: Load, up: WorkerProcess, turn: int, number: signal.Signals, limit_s: float) -> tuple[float, ...]:
-    """Send a signal to the next process in turn; returns seconds until all have ended, and until the next answer."""
+class Struck(NamedTuple):
+    """What a fault has caused."""
+
+    ended_s: float  # Seconds until all processes of the worker had ended.
+    answered_s: float  # Seconds until the next worker had computed a row.
+    names: set[Path]  # The names of shared memory that the processes had at the time of the fault.
+
+
+async def strike(load: Load, up: WorkerProcess, turn: int, number: signal.Signals, limit_s: float) -> Struck:
+    """Send a signal to the next process in turn, and wait until the next worker has computed the prompts in flight."""
     rows = load.rows
 
     async def is_loaded() -> bool:
@@ -106,6 +114,7 @@ async def strike(load: Load, up: WorkerProcess, turn: int, number: signal.Signal
     assert len(ranks) in (1, 2), f"these are no ranks: {children_of(worker)}"
     # The watchdog process ends a worker whose interpreter is frozen, but not a stopped worker.
     turns = ranks if number == signal.SIGSTOP else [*ranks, worker]
+    names = {name for pid in (worker, *ranks) for name in shared_by(pid)}
     in_flight = set(load.open)
     struck = time.monotonic()
     os.kill(turns[turn % len(turns)], number)
@@ -122,25 +131,11 @@ async def strike(load: Load, up: WorkerProcess, turn: int, number: signal.Signal
         return not in_flight & load.open
 
     await until_async(is_answered, "the prompts in flight have rows")
-    return ended, answered
+    return Struck(ended, answered, names)
 
 
 def _is_rank(command: bytes) -> bool:
     return any(word in command for word in (b"VLLM", b"spawn_main", b"follower"))
-
-
-def shared_names() -> set[str]:
-    """Names of shared memory; names of folders of other tests do not count."""
-    return {path.name for path in _SHARED_MEMORY.iterdir() if path.is_file()}
-
-
-def left_names(before: set[str]) -> list[str]:
-    """Names of shared memory since `before` that no process uses: other runs of tests use theirs."""
-    used = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with suppress(OSError):
-            used |= {line.rpartition("/")[2].strip() for line in maps.read_text().splitlines() if "/dev/shm/" in line}
-    return sorted(shared_names() - before - used)
 
 
 async def run(subject: Subject, folder: Path, faults: int, number: signal.Signals, step_timeout_s: float) -> list[str]:
@@ -152,12 +147,10 @@ async def run(subject: Subject, folder: Path, faults: int, number: signal.Signal
         (folder / name).mkdir(mode=0o700)
         os.environ[variable] = str(folder / name)
     os.environ |= {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "compiled")  # torch keeps this folder for later processes.
-    before = shared_names()
     options = ["--backend", subject.name, "--name", "two", "--step-timeout-s", str(step_timeout_s)]
     command = [sys.executable, "-c", _UP, "up", str(model), *options, *subject.options(model, {})]
     up = WorkerProcess(command, folder / "log", installed=True)
-    times = []
+    struck: list[Struck] = []
     try:
         await asyncio.to_thread(up.until_says, "serving ")
         async with Producer("two", redis=embedded.find(), timeout=DEADLINE_S) as producer, asyncio.TaskGroup() as group:
@@ -165,24 +158,29 @@ async def run(subject: Subject, folder: Path, faults: int, number: signal.Signal
             for _ in range(_TASKS):
                 group.create_task(load.run())
             for turn in range(faults):
-                times.append(await strike(load, up, turn, number, step_timeout_s + _GRACE_S))
-                print(f"{number.name} {turn + 1}: ended after %.1f s, answered after %.1f s" % times[-1], flush=True)
+                struck.append(await strike(load, up, turn, number, step_timeout_s + _GRACE_S))
+                ended, answered, _ = struck[-1]
+                print(
+                    f"{turn + 1}. {number.name}: ended after {ended:.1f} s, answered after {answered:.1f} s", flush=True
+                )
             load.is_stopping = True
         up.signal(signal.SIGTERM)
         code = await asyncio.to_thread(up.wait)
     finally:
         up.end()
-    for name, seconds in zip(("ended", "answered"), zip(*times, strict=True), strict=True):
+    seconds_of = {"ended": [each.ended_s for each in struck], "answered": [each.answered_s for each in struck]}
+    for name, seconds in seconds_of.items():
         print(f"{name} after: median {statistics.median(seconds):.1f} s, worst {max(seconds):.1f} s")
     print(f"{load.rows} right rows, {len(load.faults)} lost or wrong")
     found = [*load.faults, *([f"`lmpool up` exited with {code}: {up.text[-1000:]}"] if code else [])]
     with suppress(AssertionError):
         until(lambda: not any(map(is_running, children_of(os.getpid()))), "all processes have ended", _GRACE_S)
-    left = [pid for pid in children_of(os.getpid()) if is_running(pid)]
-    found += [f"left: process {pid}: {children_of(os.getpid())[pid]!r}" for pid in left]
-    paths = [path for name in ("shm", "tmp") for path in (folder / name).rglob("*")]
-    found += [f"left: {path}" for path in paths if not path.is_dir()]
-    return found + [f"left: /dev/shm/{name}" for name in left_names(before)]
+    left = children_of(os.getpid())
+    found += [f"left: process {pid}: {command!r}" for pid, command in left.items() if is_running(pid)]
+    paths = {path for name in ("shm", "tmp") for path in (folder / name).rglob("*") if not path.is_dir()}
+    paths = {path for path in paths if "torchinductor" not in str(path)}  # torch keeps its cache for later processes.
+    paths |= {path for each in struck for path in each.names if path.exists()}
+    return found + [f"left: {path}" for path in sorted(paths)]
 
 
 def main() -> int:

@@ -83,6 +83,12 @@ def children_of(pid: int) -> dict[int, bytes]:
     return children
 
 
+def shared_by(pid: int) -> set[Path]:
+    """Paths of the shared memory and of the semaphores that a process has mapped, if they still have a name."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split()[5]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+
+
 def spoken(url: str) -> str:
     """A server's URL, with the RESP version of this test run."""
     version = os.environ.get(PROTOCOL_VARIABLE)

@@ -416,7 +416,7 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
 
 
 class _WritesError(logging.Filter):
-    """Writes the first error of a rank into a file, and hides vLLM's traceback of it."""
+    """Writes the first error of a rank's start into a file, and hides vLLM's traceback of it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Handle one record of vLLM's logger."""
@@ -427,6 +427,8 @@ class _WritesError(logging.Filter):
                 file.write(first_line(record.exc_info[1]))
         except FileExistsError:
             pass
+        except FileNotFoundError:  # The rank has started, so the worker has removed the file's folder.
+            return True
         return False
 
 
