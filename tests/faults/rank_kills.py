@@ -30,12 +30,13 @@ from lmpool import embedded
 from lmpool.errors import LMPoolError
 from lmpool.producer import Producer
 from tests.contract.driver import prompt
-from tests.contract.model import MAX_TOKENS, write_model, write_reference
+from tests.contract.model import write_model, write_reference
 from tests.contract.subjects import Subject, chosen
 from tests.support.pool import DEADLINE_S, WorkerProcess, children_of, is_running, shared_by, until, until_async
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36  # Option of prctl, from <sys/prctl.h>.
+_MAX_TOKENS = 200  # Tokens of a prompt; all engines accept this many.
 _TASKS = 16  # Requests in flight.
 _MIN_ROWS = 50  # Rows between two faults.
 _GRACE_S = 5.0  # Seconds after the step timeout: a step may begin after the fault, and the machine may be busy.
@@ -77,7 +78,7 @@ class Load:
 
     async def request(self) -> None:
         """Request one row."""
-        ids = prompt(self._draw, self._draw.randrange(1, MAX_TOKENS))
+        ids = prompt(self._draw, self._draw.randrange(1, _MAX_TOKENS))
         number, self._requests = self._requests, self._requests + 1
         self.open.add(number)
         try:
