@@ -75,8 +75,8 @@ export PYTHONDONTWRITEBYTECODE =
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
-	test-smoke test-quantised test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
-	model-check docs picture screenshots bench bench-compare bench-devices clean
+	test-smoke test-quantised test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
+	test-cluster chaos fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
 
 ## help: list the targets
 help:
@@ -153,7 +153,8 @@ test-vllm: $(VLLM_RUNS)
 test-vllm-v1: $(VLLM_INSTALLED) $(QUANTISED)
 	$(VLLM)/bin/python -m tests.engines vllm tests/contract tests/engines \
 		-- vllm-async tests/contract/test_rows.py tests/engines
-	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/contract/test_scores.py \
+	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m pytest tests/engines/test_vllm_ranks.py \
+		tests/contract/test_rows.py tests/contract/test_scores.py \
 		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct
 	LMPOOL_CONTRACT=vllm-pipeline $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/contract/test_scores.py
 
@@ -168,6 +169,14 @@ test-sglang: $(SGLANG_INSTALLED) $(QUANTISED)
 	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest \
 		tests/contract/test_rows.py tests/contract/test_scores.py \
 		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct
+
+## test-ranks: kill processes of spread models under load, and compare rows of five architectures with transformers
+# Takes about half an hour.
+test-ranks: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 20
+	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 4 --freeze --step-timeout-s 5
+	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m tests.faults.rank_kills --faults 20
+	LMPOOL_CONTRACT=vllm-tensor,vllm-pipeline $(VLLM)/bin/python -m tests.engines.architectures
 
 ## test-engines-newest: the same with the newest releases of the engines
 # Checks whether the backends work with releases that pyproject.toml does not allow yet. The engines have separate

@@ -21,7 +21,7 @@ from lmpool.workers.backends.checkpoint import checkpoint_revision
 from tests.contract.driver import prompt
 from tests.contract.sglang_subject import TENSOR_PARALLEL, settings_of
 from tests.engines.test_sglang import opened, scheduler_of
-from tests.support.pool import Pool, until, until_async
+from tests.support.pool import Pool, children_of, is_running, until, until_async
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLED = r"^rank 1 of the model has failed: its process was ended by signal 9 \(SIGKILL\)$"
@@ -34,11 +34,10 @@ def follower_of(backend: Any) -> int:
     return pid
 
 
-def children_of(pid: int) -> set[int]:
-    """Process ids of the followers of a worker."""
-    threads = Path(f"/proc/{pid}/task").glob("*/children")
-    children = {int(child) for thread in threads for child in thread.read_text().split()}
-    return {child for child in children if b"follower" in Path(f"/proc/{child}/cmdline").read_bytes()}
+def follower_below(pid: int) -> int:
+    """Process id of a worker's only follower."""
+    (follower,) = (child for child, command in children_of(pid).items() if b"follower" in command)
+    return follower
 
 
 def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_folder: Path) -> None:
@@ -90,7 +89,7 @@ async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path
     )  # fmt: skip
     await asyncio.to_thread(worker.until_says, "serving ")
     pid = worker.process.pid
-    (follower,) = children_of(pid)
+    follower = follower_below(pid)
     async with pool.producer("two") as producer:
         prompts = [prompt(draw, 100) for _ in range(8)]
         requested = asyncio.ensure_future(producer.batch_logprobs(prompts))
@@ -106,7 +105,7 @@ async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path
     assert np.abs(rows - expected).max() <= TENSOR_PARALLEL.tolerance
     assert await asyncio.to_thread(worker.wait) == 0
     assert "Traceback" not in worker.text
-    until(lambda: not Path(f"/proc/{follower}").exists(), "no follower remains")
+    until(lambda: not is_running(follower), "no follower remains")
 
 
 _PROGRAM = """

@@ -72,6 +72,23 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def children_of(pid: int) -> dict[int, bytes]:
+    """The child processes of a process, and the command line of each; its words end with zero bytes."""
+    children = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # The thread has just ended.
+            for child in path.read_text().split():
+                with contextlib.suppress(OSError):
+                    children[int(child)] = Path(f"/proc/{child}/cmdline").read_bytes()
+    return children
+
+
+def shared_by(pid: int) -> set[Path]:
+    """Paths of the shared memory and of the semaphores that a process has mapped, if they still have a name."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {Path(line.split()[5]) for line in lines if "/dev/shm/" in line and not line.endswith("(deleted)")}
+
+
 def spoken(url: str) -> str:
     """A server's URL, with the RESP version of this test run."""
     version = os.environ.get(PROTOCOL_VARIABLE)

@@ -19,7 +19,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from mmap import MAP_POPULATE, MAP_SHARED, mmap
+from multiprocessing import util
 from multiprocessing.shared_memory import SharedMemory
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, NoReturn
@@ -31,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.outputs import AsyncModelRunnerOutput
@@ -215,15 +218,32 @@ class _LaterAnswer(AsyncModelRunnerOutput):  # type: ignore[misc]  # vllm has no
 
 
 def remove_names() -> None:
-    """Remove the names of the shared memory that vLLM has mapped in all processes.
+    """Remove the names of the shared memory and of the semaphores that vLLM has opened in all processes.
 
-    The system then frees the memory with the last process, even if all processes are killed.
+    The system then frees them with the last process, even if all processes are killed.
     """
+    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+            finalizer()
     for memory in gc.get_objects():
         if type(memory) is SharedMemory:
             with suppress(FileNotFoundError):  # Another process has removed the name.
                 memory.unlink()
             memory.unlink = lambda: None  # type: ignore[method-assign]  # vLLM would remove the name again.
+
+
+def remove_names_of_collectives() -> None:
+    """Have the collectives of a CPU remove the name of this rank's shared memory when all ranks have mapped it."""
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Collectives
+
+    init = Collectives._init_cpu_shm
+
+    def init_and_remove_name(self: Any) -> Any:
+        handle = init(self)
+        Path("/dev/shm", f"{self.group_name}_{self.communicator.rank}").unlink(missing_ok=True)
+        return handle
+
+    Collectives._init_cpu_shm = init_and_remove_name
 
 
 class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
@@ -388,6 +408,7 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
         try:
             return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
         except Exception as error:
+            remove_names()
             # vLLM raises a plain Exception that does not name the rank's error.
             with suppress(OSError):
                 raise WorkerError(path.read_text("utf-8")) from error
@@ -397,7 +418,7 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
 
 
 class _WritesError(logging.Filter):
-    """Writes the first error of a rank into a file, and hides vLLM's traceback of it."""
+    """Writes the first error of a rank's start into a file, and hides vLLM's traceback of it."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Handle one record of vLLM's logger."""
@@ -408,6 +429,8 @@ class _WritesError(logging.Filter):
                 file.write(first_line(record.exc_info[1]))
         except FileExistsError:
             pass
+        except FileNotFoundError:  # The rank has started, so the worker has removed the file's folder.
+            return True
         return False
 
 
@@ -416,3 +439,5 @@ if worker is not None and worker.pid is not None and _ERROR_FILE in os.environ:
     # This process is a rank, which imports this module before it loads the model.
     logging.getLogger("vllm.v1.executor.multiproc_executor").addFilter(_WritesError())
     stay_with(worker.pid)
+    if current_platform.is_cpu():
+        remove_names_of_collectives()
