@@ -13,16 +13,15 @@ import logging
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from mmap import mmap
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 from unittest.mock import patch
 
 import msgspec
@@ -32,7 +31,7 @@ from numpy.typing import NDArray
 from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.engine.core_client import InprocClient
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from lmpool.errors import WorkerError, first_line
@@ -51,9 +50,11 @@ RANK_ARGUMENTS = {
 """Options of an engine whose model is spread over several processes."""
 
 _LEADER_CHECK_S = 5.0  # Seconds between two checks on another machine that the worker's first rank still runs.
-_ERROR_FILE = "LMPOOL_RANK_ERROR"  # Environment variable: path of the file for the reason why a rank cannot start.
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable: folder of its sockets.
+_ERRORS = "LMPOOL_RANK_ERRORS"  # Environment variable of starting ranks: path of the worker's memory for their errors.
 
 _log = logging.getLogger(__name__)
+_engine_log = logging.getLogger("vllm.v1.executor.multiproc_executor")
 
 
 class OpenedPositions(NamedTuple):
@@ -118,6 +119,8 @@ class RankExtension:
 
     def lmpool_attach(self, lossy: bool, has_positions: bool) -> RankFacts:
         """Prepare a loaded rank for steps."""
+        if _start_errors is not None:
+            _engine_log.removeFilter(_start_errors)
         remove_names()
         # Request Intel AMX in this process too; see `VllmEngine`.
         if torch.cpu._is_amx_tile_supported():
@@ -224,7 +227,7 @@ def remove_names() -> None:
             memory.unlink = lambda: None  # type: ignore[method-assign]  # vLLM would remove the name again.
 
 
-class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
+class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
     """vLLM's executor for several processes; it also passes on the rows and values that the output rank sends."""
 
     def attach(self, scheduler: Any, captured: Captured, positions: PositionsOfRanks | None) -> None:
@@ -364,7 +367,7 @@ def follow(config: Any) -> NoReturn:
     """
     parallel = config.parallel_config
     _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", parallel.master_addr)
-    executor = MultiprocExecutor(config)
+    executor = multiproc_executor.MultiprocExecutor(config)
     with suppress(OSError):
         while not executor.is_failed:  # The worker's first rank listens on this port as long as it runs.
             socket.create_connection((parallel.master_addr, parallel.master_port), _LEADER_CHECK_S).close()
@@ -379,38 +382,53 @@ def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
     Raises:
         WorkerError: a rank cannot start; the message is the rank's error.
     """
-    # vLLM's files for the ranks' first contact are not needed later; killed ranks would leave them in /tmp.
-    with TemporaryDirectory(prefix="lmpool-ranks-") as folder, patch.object(tempfile, "tempdir", folder):
-        path = Path(folder, "error")
-        os.environ[_ERROR_FILE], os.environ["VLLM_RPC_BASE_PATH"] = str(path), folder
+    with _starting():
+        return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it."""
+    # vLLM's sockets for the ranks' first contact are not needed later; killed ranks would leave them in /tmp.
+    with TemporaryDirectory(prefix="lmpool-ranks-") as folder, open(os.memfd_create("lmpool-ranks"), "r+") as errors:
+        sockets = os.environ.get(_SOCKETS)
+        os.environ[_SOCKETS], os.environ[_ERRORS] = folder, f"/proc/{os.getpid()}/fd/{errors.fileno()}"
+        # A forked rank would inherit the worker's connections, and would not import this module again.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
-            return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
+            # Let the first rank listen on a port: a file in place of the port must exist as long as the ranks run.
+            with patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True):
+                yield
         except Exception as error:
-            # vLLM raises a plain Exception that does not name the rank's error.
-            with suppress(OSError):
-                raise WorkerError(path.read_text("utf-8")) from error
+            errors.seek(0)
+            if reason := errors.readline().rstrip():
+                raise WorkerError(reason) from error
             raise
         finally:
-            del os.environ[_ERROR_FILE], os.environ["VLLM_RPC_BASE_PATH"]
+            del os.environ[_ERRORS], os.environ[_SOCKETS]
+            if sockets is not None:
+                os.environ[_SOCKETS] = sockets
 
 
-class _WritesError(logging.Filter):
-    """Writes the first error of a rank into a file, and hides vLLM's traceback of it."""
+class _StartErrors(logging.Filter):
+    """Writes the errors of a starting rank into the worker's memory, and hides vLLM's tracebacks of them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115  The process's end closes it.
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Handle one record of vLLM's logger."""
         if record.exc_info is None or record.exc_info[1] is None:
             return True
-        try:
-            with Path(os.environ[_ERROR_FILE]).open("x", encoding="utf-8") as file:
-                file.write(first_line(record.exc_info[1]))
-        except FileExistsError:
-            pass
+        self._file.write(first_line(record.exc_info[1]) + "\n")
         return False
 
 
-worker = multiprocessing.parent_process()
-if worker is not None and worker.pid is not None and _ERROR_FILE in os.environ:
+_start_errors: _StartErrors | None = None
+_parent = multiprocessing.parent_process()
+if _parent is not None and os.environ.get(_ERRORS, "").startswith(f"/proc/{_parent.pid}/"):
     # This process is a rank, which imports this module before it loads the model.
-    logging.getLogger("vllm.v1.executor.multiproc_executor").addFilter(_WritesError())
-    stay_with(worker.pid)
+    _start_errors = _StartErrors(os.environ[_ERRORS])
+    _engine_log.addFilter(_start_errors)
+    stay_with(cast(int, _parent.pid))
