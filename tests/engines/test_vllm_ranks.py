@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import multiprocessing
 import os
 import random
+import re
 import signal
+import socket
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,16 +19,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
-from lmpool.errors import WorkerError
+from lmpool.errors import SettingsError, WorkerError
+from lmpool.protocol.adapter import name_of
 from lmpool.workers.backends.checkpoint import checkpoint_revision
+from lmpool.workers.backends.vllm import ranks as ranks_module
 from tests.contract.driver import Opened, prompt
+from tests.contract.model import ADAPTERS, write_adapter
 from tests.contract.subjects import Subject
-from tests.contract.vllm_subject import TENSOR_PARALLEL
+from tests.contract.vllm_subject import PIPELINE_PARALLEL, TENSOR_PARALLEL
 from tests.engines.vllm_small import refused
 from tests.support.pool import Pool, until, until_async
 
-ENDED = "^a process of the model has ended$"
+ENDED = r"^rank {} of the model has failed: its process was ended by signal 9 \(SIGKILL\)$"
 
 
 @contextmanager
@@ -67,8 +76,10 @@ def test_an_idle_engine_reports_the_end_of_a_rank(model_folder: Path) -> None:
         driver.check(prompts, driver.ask(prompts))
         backend.when_broken(errors.put)
         os.kill(ranks[1], signal.SIGKILL)
-        with pytest.raises(WorkerError, match=ENDED):
+        with pytest.raises(WorkerError, match=ENDED.format(1)):
             raise errors.get(timeout=60)
+        backend.when_broken(errors.put)
+        assert re.match(ENDED.format(1), str(errors.get(timeout=60))), "an end before the call is reported too"
         until(lambda: not Path(f"/proc/{ranks[0]}").exists(), "the other rank ends")
 
 
@@ -78,7 +89,7 @@ def test_a_rank_that_is_killed_during_forwards_ends_the_engine(model_folder: Pat
         digests = driver.submit([prompt(draw, 200) for _ in range(200)])
         driver.step()
         os.kill(ranks_of(driver.backend)[0], signal.SIGKILL)
-        with pytest.raises(Exception, match="cancelled|Executor failed|died"):
+        with pytest.raises(WorkerError, match=ENDED.format(0)):
             driver.finish(digests)
 
 
@@ -114,6 +125,7 @@ def test_a_rank_that_cannot_load_its_part_fails_the_start_in_one_line(model_fold
     assert "must be divisible by tensor parallel size (3)" in refused(model_folder, tensor_parallel_size=3)
     message = refused(model_folder, tensor_parallel_size=2, kv_cache_bytes=1 << 50)
     assert "memory" in message
+    assert not multiprocessing.active_children(), "no rank remains in a process that goes on"
 
 
 def test_a_killed_worker_leaves_no_rank(model_folder: Path, pool: Pool) -> None:
@@ -125,3 +137,109 @@ def test_a_killed_worker_leaves_no_rank(model_folder: Path, pool: Pool) -> None:
     ranks = children_of(worker.process.pid)
     os.kill(worker.process.pid, signal.SIGKILL)  # While the ranks load.
     until(lambda: not any(Path(f"/proc/{rank}").exists() for rank in ranks), "no rank remains")
+
+
+def _write_large_adapter(folder: Path) -> Path:
+    """Write an adapter whose rank exceeds the rank that a worker with --max-adapters reserves memory for."""
+    write_adapter(folder, ADAPTERS[0])
+    tensors = {
+        name: tensor.repeat(64, 1) if "lora_A" in name else tensor.repeat(1, 64)
+        for name, tensor in load_file(folder / "adapter_model.safetensors").items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"r": 64 * config["r"]}))
+    return folder
+
+
+def test_an_adapter_that_the_ranks_refuse_leaves_them_running(model_folder: Path, tmp_path: Path) -> None:
+    draw, large = random.Random(5), _write_large_adapter(tmp_path / "large")
+    prompts = [prompt(draw, length) for length in (3, 40)]
+    with opened(model_folder) as driver:
+        backend = driver.backend
+        for _ in range(2):
+            with pytest.raises(SettingsError, match=r"^adapters: .* LoRA rank \d+ is greater than max_lora_rank 64"):
+                backend.load_adapter("large", str(large))
+            for name in ADAPTERS:
+                backend.load_adapter(name, str(write_adapter(tmp_path / name, name)))
+                driver.check(prompts, driver.finish(driver.submit(prompts, name)), name)
+        assert sorted(map(name_of, backend.adapters)) == sorted(ADAPTERS)
+        driver.check(prompts, driver.ask(prompts))
+
+
+def test_no_row_of_an_aborted_prompt_remains(model_folder: Path) -> None:
+    draw = random.Random(6)
+    with opened(model_folder, PIPELINE_PARALLEL) as driver:
+        backend: Any = driver.backend
+        kept = [prompt(draw, 20) for _ in range(2)]
+        for round_ in range(6):
+            # Two batches are in flight: abort after different numbers of steps.
+            digests = driver.submit([prompt(draw, 20) for _ in range(12)])
+            for _ in range(round_ % 3):
+                driver.step()
+            backend.abort(digests)
+            driver.check(kept, driver.ask(kept))
+        assert not backend._engine.captured._captured
+
+
+def test_ranks_are_spawned_and_leave_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
+    (tmp_path / "lmpool-ranks-old").mkdir()
+    with ranks_module.starting(), ranks_module.starting():
+        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+        assert len([*tmp_path.iterdir()]) == 2, "a folder in use remains, not that of a killed worker"
+        assert {os.environ["VLLM_RPC_BASE_PATH"]} < set(map(str, tmp_path.iterdir()))
+    assert not [*tmp_path.iterdir()]
+    assert os.environ["VLLM_RPC_BASE_PATH"] == "/mine"
+
+
+def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:
+    other, own, rank = tmp_path / "other", tmp_path / "own", ranks_module.RankExtension()
+    other.write_bytes(bytes(4096))
+    own.write_bytes(b"mark" + bytes(4092))
+    assert "another file" in rank.lmpool_map(str(other), b"mark", 4096)
+    assert rank.lmpool_map(str(tmp_path), b"mark", 4096)
+    assert rank.lmpool_map(str(own), b"mark", 8192)
+    assert rank.lmpool_map(str(own), b"mark", 4096) == ""
+    memory: Any = rank._lmpool_memory
+    memory[:4] = 1
+    assert own.read_bytes()[:4] == bytes([1] * 4)
+    assert other.read_bytes() == bytes(4096)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("kv_offloading_size=1", "kv_offloading_size need a model in one process"),
+        ("nnodes=2 node_rank=1 master_addr=127.0.0.1", "node_rank=1 serves no prompts: use it with `lmpool worker`"),
+    ],
+)
+def test_options_that_do_not_suit_several_processes_are_refused(model_folder: Path, given: str, text: str) -> None:
+    assert text in refused(model_folder, engine_args=[given], tensor_parallel_size=2)
+
+
+async def test_two_machines_serve_one_model(model_folder: Path, pool: Pool) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    follower, leader = (
+        pool.start(
+            "--backend", "vllm", "--name", "two", *PIPELINE_PARALLEL.options(model_folder, {}), "--engine-args",
+            f"nnodes=2 node_rank={rank} master_addr=127.0.0.1 master_port={port}", model=str(model_folder), wait=False,
+            command=PIPELINE_PARALLEL.command, installed=True,
+        )
+        for rank in (1, 0)
+    )  # fmt: skip
+    await asyncio.to_thread(leader.until_says, "serving ")
+    prompts = [prompt(random.Random(7), length) for length in (5, 90)]
+    async with pool.producer("two") as producer:
+        rows = await producer.batch_logprobs(prompts)
+    expected = np.stack([PIPELINE_PARALLEL.reference(ids, "") for ids in prompts])
+    assert np.abs(rows - expected).max() <= PIPELINE_PARALLEL.tolerance
+    leader.signal(signal.SIGTERM)
+    assert [await asyncio.to_thread(process.wait) for process in (leader, follower)] == [0, 0]
+    assert "still loading" not in follower.text, "the second machine does not use Redis"
+    assert "the worker on 127.0.0.1 has ended" in follower.text
+    assert "Traceback" not in leader.text + follower.text
