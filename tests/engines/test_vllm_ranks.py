@@ -10,21 +10,28 @@ import random
 import re
 import signal
 import socket
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.protocol.adapter import name_of
+from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.workers.backends.checkpoint import checkpoint_revision
+from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.vllm import ranks as ranks_module
+from lmpool.workers.backends.vllm.capture import KEY, Captured
+from lmpool.workers.backends.vllm.ranks import Answer, RanksExecutor, RowsInPlace
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import ADAPTERS, write_adapter
 from tests.contract.subjects import Subject
@@ -125,7 +132,7 @@ def test_a_rank_that_cannot_load_its_part_fails_the_start_in_one_line(model_fold
     assert "must be divisible by tensor parallel size (3)" in refused(model_folder, tensor_parallel_size=3)
     message = refused(model_folder, tensor_parallel_size=2, kv_cache_bytes=1 << 50)
     assert "memory" in message
-    assert not multiprocessing.active_children(), "no rank remains in a process that goes on"
+    until(lambda: not multiprocessing.active_children(), "no rank remains in a process that goes on")
 
 
 def test_a_killed_worker_leaves_no_rank(model_folder: Path, pool: Pool) -> None:
@@ -157,12 +164,11 @@ def test_an_adapter_that_the_ranks_refuse_leaves_them_running(model_folder: Path
     prompts = [prompt(draw, length) for length in (3, 40)]
     with opened(model_folder) as driver:
         backend = driver.backend
-        for _ in range(2):
+        for name in ADAPTERS:
             with pytest.raises(SettingsError, match=r"^adapters: .* LoRA rank \d+ is greater than max_lora_rank 64"):
                 backend.load_adapter("large", str(large))
-            for name in ADAPTERS:
-                backend.load_adapter(name, str(write_adapter(tmp_path / name, name)))
-                driver.check(prompts, driver.finish(driver.submit(prompts, name)), name)
+            backend.load_adapter(name, str(write_adapter(tmp_path / name, name)))
+            driver.check(prompts, driver.finish(driver.submit(prompts, name)), name)
         assert sorted(map(name_of, backend.adapters)) == sorted(ADAPTERS)
         driver.check(prompts, driver.ask(prompts))
 
@@ -186,12 +192,16 @@ def test_ranks_are_spawned_and_leave_no_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
-    (tmp_path / "lmpool-ranks-old").mkdir()
-    with ranks_module.starting(), ranks_module.starting():
+    ended = subprocess.Popen("true")
+    ended.wait()
+    for pid in (ended.pid, os.getpid()):
+        (tmp_path / f"lmpool-ranks-{pid}-old").mkdir()
+    with ranks_module.starting():
         assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-        assert len([*tmp_path.iterdir()]) == 2, "a folder in use remains, not that of a killed worker"
-        assert {os.environ["VLLM_RPC_BASE_PATH"]} < set(map(str, tmp_path.iterdir()))
-    assert not [*tmp_path.iterdir()]
+        folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+        used = {folder.name, f"lmpool-ranks-{os.getpid()}-old"}
+        assert {path.name for path in tmp_path.iterdir()} == used, "the folder of a killed worker is removed"
+    assert not folder.exists()
     assert os.environ["VLLM_RPC_BASE_PATH"] == "/mine"
 
 
@@ -214,19 +224,22 @@ def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:
     [
         ("kv_offloading_size=1", "kv_offloading_size need a model in one process"),
         ("nnodes=2 node_rank=1 master_addr=127.0.0.1", "node_rank=1 serves no prompts: use it with `lmpool worker`"),
+        ("quantization=fp8", "quantization cannot be set here: --quantization sets it"),
     ],
 )
-def test_options_that_do_not_suit_several_processes_are_refused(model_folder: Path, given: str, text: str) -> None:
-    assert text in refused(model_folder, engine_args=[given], tensor_parallel_size=2)
+def test_options_that_exclude_each_other_are_refused(model_folder: Path, given: str, text: str) -> None:
+    more: dict[str, Any] = {"quantization": "fp8"} if "fp8" in given else {"tensor_parallel_size": 2}
+    assert text in refused(model_folder, engine_args=[given], **more)
 
 
 async def test_two_machines_serve_one_model(model_folder: Path, pool: Pool) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    options = [option for option in PIPELINE_PARALLEL.options(model_folder, {}) if option != "--verify"]
     follower, leader = (
         pool.start(
-            "--backend", "vllm", "--name", "two", *PIPELINE_PARALLEL.options(model_folder, {}), "--engine-args",
+            "--backend", "vllm", "--name", "two", *options, "--engine-args",
             f"nnodes=2 node_rank={rank} master_addr=127.0.0.1 master_port={port}", model=str(model_folder), wait=False,
             command=PIPELINE_PARALLEL.command, installed=True,
         )
@@ -243,3 +256,26 @@ async def test_two_machines_serve_one_model(model_folder: Path, pool: Pool) -> N
     assert "still loading" not in follower.text, "the second machine does not use Redis"
     assert "the worker on 127.0.0.1 has ended" in follower.text
     assert "Traceback" not in leader.text + follower.text
+
+
+def test_a_row_has_the_encoding_of_its_own_step() -> None:
+    """While a step runs, the answer of the step before may change the encoding that later steps expect."""
+    executor, futures = RanksExecutor.__new__(RanksExecutor), [SimpleNamespace(), SimpleNamespace()]
+    requests = {
+        name: SimpleNamespace(is_prefill_chunk=False, sampling_params=SimpleNamespace(extra_args={KEY: name.encode()}))
+        for name in ("a", "b")
+    }
+    encoder = RowEncoder(torch.bfloat16, lossy=False)
+    encoder.new_rows = lambda count, vocab_size, encoding: np.zeros((count, vocab_size), encoding.dtype)
+    executor._captured, executor._scheduler = Captured(4, encoder), SimpleNamespace(requests=requests)
+    executor._positions, executor._encoding, executor._base = None, Encoding.F32, 0
+    executor._call = lambda *_, **__: futures[len(answers)]
+    answers = []
+    for name in requests:
+        executor._step = SimpleNamespace(num_scheduled_tokens={name: 1})
+        answers.append(executor.sample_tokens(None, non_block=True))
+    own = RowBlock([b"a"], np.zeros((1, 4), Encoding.BF16.dtype), np.zeros(1, np.float32), Encoding.BF16)
+    futures[0].aggregate(Answer(None, [own], {}, {}))
+    futures[1].aggregate(Answer(None, [RowsInPlace([b"b"], None)], {}, {}))
+    (block,), _ = executor._captured.take([b"b"])
+    assert (block.encoding, block.numbers.dtype) == (Encoding.F32, np.float32)

@@ -8,7 +8,6 @@ captures and encodes rows, and sends them with the answer of each step.
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import logging
 import multiprocessing
@@ -56,7 +55,7 @@ _LEADER_CHECK_S = 5.0  # Seconds between two checks on another machine that the 
 _MAX_MISSED = 3  # Max failed checks in a row: the network or the worker's machine may be busy.
 _REPORT_S = 1.0  # Max seconds from an error to the end of the rank that caused it.
 _MARK_SIZE = 16  # Bytes by which a rank recognises the worker's shared memory.
-_FOLDER = "lmpool-ranks-"  # Prefix of the names of folders for vLLM's sockets.
+_FOLDER = "lmpool-ranks-"  # Prefix of the names of folders for vLLM's sockets; the worker's process id follows.
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable: folder of its sockets.
 _ERRORS = "LMPOOL_RANK_ERRORS"  # Environment variable of starting ranks: path of the worker's memory for their errors.
 
@@ -169,9 +168,9 @@ class RankExtension:
             with Path(path).open("rb") as file, mmap(file.fileno(), size, prot=PROT_READ) as memory:
                 if memory[: len(begin)] != begin:
                     return f"{path} is another file on the rank's machine"
-            with Path(path).open("r+b") as file:
+            with Path(path).open("r+b") as writable:
                 # Map all pages now: mapping a page at its first write would take longer than the write.
-                mapped = mmap(file.fileno(), size, flags=MAP_SHARED | MAP_POPULATE)
+                mapped = mmap(writable.fileno(), size, flags=MAP_SHARED | MAP_POPULATE)
             self._lmpool_memory = np.frombuffer(mapped, np.uint8)
         except (OSError, ValueError) as error:
             return str(error)
@@ -280,12 +279,11 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
                 raise self._error from error
             raise
         self._is_starting = False
-        for queue in (self.rpc_broadcast_mq, *self.response_mqs):
-            parts = (getattr(queue, name, None) for name in ("buffer", "tensor_arena"))
-            remove_names(getattr(part, "shared_memory", None) for part in parts)
+        parts = (getattr(self.rpc_broadcast_mq, name, None) for name in ("buffer", "tensor_arena"))
+        remove_names(getattr(part, "shared_memory", None) for part in parts)
 
     def _ensure_worker_termination(self, worker_procs: list[Any]) -> None:
-        """End the ranks. If a rank has ended already, note its end, and kill the ranks that wait for it.
+        """End the ranks. If a rank has ended already, note its end.
 
         vLLM calls this method when it shuts down or cannot start, and in its own thread when a rank has ended.
         """
@@ -299,9 +297,9 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
                         number = rank.name.rpartition("-")[2]
                         text = f"rank {number} of the model has failed: its process {ending(rank.exitcode or 0)}"
                         self._error = WorkerError(text)
-            if self._error:
-                for rank in worker_procs:
-                    rank.kill()
+        if self._error or self.parallel_config.node_rank:  # The ranks may wait for a rank that has ended.
+            for rank in worker_procs:
+                rank.kill()
         self._has_ended.set()
         super()._ensure_worker_termination(worker_procs)
 
@@ -478,7 +476,12 @@ def start_core(config: Any) -> InprocClient:
 @contextmanager
 def starting() -> Iterator[None]:
     """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it."""
-    with _socket_folder() as folder, os.fdopen(os.memfd_create("lmpool-ranks"), "r+", encoding="utf-8") as errors:
+    for old in Path(gettempdir()).glob(f"{_FOLDER}*"):  # Left by workers that were killed in this context.
+        if not Path("/proc", old.name.split("-")[2]).exists():
+            rmtree(old, ignore_errors=True)
+    # vLLM's sockets are not needed after this context.
+    folders, memory = TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-"), os.memfd_create("lmpool-ranks")
+    with folders as folder, os.fdopen(memory, "r+", encoding="utf-8") as errors:
         sockets = os.environ.get(_SOCKETS)
         os.environ[_SOCKETS], os.environ[_ERRORS] = folder, f"/proc/{os.getpid()}/fd/{errors.fileno()}"
         # A forked rank would inherit the worker's connections, and would not import this module again.
@@ -498,30 +501,6 @@ def starting() -> Iterator[None]:
             del os.environ[_ERRORS], os.environ[_SOCKETS]
             if sockets is not None:
                 os.environ[_SOCKETS] = sockets
-
-
-@contextmanager
-def _socket_folder() -> Iterator[str]:
-    """A folder for vLLM's sockets, which are not needed after the start.
-
-    Removes the folders of workers that were killed while they started.
-    """
-    for old in Path(gettempdir()).glob(f"{_FOLDER}*"):
-        with suppress(OSError), _locked(old, fcntl.LOCK_EX | fcntl.LOCK_NB):  # A folder in use is locked.
-            rmtree(old)
-    with TemporaryDirectory(prefix=_FOLDER) as folder, _locked(folder, fcntl.LOCK_SH):
-        yield folder
-
-
-@contextmanager
-def _locked(folder: Path | str, how: int) -> Iterator[None]:
-    """Lock a folder; raises `OSError` if that is not possible."""
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(fd, how)
-        yield
-    finally:
-        os.close(fd)
 
 
 class _StartErrors(logging.Filter):
