@@ -236,6 +236,8 @@ class SglangBackend(EngineBackend):
     def when_broken(self, report: Callable[[BaseException], object]) -> None:
         """See `TellsEnd.when_broken`."""
         self._engine.on_end = report
+        if (error := self._engine.end) is not None:
+            report(error)
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""

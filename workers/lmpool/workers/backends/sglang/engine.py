@@ -80,6 +80,7 @@ class SglangEngine:
 
     Attributes:
         on_end: called in another thread with the error that ends the engine.
+        end: the error that has ended the engine.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str, command: Sequence[str]) -> None:
@@ -101,6 +102,7 @@ class SglangEngine:
         self._command = command
         self._followers: Followers | None = None
         self.on_end: Callable[[BaseException], object] = lambda error: None
+        self.end: BaseException | None = None
         # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
@@ -220,6 +222,7 @@ class SglangEngine:
 
     def _fail(self, error: BaseException) -> None:
         self._results.put(error)
+        self.end = error
         self.on_end(error)
 
     def _redirect(self, scheduler: Any) -> None:
