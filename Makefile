@@ -76,7 +76,7 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-quantised test-vllm $(VLLM_RUNS) test-sglang collect test-engines-newest test-servers test-cluster chaos fuzz \
-	model-check docs picture screenshots bench bench-compare clean
+	model-check docs picture screenshots bench bench-compare bench-devices clean
 
 ## help: list the targets
 help:
@@ -285,6 +285,10 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
+
+## bench-devices: measure hf with large models on a GPU, and write docs/benchmarks-devices.md
+bench-devices: $(INSTALLED)
+	$(BIN)/python -m benchmarks devices --write docs/benchmarks-devices.md
 
 ## bench-compare: check that the pool is as fast as at another commit, BASE
 # The default BASE is the fastest commit so far. COMPARE takes options of benchmarks.compare such as `--measures tiny

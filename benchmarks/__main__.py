@@ -67,6 +67,7 @@ _ENGINES: dict[str, Callable[[Testbed], list[Result]]] = {
     "vllm-http": engine_measures.vllm_http,
     "vllm-positions": engine_measures.vllm_positions,
     "vllm-overhead": engine_measures.vllm_overhead,
+    "vllm-tensor": engine_measures.vllm_tensor,
     "sglang-random": engine_measures.sglang_random,
     "sglang-grow": engine_measures.sglang_grow,
 }

@@ -39,8 +39,9 @@ docs/benchmarks.md`), [benchmarks-control-plane.md](benchmarks-control-plane.md)
 [benchmarks-scaling.md](benchmarks-scaling.md) for several workers (the group `scaling`),
 [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`),
 [benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md)
-for genlm programs and requests for parts of a row (the group `genlm`). `python -m benchmarks new-f32 --quick` runs one
-measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-venv`, unless `LMPOOL_BENCH_PEERS` names
+for genlm programs and requests for parts of a row (the group `genlm`). `make bench-devices` writes
+[benchmarks-devices.md](benchmarks-devices.md), for large models on a GPU (the group `devices`). `python -m benchmarks
+new-f32 --quick` runs one measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-venv`, unless `LMPOOL_BENCH_PEERS` names
 another environment. The engines run in the environments that `make test` builds, or in the folder that
 `LMPOOL_BENCH_ENGINES` names.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.pairs import Take, alternate
@@ -33,13 +34,29 @@ class PromptSource:
 
 
 def compare(
-    testbed: Testbed, ours: Child, peer: Child, number: int, *, narrow: bool = False, repeats: int | None = None
+    testbed: Testbed,
+    ours: Child,
+    peer: Child,
+    number: int,
+    *,
+    narrow: bool = False,
+    repeats: int | None = None,
+    pause_s: float = 0,
 ) -> dict[str, list[float]]:
-    """Measure two sides with the same distinct prompts, sent at once; `narrow` if both sides compute in 16 bits."""
+    """Measure two sides with the same distinct prompts, sent at once.
+
+    `narrow` if both sides compute in 16 bits. `pause_s` is the time before each sample, in which the other side's
+    processes may come to rest.
+    """
     source = PromptSource()
+
+    def take(side: Child, prompts: Sequence[Ids]) -> float:
+        time.sleep(pause_s)
+        return rate(side, prompts)
+
     takes = {
-        "pool": lambda: rate(ours, source.draw(number, PROMPT_TOKENS)),
-        "direct": lambda: rate(peer, source.last),
+        "pool": lambda: take(ours, source.draw(number, PROMPT_TOKENS)),
+        "direct": lambda: take(peer, source.last),
     }
     samples = alternated(takes, repeats or testbed.repeats)
     # Compare on a new prompt: the pool's cache may hold the rows of measured prompts, or may have evicted them.

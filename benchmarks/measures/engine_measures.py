@@ -16,6 +16,7 @@ from benchmarks.harness.testbed import Testbed, wait_until
 from benchmarks.measures.comparison import PromptSource, alternated, compare, rate
 from benchmarks.measures.picks import TopTokens
 from benchmarks.measures.real_model import smollm2_folder
+from benchmarks.measures.scaling import write_llama
 from benchmarks.measures.transport import FULL_V
 
 Ids = list[int]
@@ -25,14 +26,15 @@ VARIABLE = "LMPOOL_BENCH_ENGINES"
 
 _PROMPT_TOKENS = 32  # Tokens per random prompt.
 # Prompts per sample of each measure.
-_VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS = 256, 64, 64, 1024
+_VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS, _TENSOR_PROMPTS = 256, 64, 64, 1024, 2048
 _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
 _LONG_TOKENS = 256  # Initial tokens per context, so many that a recomputed context stands out in the count of tokens.
 _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
 _SERVER_READY_S = 180.0  # Max seconds until vLLM's own server is ready.
 _VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
-# Use one thread: SGLang's attention on a CPU consists of small operations, which threads slow down.
-_SGLANG_ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+_RANKS = 2  # Processes over which a model is spread.
+_RANKS_REST_S = 2.0  # Seconds until vLLM's ranks rest: they spin for one second after each step.
+_ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 _SGLANG = ("--backend", "sglang", "--kv-cache-bytes", str(1 << 30))
 
 
@@ -134,7 +136,7 @@ def vllm_http(testbed: Testbed) -> list[Result]:
         number = testbed.scaled(_HTTP_PROMPTS, 4)
         samples = compare(testbed, ours, peer, number, repeats=min(testbed.repeats, _HTTP_REPEATS))
     meaning = (
-        f"rows/s for {_HTTP_PROMPTS} prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M f32, through the pool ÷ vLLM's "
+        f"rows/s for {_HTTP_PROMPTS} prompts of {_PROMPT_TOKENS} tokens, SmolLM2-135M f32, through the pool ÷ "
         "OpenAI server with the log-probabilities of the whole vocabulary, 16 concurrent requests, JSON parsed; "
         f"{_HTTP_REPEATS} samples"
     )
@@ -171,13 +173,30 @@ def vllm_overhead(testbed: Testbed) -> list[Result]:
     return [_result("vllm-overhead", meaning, 0.6, samples)]
 
 
+def vllm_tensor(testbed: Testbed) -> list[Result]:
+    """Measure the overhead of the pool with a narrow model that is spread over two processes."""
+    with ExitStack() as stack:
+        model = str(write_llama(testbed.folder / "narrow", vocab_size=FULL_V, width=64, heads=2, layers=1))
+        ours = _pool(stack, testbed, "ranks", model, *_VLLM, "--tensor-parallel-size", str(_RANKS), **_ONE_THREAD)
+        testbed.wait_for_shared_memory("ranks")
+        arguments, python = (model, "float32", "auto", str(_RANKS)), engine_python("vllm")
+        peer = stack.enter_context(testbed.child("peers.vllm_peer", *arguments, python=python, **_ONE_THREAD))
+        samples = compare(testbed, ours, peer, testbed.scaled(_TENSOR_PROMPTS, 256), pause_s=_RANKS_REST_S)
+    meaning = (
+        f"rows/s for {_TENSOR_PROMPTS:,} distinct prompts of {_PROMPT_TOKENS} tokens, one narrow layer with random "
+        f"weights, V = {FULL_V:,}, f32, `tensor_parallel_size={_RANKS}`, one thread per rank, through the pool ÷ "
+        "vLLM's engine core with as many ranks and a capturing logits processor in them, whose rows stay in the rank"
+    )
+    return [_result("vllm-tensor", meaning, 0.85, samples)]
+
+
 def sglang_random(testbed: Testbed) -> list[Result]:
     """Compare SGLang behind the pool with SGLang's scheduler called directly."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
         ours = _pool(stack, testbed, "sglang", model, *_SGLANG)
         peer = stack.enter_context(
-            testbed.child("peers.sglang_peer", model, python=engine_python("sglang"), **_SGLANG_ENVIRONMENT)
+            testbed.child("peers.sglang_peer", model, python=engine_python("sglang"), **_ONE_THREAD)
         )
         samples = compare(testbed, ours, peer, testbed.scaled(_SGLANG_PROMPTS, 16))
     meaning = (
@@ -214,13 +233,13 @@ def engine_python(engine: str) -> str:
     return str(python)
 
 
-def _pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: str) -> Child:
-    """Start a worker with an engine, and a producer for its model.
+def _pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: str, **variables: str) -> Child:
+    """Start a worker with an engine and more environment variables, and a producer for its model.
 
     The producer caches no rows: until a cache is full, each row allocates new memory, which takes additional time.
     """
     command, environment = _command(options[options.index("--backend") + 1])
-    stack.enter_context(testbed.workers(name, model, *options, command=command, environment=environment))
+    stack.enter_context(testbed.workers(name, model, *options, command=command, environment=environment | variables))
     return stack.enter_context(testbed.producer(name, "--cache-bytes", "0"))
 
 
@@ -241,7 +260,8 @@ def _command(engine: str) -> tuple[list[str], dict[str, str]]:
     """The command in place of `lmpool` that starts an engine's worker, and the worker's environment variables."""
     python = engine_python(engine)
     if engine == "sglang":  # On a CPU SGLang needs stubs of missing packages, which the tests provide.
-        return [python, "-m", "tests.engines.sglang_cpu"], _SGLANG_ENVIRONMENT
+        # Use one thread: SGLang's attention on a CPU consists of small operations, which threads slow down.
+        return [python, "-m", "tests.engines.sglang_cpu"], _ONE_THREAD
     return [str(Path(python).with_name("lmpool"))], {}
 
 

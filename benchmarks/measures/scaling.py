@@ -70,7 +70,7 @@ def tokens(testbed: Testbed) -> list[Result]:
     """Count the tokens that a real backend computes for growing contexts."""
     results = []
     with ExitStack() as stack:
-        model = str(_write_llama(testbed.folder / "tiny-llama"))
+        model = str(write_llama(testbed.folder / "tiny-llama"))
         sides = {}
         for name, number in {"four": _WORKERS, "one": 1}.items():
             options = ("--backend", "hf", "--device", "cpu", *_LEASE)
@@ -239,27 +239,35 @@ def _busy_s(fields: Mapping[str, str]) -> float:
     return (_PREFIX_STEP_MS * float(fields["steps"]) + _TOKEN_MS * computed) / 1000
 
 
-def _write_llama(folder: Path) -> Path:
+def write_llama(
+    folder: Path,
+    *,
+    vocab_size: int = _V,
+    width: int = 32,
+    heads: int = 4,
+    layers: int = 2,
+    max_tokens: int = 2 * _CONTEXT_TOKENS,
+) -> Path:
     """Write a tiny Llama with random weights in the format of transformers."""
     # Import here: safetensors comes with the hf backend, which other measures do not need.
     from safetensors.numpy import save_file
 
-    width, inner, heads, layers = 32, 64, 4, 2
+    inner = 2 * width
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": _V,
+        "vocab_size": vocab_size,
         "hidden_size": width,
         "intermediate_size": inner,
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "num_hidden_layers": layers,
-        "max_position_embeddings": 2 * _CONTEXT_TOKENS,
+        "max_position_embeddings": max_tokens,
         "torch_dtype": "float32",
     }
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens": (_V, width),
-        "lm_head": (_V, width),
+        "model.embed_tokens": (vocab_size, width),
+        "lm_head": (vocab_size, width),
         "model.norm": (width,),
     }
     for layer in range(layers):

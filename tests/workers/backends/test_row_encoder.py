@@ -143,16 +143,20 @@ def test_the_whole_segment_is_registered(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("k", [1, 3, 11, 12])
-def test_of_equal_entries_the_lowest_ids_are_returned(dtype: torch.dtype, k: int) -> None:
+@pytest.mark.parametrize(("vocab_size", "different"), [(12, 4), (300, 4), (300, 100)])
+def test_of_equal_entries_the_lowest_ids_are_returned(
+    dtype: torch.dtype, k: int, vocab_size: int, different: int
+) -> None:
     """Top-k returns equal entries in the order of their ids, although torch.topk does not define their order."""
-    logits = torch.randint(0, 4, (200, 12), generator=torch.Generator().manual_seed(k)).to(dtype)
+    generator = torch.Generator().manual_seed(k)
+    logits = torch.randint(0, different, (200, vocab_size), generator=generator).to(dtype)
     rows = torch.log_softmax(logits.float(), dim=-1).numpy()
     log_z = np.zeros(len(rows), np.float32)
     some = PositionsQuery(0, max(1, k - 3)).among(np.array([0, 1, 2, 3, 5, 7, 8, 9, 11]))
     for query in (PositionsQuery(0, k), some):
         found = values_at_positions(logits, query, [])
         assert np.array_equal(found, query.of(rows, log_z, np.empty(0)))
-    assert set(unpack_top(found, 12).ids.ravel().tolist()) <= set(some.target_ids.tolist())
+    assert set(unpack_top(found, vocab_size, of_row=False).ids.ravel().tolist()) <= set(some.target_ids.tolist())
 
 
 @pytest.mark.parametrize("values", ["logits", "score_logits"])

@@ -25,6 +25,7 @@ _CACHED_NUMBERS = 1 << 19
 _SLICED_NUMBERS = 1 << 24
 """Logits per slice on an accelerator (64 MiB in float32): few, because engines leave little device memory free."""
 
+_SPARE_ENTRIES = 64  # Entries beyond the k largest that are fetched, so that they rarely end among equal entries.
 _PORTABLE = 1  # cudaHostRegister flag: register the memory for all devices.
 _REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this process has registered the memory already.
 
@@ -289,11 +290,14 @@ def _values_at(logits: Tensor, query: PositionsQuery, following: Tensor) -> Tens
 
 def _largest_of(rows: Tensor, k: int) -> TopK:
     """The `k` largest entries of each row, in the order of `lmpool.protocol.query.top`."""
-    values, ids = torch.topk(rows, min(k + 1, rows.shape[1]), dim=-1)
-    least = values[:, k - 1 : k]
-    # torch.topk does not define which of several equal entries it returns. If an entry that was left out equals the
-    # smallest returned entry, choose the lowest ids among the equal entries.
-    is_unsure = (values[:, k:] == least).any(dim=1)
+    # torch.topk does not define which of several equal entries it returns, and 16-bit logits have many equal entries.
+    # So fetch more entries, and choose the lowest ids among equal entries.
+    values, ids = torch.topk(rows, min(k + _SPARE_ENTRIES, rows.shape[1]), dim=-1)
+    ids, order = torch.sort(ids, dim=-1)
+    values, order = torch.sort(values.gather(1, order), dim=-1, descending=True, stable=True)
+    ids, least = ids.gather(1, order), values[:, k - 1 : k]
+    # If the last fetched entry equals the k-th, entries with lower ids may be missing.
+    is_unsure = (values[:, -1:] == least).any(dim=1) & (values.shape[1] < rows.shape[1])
     values, ids = values[:, :k], ids[:, :k]
     if is_unsure.any():
         count = torch.arange(rows.shape[1], device=rows.device)
@@ -302,9 +306,7 @@ def _largest_of(rows: Tensor, k: int) -> TopK:
         above = (values[is_unsure] > least[is_unsure]).sum(dim=1, keepdim=True)
         place = count[:k] - above
         ids[is_unsure] = torch.where(place < 0, ids[is_unsure], lowest.gather(1, place.clamp(min=0)))
-    found = TopK(values.cpu().numpy(), ids.cpu().numpy())
-    order = np.lexsort((found.ids, -found.values), axis=-1)
-    return TopK(np.take_along_axis(found.values, order, axis=1), np.take_along_axis(found.ids, order, axis=1))
+    return TopK(values.cpu().numpy(), ids.cpu().numpy())
 
 
 class Piece(NamedTuple):
