@@ -252,8 +252,8 @@ def test_a_row_has_the_encoding_of_its_own_step() -> None:
     encoder.new_rows = lambda count, vocab_size, encoding: np.zeros((count, vocab_size), encoding.dtype)
     executor._captured, executor._scheduler = Captured(4, encoder), SimpleNamespace(requests=requests)
     executor._positions, executor._encoding, executor._base = None, Encoding.F32, 0
+    answers: list[Any] = []
     setattr(executor, "_call", lambda *_, **__: futures[len(answers)])  # noqa: B010  mypy refuses the assignment.
-    answers = []
     for name in requests:
         executor._step = SimpleNamespace(num_scheduled_tokens={name: 1})
         answers.append(executor.sample_tokens(None, non_block=True))
