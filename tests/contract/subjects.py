@@ -244,6 +244,7 @@ _FINDERS: dict[str, Callable[[], Subject]] = {
     "vllm-v2-async": _engine("vllm", "use_v2_runner", "use_async_scheduling"),
     "vllm-async": _engine("vllm", "use_async_scheduling"),
     "vllm-tensor": _engine("vllm", variant="TENSOR_PARALLEL"),
+    "vllm-tensor-async": _engine("vllm", "use_async_scheduling", variant="TENSOR_PARALLEL"),
     "vllm-pipeline": _engine("vllm", variant="PIPELINE_PARALLEL"),
     "sglang": _engine("sglang"),
     "sglang-tp2": _engine("sglang", variant="TENSOR_PARALLEL"),

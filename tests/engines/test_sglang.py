@@ -349,11 +349,12 @@ def known() -> dict[str, bool]:
         ("lora_paths=a", "engine_args: lora_paths cannot be set here: name adapters with --adapters name=folder"),
         ("mem_fraction_statik=0.5", "has no option 'mem_fraction_statik'; did you mean 'mem_fraction_static'?"),
         ("tensor_parallel_size=2", "engine_args: SGLang 0.5.x has no option 'tensor_parallel_size'"),
+        ("quantization=fp8", "engine_args: quantization cannot be set here: --quantization sets it"),
     ],
 )
 def test_options_that_cannot_be_set_are_refused(given: str, message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        options.user_options(SglangSettings("m", engine_args=[given]), known(), "0.5.x")
+        options.user_options(SglangSettings("m", quantization="int8", engine_args=[given]), known(), "0.5.x")
     assert message in str(caught.value)
 
 

@@ -61,6 +61,8 @@ def test_two_idle_processes_exchange_messages_and_report_the_end_of_one(model_fo
         os.kill(follower_of(backend), signal.SIGKILL)
         with pytest.raises(WorkerError, match=KILLED):
             raise errors.get(timeout=60)
+        backend.when_broken(errors.put)
+        assert not errors.empty(), "an end before the call is reported too"
         driver.submit(prompts)
         with pytest.raises(WorkerError, match=KILLED):
             driver.step()

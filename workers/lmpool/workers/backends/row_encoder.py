@@ -106,7 +106,7 @@ class RowEncoder:
         """Have the GPU copy rows to shared memory, and return them; None if the GPU can write to no shared memory."""
         if self._mapped is None or (rows := self.new_rows(len(numbers), numbers.shape[1], encoding)) is None:
             return None
-        whole = whole_memory_of(rows)
+        whole = _whole_memory_of(rows)
         if whole not in self._mapped and not _map_to_gpu(*whole, numbers.device):
             self._mapped = None
             return None
@@ -220,7 +220,7 @@ def log_threads(device: str) -> None:
     _log.info("computing on %s; CPU threads: %d", device, threads, extra={"threads": threads})
 
 
-def whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
+def _whole_memory_of(rows: NDArray[Any]) -> tuple[int, int]:
     """Address and size of the whole memory of which an array is a view."""
     whole: Any = rows
     while isinstance(whole.base, np.ndarray):

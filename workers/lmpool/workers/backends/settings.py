@@ -286,13 +286,27 @@ class VllmSettings(EngineSettings):
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def open(self) -> Backend:
-        """Load the model. Only this call imports vLLM."""
+        """Load the model. Only this call and `follow` import vLLM."""
+        self._prepare_vllm()
+        return EngineSettings.open(self)
+
+    def follow(self) -> bool:
+        """If `node_rank` is not 0: run a part of the model for the worker on another machine, until that worker ends.
+
+        Returns False at once on the worker's own machine.
+        """
+        if not parse_engine_args(self.engine_args).get("node_rank"):
+            return False
+        self._prepare_vllm()
+        resolve_name("lmpool.workers.backends.vllm.engine:follow")(self)
+        return True
+
+    def _prepare_vllm(self) -> None:
         for name, value in _VLLM_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         # Set the log level before the import: vLLM logs before it has configured its own logger.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
-        return EngineSettings.open(self)
 
 
 @dataclass(frozen=True, slots=True)

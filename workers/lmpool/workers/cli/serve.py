@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -69,6 +70,9 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
         _log.warning("uvloop is not installed: rows are stored more slowly")  # uvloop stores 2 to 4 times faster.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:  # Log the error before the runner ends, because its end waits for threads such as downloads.
+            follow: Callable[[], bool] = getattr(backend, "follow", lambda: False)
+            if follow():  # The worker of this model is on another machine.
+                return
             runner.run(_serve(server, backend, settings, log))
         except LMPoolError as error:
             if log is None:

@@ -126,7 +126,12 @@ class VllmBackend(EngineBackend):
 
     def step(self) -> Finished:
         """Run one step of the engine."""
-        outputs = self._core.get_output().outputs
+        try:
+            outputs = self._core.get_output().outputs
+        except Exception as error:
+            if (ranks := self._engine.ranks) is None:
+                raise
+            raise ranks.cause_of(error) from None
         rows, failures, vectors = list[bytes](), dict[bytes, str](), dict[bytes, NDArray[np.float32]]()
         tokens = reused = 0
         for output in outputs:
@@ -217,15 +222,19 @@ class VllmBackend(EngineBackend):
     @property
     def devices(self) -> list[str]:
         """See `TellsDevices.devices`."""
-        return self._engine.devices
+        return [self.device] if (ranks := self._engine.ranks) is None else ranks.devices
 
     def when_broken(self, report: Callable[[BaseException], object]) -> None:
         """See `TellsEnd.when_broken`."""
-        self._engine.on_end = report
+        if (ranks := self._engine.ranks) is not None:
+            error = WorkerError("a process of the model has ended")
+            # vLLM calls the function at once if a rank has ended before.
+            ranks.register_failure_callback(lambda: report(ranks.cause_of(error)))
 
     def map_memory(self, fd: int, memory: Any) -> None:
         """See `MapsMemory.map_memory`."""
-        self._engine.map_memory(fd, memory)
+        if (ranks := self._engine.ranks) is not None:
+            ranks.map_memory(fd, memory)
 
     def _load(self, adapter: str, folder: Path) -> None:
         # Use the name with revision, by which vLLM's prefix cache tells adapters apart, and a number never used before.

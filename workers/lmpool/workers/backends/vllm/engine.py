@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import EntryPoint, entry_points
@@ -28,11 +28,18 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_revision
+from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture, compute_wanted_positions
-from lmpool.workers.backends.vllm.ranks import RANK_ARGUMENTS, PositionsOfRanks, RanksExecutor, follow, start_ranks
+from lmpool.workers.backends.vllm.ranks import (
+    RANK_ARGUMENTS,
+    PositionsOfRanks,
+    RanksExecutor,
+    start_core,
+    starting,
+    wait_for_worker,
+)
 
 # Exceptions of vLLM for bad options, broken weights, and missing kernels, devices or memory; they have no common type.
 _ERRORS = (
@@ -110,18 +117,10 @@ class VllmEngine:
         # vLLM creates the logits processor from a class, so each engine needs its own class with its `Captured`.
         processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
         capture = {"logits_processors": [processor]} if settings.ranks == 1 else RANK_ARGUMENTS
-        arguments = engine_arguments(settings, folder) | given | capture
-        with refusing(f"model: vLLM {vllm_version} cannot serve {settings.model}"):
-            self.config: Any = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
-        model, kv_dtype = self.config.model_config, self.config.cache_config.cache_dtype
-        if kv_dtype == "auto" and getattr(self.config.quant_config, "kv_cache_scheme", None):
-            kv_dtype = "fp8"  # vLLM treats every `kv_cache_scheme` of a checkpoint as fp8.
-        if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
-            remedy = "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
-            raise SettingsError(f"engine_args: kv_cache_dtype={kv_dtype} gives wrong rows on a CPU. {remedy}")
-        if model.quantization in _EXPERTS_ONLY and not model.is_moe:
-            text = f"{model.quantization} quantises only experts, and {settings.model} has none"
-            raise SettingsError(f"quantization: {text}; use fp8_per_channel, or leave it out")
+        self.config: Any = make_config(settings, folder, engine_arguments(settings, folder) | given | capture)
+        if rank := self.config.parallel_config.node_rank:
+            raise SettingsError(f"engine_args: node_rank={rank} serves no prompts: use it with `lmpool worker` only")
+        model = self.config.model_config
         encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         self.captured = processor.captured = Captured(model.get_vocab_size(), encoder)
         also = row_deciding(given)
@@ -134,20 +133,25 @@ class VllmEngine:
         # without this request, and the process would crash with an illegal instruction.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
-        self.on_end: Callable[[BaseException], object] = lambda error: None  # Called in a thread when a rank has ended.
         is_recast = model.quantization == "torchao" and settings.dtype != "auto"
         remedy = f" in {settings.dtype} (try --dtype auto for weights of torchao)" if is_recast else ""
+        self.loras: dict[str, LoRARequest] = {}  # "name@revision" -> vLLM's handle of the loaded adapter, for requests.
+        self.positions: PositionCapture | PositionsOfRanks
         with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}{remedy}"):
             if settings.ranks == 1:
                 self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
-            elif self.config.parallel_config.node_rank > 0:
-                follow(self.config)
+                self.positions = PositionCapture(model.get_vocab_size(), self._lora_id)
             else:
-                self.core = start_ranks(self.config, self._end)
-        self.loras: dict[str, LoRARequest] = {}  # "name@revision" -> vLLM's handle of the loaded adapter, for requests.
-        make = PositionCapture if settings.ranks == 1 else PositionsOfRanks
-        self.positions = make(model.get_vocab_size(), lambda adapter: self.loras[adapter].lora_int_id)
-        self.has_positions = self.capture_positions(not processors)
+                self.core = start_core(self.config)
+                self.positions = PositionsOfRanks(self._lora_id)
+            try:
+                self.has_positions = self.capture_positions(not processors)
+            except BaseException:
+                self.core.shutdown()
+                raise
+
+    def _lora_id(self, adapter: str) -> int:
+        return int(self.loras[adapter].lora_int_id)
 
     def capture_positions(self, is_possible: bool = True) -> bool:
         """Start to capture values at positions; False if vLLM does not compute all positions as it computes rows."""
@@ -167,20 +171,48 @@ class VllmEngine:
             return False
         return is_possible
 
-    def _end(self) -> None:
-        self.on_end(WorkerError("a process of the model has ended"))
-
     @property
-    def devices(self) -> list[str]:
-        """The torch device of each process of the model."""
+    def ranks(self) -> RanksExecutor | None:
+        """The processes of the model; None if it runs in this process."""
         executor = self.core.engine_core.model_executor
-        return executor.devices if isinstance(executor, RanksExecutor) else [self.captured.device]
+        return executor if isinstance(executor, RanksExecutor) else None
 
-    def map_memory(self, fd: int, memory: Any) -> None:
-        """Let the rank that computes rows map shared memory; see `MapsMemory.map_memory`."""
-        executor = self.core.engine_core.model_executor
-        if isinstance(executor, RanksExecutor):
-            executor.map_memory(fd, memory)
+
+def make_config(settings: VllmSettings, folder: Path, arguments: dict[str, Any]) -> Any:
+    """vLLM's config from its arguments. Refuses options that give wrong rows."""
+    with refusing(f"model: vLLM {vllm_version} cannot serve {settings.model}"):
+        config: Any = EngineArgs(**arguments).create_engine_config(UsageContext.LLM_CLASS)
+    model, kv_dtype = config.model_config, config.cache_config.cache_dtype
+    if kv_dtype == "auto" and getattr(config.quant_config, "kv_cache_scheme", None):
+        kv_dtype = "fp8"  # vLLM treats every `kv_cache_scheme` of a checkpoint as fp8.
+    if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
+        remedy = "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
+        raise SettingsError(f"engine_args: kv_cache_dtype={kv_dtype} gives wrong rows on a CPU. {remedy}")
+    if model.quantization in _EXPERTS_ONLY and not model.is_moe:
+        text = f"{model.quantization} quantises only experts, and {settings.model} has none"
+        raise SettingsError(f"quantization: {text}; use fp8_per_channel, or leave it out")
+    if settings.ranks > 1 and (config.kv_transfer_config or config.ec_transfer_config):
+        text = "kv_transfer_config, ec_transfer_config and kv_offloading_size need a model in one process"
+        raise SettingsError(f"engine_args: {text}: leave them out, or leave out the parallel sizes")
+    return config
+
+
+def follow(settings: VllmSettings) -> None:
+    """Run this machine's part of a model until the worker on the machine with `node_rank` 0 has ended.
+
+    Raises:
+        SettingsError: vLLM cannot load the part.
+        WorkerError: a process of this machine's part has ended.
+    """
+    folder = checkpoint_folder("model", settings.model, settings.revision)
+    arguments = engine_arguments(settings, folder) | user_arguments(settings) | RANK_ARGUMENTS
+    config = make_config(settings, folder, arguments)
+    leader = config.parallel_config.master_addr
+    _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", leader)
+    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting():
+        executor = RanksExecutor(config)
+    wait_for_worker(executor)
+    _log.info("the worker on %s has ended", leader)
 
 
 def _allowed_processors(named: Sequence[str]) -> list[str]:
@@ -217,8 +249,9 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     """Check and return the user's engine options."""
     given = parse_engine_args(settings.engine_args)
     known = {field.name for field in fields(EngineArgs)}
-    check_engine_args(given, known, _REFUSED, f"vLLM {vllm_version}")
-    return given if settings.quantization is None else {"quantization": settings.quantization} | given
+    chosen = {} if settings.quantization is None else {"quantization": settings.quantization}
+    check_engine_args(given, known, _REFUSED | dict.fromkeys(chosen, "--quantization sets it"), f"vLLM {vllm_version}")
+    return given | chosen
 
 
 def row_deciding(given: dict[str, Any]) -> dict[str, Any]:

@@ -13,31 +13,32 @@ import logging
 import multiprocessing
 import os
 import socket
-import tempfile
-import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from mmap import MAP_POPULATE, MAP_SHARED, mmap
+from mmap import MAP_POPULATE, MAP_SHARED, PROT_READ, mmap
 from multiprocessing import util
+from multiprocessing.connection import wait
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple, NoReturn
+from shutil import rmtree
+from tempfile import TemporaryDirectory, gettempdir
+from threading import Event
+from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from vllm import envs
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import InprocClient
-from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor import multiproc_executor
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from lmpool.embedded import ending
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
@@ -54,9 +55,15 @@ RANK_ARGUMENTS = {
 """Options of an engine whose model is spread over several processes."""
 
 _LEADER_CHECK_S = 5.0  # Seconds between two checks on another machine that the worker's first rank still runs.
-_ERROR_FILE = "LMPOOL_RANK_ERROR"  # Environment variable: path of the file for the reason why a rank cannot start.
+_MAX_MISSED = 3  # Max failed checks in a row: the network or the worker's machine may be busy.
+_REPORT_S = 1.0  # Max seconds from an error to the end of the rank that caused it.
+_MARK_SIZE = 16  # Bytes by which a rank recognises the worker's shared memory.
+_FOLDER = "lmpool-ranks-"  # Prefix of the names of folders for vLLM's sockets; the worker's process id follows.
+_SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable: folder of its sockets.
+_ERRORS = "LMPOOL_RANK_ERRORS"  # Environment variable of starting ranks: path of the worker's memory for their errors.
 
 _log = logging.getLogger(__name__)
+_engine_log = logging.getLogger("vllm.v1.executor.multiproc_executor")
 
 
 class OpenedPositions(NamedTuple):
@@ -116,12 +123,15 @@ class RankExtension:
     """Methods of a rank that the worker calls. vLLM mixes this class into its own worker class."""
 
     model_runner: Any
+    add_lora: Any
     execute_model: Any
     sample_tokens: Any
 
     def lmpool_attach(self, lossy: bool, has_positions: bool) -> RankFacts:
         """Prepare a loaded rank for steps."""
-        remove_names()
+        if _start_errors is not None:
+            _engine_log.removeFilter(_start_errors)
+        remove_names(gc.get_objects())
         # Request Intel AMX in this process too; see `VllmEngine`.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
@@ -147,14 +157,25 @@ class RankExtension:
                     missing = first_line(error)
         return RankFacts(str(runner.device), missing)
 
-    def lmpool_map(self, pid: int, fd: int, size: int) -> str:
-        """Map the worker's shared memory, whose descriptor in the process `pid` is `fd`; returns the error, or ""."""
+    def lmpool_add_lora(self, request: Any) -> str:
+        """Load an adapter; returns the error, or ""."""
         try:
-            with Path(f"/proc/{pid}/fd/{fd}").open("r+b") as file:
-                # Map all pages now: mapping a page at its first write takes several times as long as the write.
-                memory = mmap(file.fileno(), size, flags=MAP_SHARED | MAP_POPULATE)
-                self._lmpool_memory = np.frombuffer(memory, np.uint8)
-        except OSError as error:  # The rank is in another container or on another host.
+            return "" if self.add_lora(request) else "it does not fit the model"
+        except Exception as error:  # noqa: BLE001  The worker raises the error.
+            return first_line(error)
+
+    def lmpool_map(self, path: str, begin: bytes, size: int) -> str:
+        """Map the worker's shared memory, which begins with the bytes `begin`; returns the error, or ""."""
+        try:
+            # In another container or on another host, the path may name another file: do not change that file.
+            with Path(path).open("rb") as file, mmap(file.fileno(), size, prot=PROT_READ) as memory:
+                if memory[: len(begin)] != begin:
+                    return f"{path} is another file on the rank's machine"
+            with Path(path).open("r+b") as writable:
+                # Map all pages now: mapping a page at its first write would take longer than the write.
+                mapped = mmap(writable.fileno(), size, flags=MAP_SHARED | MAP_POPULATE)
+            self._lmpool_memory = np.frombuffer(mapped, np.uint8)
+        except (OSError, ValueError) as error:
             return str(error)
         return ""
 
@@ -217,15 +238,12 @@ class _LaterAnswer(AsyncModelRunnerOutput):  # type: ignore[misc]  # vllm has no
         return Answer(self._output.get_output(), *self._more)
 
 
-def remove_names() -> None:
-    """Remove the names of the shared memory and of the semaphores that vLLM has opened in all processes.
+def remove_names(parts: Iterable[Any]) -> None:
+    """Remove the names of shared memory that vLLM has mapped in several processes; other objects are ignored.
 
-    The system then frees them with the last process, even if all processes are killed.
+    The system then frees the memory with the last process, even if all processes are killed.
     """
-    for finalizer in list(util._finalizer_registry.values()):  # type: ignore[attr-defined]
-        if finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
-            finalizer()
-    for memory in gc.get_objects():
+    for memory in parts:
         if type(memory) is SharedMemory:
             with suppress(FileNotFoundError):  # Another process has removed the name.
                 memory.unlink()
@@ -246,7 +264,7 @@ def remove_names_of_collectives() -> None:
     Collectives._init_cpu_shm = init_and_remove_name
 
 
-class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
+class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
     """vLLM's executor for several processes; it also passes on the rows and values that the output rank sends."""
 
     def attach(self, scheduler: Any, captured: Captured, positions: PositionsOfRanks | None) -> None:
@@ -266,21 +284,67 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
             self._positions = None
             raise AttributeError(missing)
 
-    def _post_init_executor(self) -> None:
-        """vLLM calls this method when all ranks have started, before it hides its objects from `gc` (`gc.freeze`)."""
-        remove_names()
+    def _init_executor(self) -> None:
+        """Start the ranks; called by vLLM's constructor."""
+        self._error: WorkerError | None = None  # The error, if a rank has ended too early.
+        self._has_ended = Event()
+        self._is_starting = True
+        try:
+            super()._init_executor()
+        except Exception as error:
+            if self._error:
+                raise self._error from error
+            raise
+        self._is_starting = False
+        parts = (getattr(self.rpc_broadcast_mq, name, None) for name in ("buffer", "tensor_arena"))
+        remove_names(getattr(part, "shared_memory", None) for part in parts)
 
-    def shutdown(self) -> None:
-        """End the ranks; called by vLLM's thread too, if a rank has ended. Then kill the ranks that wait for it."""
-        if self.is_failed:
-            for rank in self.workers:
-                rank.proc.kill()
-        super().shutdown()
+    def _ensure_worker_termination(self, worker_procs: list[Any]) -> None:
+        """End the ranks. If a rank has ended already, note its end.
+
+        vLLM calls this method when it shuts down or cannot start, and in its own thread when a rank has ended.
+        """
+        if self._is_starting or self.is_failed:
+            ended = wait([rank.sentinel for rank in worker_procs], _REPORT_S)
+            for rank in worker_procs:
+                if rank.sentinel in ended and not self._error:
+                    rank.join(_REPORT_S)
+                    # A rank that cannot start ends with code 0 after it has reported its error.
+                    if rank.exitcode or self.is_failed:
+                        number = rank.name.rpartition("-")[2]
+                        text = f"rank {number} of the model has failed: its process {ending(rank.exitcode or 0)}"
+                        self._error = WorkerError(text)
+        if self._error or self.parallel_config.node_rank:  # The ranks may wait for a rank that has ended.
+            for rank in worker_procs:
+                rank.kill()
+        self._has_ended.set()
+        super()._ensure_worker_termination(worker_procs)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The error of a rank whose end may have caused an error of this process; `error` itself if all ranks run."""
+        self._has_ended.wait(_REPORT_S)
+        return self._error or error
+
+    def add_lora(self, lora_request: Any) -> bool:
+        """Load an adapter in all ranks.
+
+        Raises:
+            WorkerError: a rank cannot load the adapter.
+        """
+        for error in filter(None, self.collective_rpc("lmpool_add_lora", args=(lora_request,))):
+            self.collective_rpc("remove_lora", args=(lora_request.lora_int_id,))
+            raise WorkerError(error)
+        return True
 
     def map_memory(self, fd: int, memory: Any) -> None:
-        """Have the output rank map shared memory that is mapped here as `memory`, a buffer; `fd` is its descriptor."""
+        """Have the output rank map shared memory that is mapped here as `memory`, a buffer; `fd` is its descriptor.
+
+        Writes a mark at the beginning of the memory.
+        """
         seen = np.frombuffer(memory, np.uint8)
-        error = self._call("lmpool_map", (os.getpid(), fd, seen.nbytes), non_block=False)
+        begin = os.urandom(_MARK_SIZE)
+        seen[:_MARK_SIZE] = np.frombuffer(begin, np.uint8)
+        error = self._call("lmpool_map", (f"/proc/{os.getpid()}/fd/{fd}", begin, seen.nbytes), non_block=False)
         if error:
             _log.warning("rows are copied once more, because a rank cannot map the worker's shared memory: %s", error)
         else:
@@ -294,7 +358,7 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
         """End the step that `execute_model` began last."""
-        digests, positions = [], []
+        digests, positions = dict[bytes, str](), list[str]()  # Digest -> request name; request names.
         for name in self._step.num_scheduled_tokens:
             request = self._scheduler.requests[name]
             if not request.is_prefill_chunk:
@@ -302,39 +366,50 @@ class RanksExecutor(MultiprocExecutor):  # type: ignore[misc]  # vllm has no typ
                 if digest is None:
                     positions.append(name)
                 else:
-                    digests.append(digest)
-        memory, place, base = None, None, self._base
+                    digests[digest] = name
+        # Note the encoding: the answer of a step before this step may change it while this step runs.
+        memory, place, base, encoding = None, None, self._base, self._encoding
         if digests and base is not None:
-            memory = self._captured.encoder.new_rows(len(digests), self._captured.vocab_size, self._encoding)
+            memory = self._captured.encoder.new_rows(len(digests), self._captured.vocab_size, encoding)
         if memory is not None and base is not None:
-            place = Place(memory.ctypes.data - base, memory.strides[0], self._encoding.name)
-        future = self._call("lmpool_sample", (grammar_output, digests, positions, place), non_block=True)
-        future.aggregate = partial(self._received, memory)
+            place = Place(memory.ctypes.data - base, memory.strides[0], encoding.name)
+        future = self._call("lmpool_sample", (grammar_output, list(digests), positions, place), non_block=True)
+        future.aggregate = partial(self._received, digests, memory, encoding)
         return future if non_block else future.result()
 
     def _call(self, method: str, arguments: tuple[Any, ...], non_block: bool) -> Any:
-        return self.collective_rpc(
-            method,
-            args=arguments,
-            unique_reply_rank=self.output_rank,
-            non_block=non_block,
-            timeout=envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS,
-        )
+        # Without a timeout: the worker's watchdog ends a step that hangs.
+        return self.collective_rpc(method, args=arguments, unique_reply_rank=self.output_rank, non_block=non_block)
 
-    def _received(self, memory: NDArray[Any] | None, answer: Answer) -> Any:
-        """Store the rows and values of an answer; returns vLLM's own output. `memory` was reserved for the rows."""
+    def _received(
+        self, names: Mapping[bytes, str], memory: NDArray[Any] | None, encoding: Encoding, answer: Answer
+    ) -> Any:
+        """Store the rows and values of an answer, except those of aborted requests; returns vLLM's own output.
+
+        Args:
+            names: digest of each prompt whose row the step completes -> request name.
+            memory: the memory that was reserved for the rows, if any.
+            encoding: the encoding for which the memory was reserved.
+            answer: the output rank's answer.
+        """
         if not isinstance(answer, Answer):
             return answer
         blocks = []
         for block in answer.blocks:
             if isinstance(block, RowsInPlace):
                 assert memory is not None
-                block = RowBlock(block.digests, memory[: len(block.digests)], block.log_z, self._encoding)
+                block = RowBlock(block.digests, memory[: len(block.digests)], block.log_z, encoding)
             blocks.append(block)
             self._encoding = block.encoding
         self._captured.store(blocks, answer.failures)
+        # A request may have been aborted while the step ran: the backend does not take its results.
+        requests = self._scheduler.requests
+        for digest, name in names.items():
+            if name not in requests:
+                self._captured.drop(digest)
         if self._positions is not None:
-            self._positions.received.update(answer.positions)
+            kept = {name: values for name, values in answer.positions.items() if name in requests}
+            self._positions.received.update(kept)
         return answer.output
 
 
@@ -344,7 +419,7 @@ class PositionsOfRanks(PositionAnswers):
     `lora_id` is a function that returns vLLM's number of a job's adapter.
     """
 
-    def __init__(self, _: int, lora_id: Callable[[str], int]) -> None:
+    def __init__(self, lora_id: Callable[[str], int]) -> None:
         super().__init__()
         self._lora_id = lora_id
         self._opened: dict[str, OpenedPositions] = {}
@@ -359,9 +434,9 @@ class PositionsOfRanks(PositionAnswers):
 
     def drop(self, request: str) -> None:
         """Discard the answer of a request, if there is one."""
-        super().drop(request)
-        if self._opened.pop(request, None) is None:
+        if request in self._open and self._opened.pop(request, None) is None:
             self._dropped.append(request)
+        super().drop(request)
         self.received.pop(request, None)
 
     def changes(self) -> tuple[list[OpenedPositions], list[str]]:
@@ -378,66 +453,100 @@ class PositionsOfRanks(PositionAnswers):
         return self.received.pop(request)
 
 
-def follow(config: Any) -> NoReturn:
-    """Run the ranks of this machine, until they end, for a worker on the machine with `node_rank` 0.
+def wait_for_worker(executor: RanksExecutor) -> None:
+    """Wait until the worker on the machine with `node_rank` 0 has ended, and end the ranks of this machine.
 
     Raises:
-        WorkerError: the ranks have ended, as they do with the worker.
+        WorkerError: a rank of this machine has ended before.
     """
-    parallel = config.parallel_config
-    _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", parallel.master_addr)
-    executor = MultiprocExecutor(config)
-    with suppress(OSError):
-        while not executor.is_failed:  # The worker's first rank listens on this port as long as it runs.
-            socket.create_connection((parallel.master_addr, parallel.master_port), _LEADER_CHECK_S).close()
-            time.sleep(_LEADER_CHECK_S)
-    executor.shutdown()
-    raise WorkerError(f"the worker on {parallel.master_addr}, or a process of the model on this machine, has ended")
+    parallel, missed = executor.parallel_config, 0
+    try:
+        while missed < _MAX_MISSED:
+            if wait([rank.proc.sentinel for rank in executor.workers], _LEADER_CHECK_S):
+                raise executor.cause_of(WorkerError("a process of the model has ended"))
+            try:  # The worker's first rank listens on this port as long as it runs.
+                socket.create_connection((parallel.master_addr, parallel.master_port), _LEADER_CHECK_S).close()
+                missed = 0
+            except ConnectionRefusedError:
+                return
+            except OSError:
+                missed += 1
+    finally:
+        executor.shutdown()
 
 
-def start_ranks(config: Any, on_end: Callable[[], None]) -> InprocClient:
-    """Start an engine core whose model is spread over processes. `on_end` is called in a thread when a rank has ended.
+def start_core(config: Any) -> InprocClient:
+    """Start an engine core whose model is spread over processes.
 
     Raises:
         WorkerError: a rank cannot start; the message is the rank's error.
     """
-    # vLLM's files for the ranks' first contact are not needed later; killed ranks would leave them in /tmp.
-    with TemporaryDirectory(prefix="lmpool-ranks-") as folder, patch.object(tempfile, "tempdir", folder):
-        path = Path(folder, "error")
-        os.environ[_ERROR_FILE], os.environ["VLLM_RPC_BASE_PATH"] = str(path), folder
+    with starting():
+        executor = RanksExecutor(config)
         try:
-            return InprocClient(config, RanksExecutor, log_stats=False, executor_fail_callback=on_end)
+            return InprocClient(config, lambda _: executor, log_stats=False)
+        except BaseException:
+            executor.shutdown()
+            raise
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it."""
+    for old in Path(gettempdir()).glob(f"{_FOLDER}*"):  # Left by workers that were killed in this context.
+        if not Path("/proc", old.name.split("-")[2]).exists():
+            rmtree(old, ignore_errors=True)
+    # vLLM's sockets are not needed after this context.
+    folders, memory = TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-"), os.memfd_create("lmpool-ranks")
+    registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
+    before = set(registry)
+    with folders as folder, os.fdopen(memory, "r+", encoding="utf-8") as errors:
+        sockets = os.environ.get(_SOCKETS)
+        os.environ[_SOCKETS], os.environ[_ERRORS] = folder, f"/proc/{os.getpid()}/fd/{errors.fileno()}"
+        # A forked rank would inherit the worker's connections, and would not import this module again.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+        try:
+            # Let the first rank listen on a port: a file in place of the port must exist as long as the ranks run.
+            with patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True):
+                yield
+        except WorkerError:
+            raise
         except Exception as error:
-            remove_names()
-            # vLLM raises a plain Exception that does not name the rank's error.
-            with suppress(OSError):
-                raise WorkerError(path.read_text("utf-8")) from error
+            errors.seek(0)
+            if reason := errors.readline().rstrip():
+                raise WorkerError(reason) from error
             raise
         finally:
-            del os.environ[_ERROR_FILE], os.environ["VLLM_RPC_BASE_PATH"]
+            # Remove the names of the semaphores that vLLM has made: all ranks have opened them.
+            for key in set(registry) - before:
+                if (finalizer := registry.get(key)) and finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
+                    finalizer()
+            del os.environ[_ERRORS], os.environ[_SOCKETS]
+            if sockets is not None:
+                os.environ[_SOCKETS] = sockets
 
 
-class _WritesError(logging.Filter):
-    """Writes the first error of a rank's start into a file, and hides vLLM's traceback of it."""
+class _StartErrors(logging.Filter):
+    """Writes the errors of a starting rank into the worker's memory, and hides vLLM's tracebacks of them."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__()
+        self._file = Path(path).open("a", buffering=1, encoding="utf-8")  # noqa: SIM115  The process's end closes it.
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Handle one record of vLLM's logger."""
         if record.exc_info is None or record.exc_info[1] is None:
             return True
-        try:
-            with Path(os.environ[_ERROR_FILE]).open("x", encoding="utf-8") as file:
-                file.write(first_line(record.exc_info[1]))
-        except FileExistsError:
-            pass
-        except FileNotFoundError:  # The rank has started, so the worker has removed the file's folder.
-            return True
+        self._file.write(first_line(record.exc_info[1]) + "\n")
         return False
 
 
-worker = multiprocessing.parent_process()
-if worker is not None and worker.pid is not None and _ERROR_FILE in os.environ:
+_start_errors: _StartErrors | None = None
+_parent = multiprocessing.parent_process()
+if _parent is not None and os.environ.get(_ERRORS, "").startswith(f"/proc/{_parent.pid}/"):
     # This process is a rank, which imports this module before it loads the model.
-    logging.getLogger("vllm.v1.executor.multiproc_executor").addFilter(_WritesError())
-    stay_with(worker.pid)
+    _start_errors = _StartErrors(os.environ[_ERRORS])
+    _engine_log.addFilter(_start_errors)
+    stay_with(cast(int, _parent.pid))
     if current_platform.is_cpu():
         remove_names_of_collectives()
