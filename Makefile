@@ -153,9 +153,9 @@ test-vllm: $(VLLM_RUNS)
 test-vllm-v1: $(VLLM_INSTALLED) $(QUANTISED)
 	$(VLLM)/bin/python -m tests.engines vllm tests/contract tests/engines \
 		-- vllm-async tests/contract/test_rows.py tests/engines
-	$(VLLM)/bin/python -m tests.engines vllm-tensor tests/engines/test_vllm_ranks.py tests/contract/test_scores.py \
+	$(VLLM)/bin/python -m tests.engines vllm-tensor tests/engines/test_vllm_ranks.py \
 		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct \
-		-- vllm-tensor-async tests/contract/test_rows.py
+		tests/contract/test_scores.py -- vllm-tensor-async tests/contract/test_rows.py
 	LMPOOL_CONTRACT=vllm-pipeline $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/contract/test_scores.py
 
 test-vllm-v2: $(VLLM_INSTALLED)
@@ -167,8 +167,8 @@ test-vllm-v2: $(VLLM_INSTALLED)
 test-sglang: $(SGLANG_INSTALLED) $(QUANTISED)
 	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
 	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest \
-		tests/contract/test_rows.py tests/contract/test_scores.py \
-		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct
+		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct \
+		tests/contract/test_rows.py tests/contract/test_scores.py
 
 ## test-ranks: kill processes of spread models under load, and compare rows of five architectures with transformers
 # Takes about half an hour.

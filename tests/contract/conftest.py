@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -63,8 +64,13 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject
 
 
-@pytest.fixture(scope="module")
+def _scope_of_opened(*, fixture_name: str, config: pytest.Config) -> Literal["session", "module"]:
+    """Open an engine with several processes only once, because this takes long; tests that open another run first."""
+    return "session" if all(subject.processes > 1 for subject in chosen().values()) else "module"
+
+
+@pytest.fixture(scope=_scope_of_opened)
 def opened(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Opened]:
-    """The subject's backend in float32, opened once per module, because a process cannot open an engine twice."""
+    """The subject's backend in float32, opened once per module."""
     with Opened(subject, model_folder, "float32", adapter_folders) as opened:
         yield opened

@@ -64,6 +64,7 @@ class Subject:
         files: names of the test files to run on the subject; empty for all files.
         command: command that starts a worker, in place of `lmpool`.
         environment: environment variables of the worker.
+        processes: number of processes that the model is spread over.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Subject:
     files: tuple[str, ...] = ()
     command: Callable[[], list[str]] = lmpool_command
     environment: dict[str, str] = field(default_factory=dict)
+    processes: int = 1
 
 
 def chosen() -> dict[str, Subject]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import multiprocessing
 import os
@@ -10,7 +11,6 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -212,15 +212,16 @@ def test_ranks_are_spawned_and_leave_no_folder(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     monkeypatch.setenv("VLLM_RPC_BASE_PATH", "/mine")
-    ended = subprocess.Popen("true")
-    ended.wait()
-    for pid in (ended.pid, os.getpid()):
-        (tmp_path / f"lmpool-ranks-{pid}-old").mkdir()
-    with ranks_module.starting():
-        assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
-        folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
-        used = {folder.name, f"lmpool-ranks-{os.getpid()}-old"}
-        assert {path.name for path in tmp_path.iterdir()} == used, "the folder of a killed worker is removed"
+    for name in ("killed", "alive"):
+        (tmp_path / f"lmpool-ranks-{name}").mkdir()
+    (tmp_path / "lmpool-ranks-killed" / "lock").touch()
+    with (tmp_path / "lmpool-ranks-alive" / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with ranks_module.starting():
+            assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+            folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
+            used = {folder.name, "lmpool-ranks-alive"}
+            assert {path.name for path in tmp_path.iterdir()} == used, "the folder of a killed worker is removed"
     assert not folder.exists()
     assert os.environ["VLLM_RPC_BASE_PATH"] == "/mine"
 

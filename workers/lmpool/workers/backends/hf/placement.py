@@ -6,13 +6,9 @@ copies offloaded weights there. Offloaded weights have no memory between steps: 
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
-from shutil import rmtree
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -21,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends.folders import locked_folder
 from lmpool.workers.backends.row_encoder import pick_device
 from lmpool.workers.backends.settings import HfSettings
 
@@ -38,30 +35,11 @@ def placement_options(settings: HfSettings) -> tuple[dict[str, Any], TemporaryDi
         parent = Path(settings.offload_folder).expanduser()
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            folder = _locked_folder(parent)
+            folder = locked_folder("lmpool-offload-", parent)
         except OSError as error:
             raise SettingsError(f"offload_folder: {parent} cannot be written: {error.strerror or error}") from error
     options = {"device_map": settings.device_map, "max_memory": settings.memory_per_device}
     return options | ({} if folder is None else {"offload_folder": folder.name}), folder
-
-
-def _locked_folder(parent: Path) -> TemporaryDirectory[str]:
-    """A folder for one worker, because transformers gives the files of all models the same names.
-
-    The worker holds a lock on a file in the folder until its process ends. The next worker removes folders without a
-    lock, because a worker that is killed leaves its folder.
-    """
-    for path in parent.glob("lmpool-offload-*/lock"):
-        with suppress(OSError), path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            rmtree(path.parent, ignore_errors=True)
-    folder = TemporaryDirectory(prefix="lmpool-offload-", dir=parent)
-    new = Path(folder.name, "new")
-    lock = os.open(new, os.O_CREAT | os.O_WRONLY)  # Open until the process ends.
-    with suppress(OSError):  # This file system has no locks, so that no worker removes folders.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    new.rename(new.with_name("lock"))  # Only now can other workers find the file.
-    return folder
 
 
 def check_placement(model: PreTrainedModel, name: str) -> None:

@@ -22,8 +22,7 @@ from multiprocessing.connection import wait
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
-from shutil import rmtree
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import gettempdir
 from threading import Event
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
@@ -42,6 +41,7 @@ from lmpool.embedded import ending
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
+from lmpool.workers.backends.folders import locked_folder
 from lmpool.workers.backends.ranks import stay_with
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
@@ -58,7 +58,6 @@ _LEADER_CHECK_S = 5.0  # Seconds between two checks on another machine that the 
 _MAX_MISSED = 3  # Max failed checks in a row: the network or the worker's machine may be busy.
 _REPORT_S = 1.0  # Max seconds from an error to the end of the rank that caused it.
 _MARK_SIZE = 16  # Bytes by which a rank recognises the worker's shared memory.
-_FOLDER = "lmpool-ranks-"  # Prefix of the names of folders for vLLM's sockets; the worker's process id follows.
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable: folder of its sockets.
 _ERRORS = "LMPOOL_RANK_ERRORS"  # Environment variable of starting ranks: path of the worker's memory for their errors.
 
@@ -493,11 +492,8 @@ def start_core(config: Any) -> InprocClient:
 @contextmanager
 def starting() -> Iterator[None]:
     """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it."""
-    for old in Path(gettempdir()).glob(f"{_FOLDER}*"):  # Left by workers that were killed in this context.
-        if not Path("/proc", old.name.split("-")[2]).exists():
-            rmtree(old, ignore_errors=True)
     # vLLM's sockets are not needed after this context.
-    folders, memory = TemporaryDirectory(prefix=f"{_FOLDER}{os.getpid()}-"), os.memfd_create("lmpool-ranks")
+    folders, memory = locked_folder("lmpool-ranks-", Path(gettempdir())), os.memfd_create("lmpool-ranks")
     registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
     before = set(registry)
     with folders as folder, os.fdopen(memory, "r+", encoding="utf-8") as errors:
