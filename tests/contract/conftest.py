@@ -64,7 +64,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject
 
 
-def _scope_of_opened(*, fixture_name: str, config: pytest.Config) -> Literal["session", "module"]:
+def _scope_of_opened(fixture_name: str, config: pytest.Config) -> Literal["session", "module"]:
     """Open an engine with several processes only once, because this takes long; tests that open another run first."""
     return "session" if all(subject.processes > 1 for subject in chosen().values()) else "module"
 
