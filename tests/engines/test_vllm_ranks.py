@@ -29,6 +29,7 @@ from lmpool.protocol.adapter import name_of
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm import ranks as ranks_module
 from lmpool.workers.backends.vllm.capture import KEY, Captured
 from lmpool.workers.backends.vllm.ranks import Answer, RanksExecutor, RowsInPlace
@@ -136,7 +137,7 @@ async def test_ctrl_c_lets_the_ranks_of_two_machines_finish_their_prompts(model_
             return pool.held("two") > 0 or requested.done()
 
         await until_async(is_taken, "the worker has taken the prompts")
-        for number in (worker.process.pid, *ranks):  # A terminal sends the signal to all processes.
+        for number in (other.process.pid, worker.process.pid, *ranks):  # A terminal sends the signal to all processes.
             os.kill(number, signal.SIGINT)
         rows = await requested
     expected = np.stack([PIPELINE_PARALLEL.reference(ids, "") for ids in prompts])
@@ -251,6 +252,12 @@ def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:
 def test_options_that_exclude_each_other_are_refused(model_folder: Path, given: str, text: str) -> None:
     more: dict[str, Any] = {"quantization": "fp8"} if "fp8" in given else {"tensor_parallel_size": 2}
     assert text in refused(model_folder, engine_args=[given], **more)
+
+
+def test_a_machine_beyond_the_number_of_machines_is_refused(model_folder: Path) -> None:
+    settings = VllmSettings(str(model_folder), tensor_parallel_size=2, engine_args=["node_rank=1"])
+    with pytest.raises(SettingsError, match="^engine_args: node_rank=1 needs nnodes=2 or more: add nnodes and master_"):
+        settings.follow(lambda: None)
 
 
 def test_a_row_has_the_encoding_of_its_own_step() -> None:

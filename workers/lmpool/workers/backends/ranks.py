@@ -106,10 +106,14 @@ class Followers:
         self._has_failed.wait(_REPORT_S)
         return self.error or error
 
-    def close(self, timeout_s: float = _END_S) -> None:
-        """Wait until the followers have ended; kill followers that take too long."""
+    def expect_end(self) -> None:
+        """Report no ends of followers from now on."""
         with self._lock:
             self._is_closed = True
+
+    def close(self, timeout_s: float = _END_S) -> None:
+        """Wait until the followers have ended; kill followers that take too long."""
+        self.expect_end()
         timer = threading.Timer(timeout_s, self._kill)
         timer.start()
         for thread in self._threads:

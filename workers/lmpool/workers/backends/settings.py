@@ -290,15 +290,15 @@ class VllmSettings(EngineSettings):
         self._prepare_vllm()
         return EngineSettings.open(self)
 
-    def follow(self) -> bool:
+    def follow(self, on_ready: Callable[[], object]) -> bool:
         """If `node_rank` is not 0: run a part of the model for the worker on another machine, until that worker ends.
 
-        Returns False at once on the worker's own machine.
+        Calls `on_ready` when the part is loaded. Returns False at once on the worker's own machine.
         """
         if not parse_engine_args(self.engine_args).get("node_rank"):
             return False
         self._prepare_vllm()
-        resolve_name("lmpool.workers.backends.vllm.engine:follow")(self)
+        resolve_name("lmpool.workers.backends.vllm.engine:follow")(self, on_ready)
         return True
 
     def _prepare_vllm(self) -> None:

@@ -70,8 +70,8 @@ def serve(server: Server, backend: BackendSettings, settings: WorkerSettings) ->
         _log.warning("uvloop is not installed: rows are stored more slowly")  # uvloop stores 2 to 4 times faster.
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         try:  # Log the error before the runner ends, because its end waits for threads such as downloads.
-            follow: Callable[[], bool] = getattr(backend, "follow", lambda: False)
-            if follow():  # The worker of this model is on another machine.
+            follow: Callable[[Callable[[], None]], bool] = getattr(backend, "follow", lambda _: False)
+            if follow(_outlast_signal):  # The worker of this model is on another machine.
                 return
             runner.run(_serve(server, backend, settings, log))
         except LMPoolError as error:
@@ -135,6 +135,18 @@ def _signals() -> list[signal.Signals]:
     """The signals that stop a worker: SIGHUP is not among them under `nohup`."""
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, *hangup]
+
+
+def _outlast_signal() -> None:
+    """Have the first signal only log a line: a worker on another machine needs this process until it has stopped."""
+
+    def on_signal(*_: object) -> None:
+        _log.info("this process ends with the worker on the other machine; a second signal ends it at once")
+        for number in _signals():  # A closed terminal can cause two SIGHUP.
+            signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else _exit_now)
+
+    for number in _signals():
+        signal.signal(number, on_signal)
 
 
 def _exit_now(*_: object) -> NoReturn:

@@ -207,6 +207,8 @@ class SglangEngine:
             self._redirect(self.scheduler)
             self._results.put(EngineBatch())
             self.scheduler.run_event_loop()
+            if self._followers is not None:
+                self._followers.expect_end()
             self._results.put(WorkerError("SGLang's event loop has ended"))
             timeout_s = _CLOSE_S
         except BaseException as error:  # noqa: BLE001  # The thread that reads the results raises the error.

@@ -239,7 +239,7 @@ class VllmBackend(EngineBackend):
     def _load(self, adapter: str, folder: Path) -> None:
         # Use the name with revision, by which vLLM's prefix cache tells adapters apart, and a number never used before.
         request = LoRARequest(adapter, next(self._numbers), str(folder))
-        with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}"):
+        with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}", WorkerError):
             if not self._core.add_lora(request):
                 raise RuntimeError("it does not fit the model")
         self._engine.loras[adapter] = request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import EntryPoint, entry_points
@@ -93,11 +93,12 @@ _HARMLESS = {
 
 
 @contextmanager
-def refusing(context: str) -> Iterator[None]:
-    """Raise vLLM's errors as a `SettingsError` of one line that begins with `context`."""
+def refusing(context: str, *passed: type[Exception]) -> Iterator[None]:
+    """Raise vLLM's errors, except those of the types `passed`, as a `SettingsError` of one line with this context."""
+    unchanged: tuple[type[Exception], ...] = (SettingsError, *passed)
     try:
         yield
-    except SettingsError:
+    except unchanged:
         raise
     except _ERRORS as error:
         reason: BaseException = error
@@ -197,8 +198,10 @@ def make_config(settings: VllmSettings, folder: Path, arguments: dict[str, Any])
     return config
 
 
-def follow(settings: VllmSettings) -> None:
+def follow(settings: VllmSettings, on_ready: Callable[[], object]) -> None:
     """Run this machine's part of a model until the worker on the machine with `node_rank` 0 has ended.
+
+    Calls `on_ready` when the part is loaded.
 
     Raises:
         SettingsError: vLLM cannot load the part.
@@ -207,10 +210,15 @@ def follow(settings: VllmSettings) -> None:
     folder = checkpoint_folder("model", settings.model, settings.revision)
     arguments = engine_arguments(settings, folder) | user_arguments(settings) | RANK_ARGUMENTS
     config = make_config(settings, folder, arguments)
-    leader = config.parallel_config.master_addr
+    parallel = config.parallel_config
+    if parallel.node_rank >= parallel.nnodes:
+        text = f"node_rank={parallel.node_rank} needs nnodes={parallel.node_rank + 1} or more"
+        raise SettingsError(f"engine_args: {text}: add nnodes and master_addr, the same on all machines")
+    leader = parallel.master_addr
     _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", leader)
     with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting():
         executor = RanksExecutor(config)
+    on_ready()
     wait_for_worker(executor)
     _log.info("the worker on %s has ended", leader)
 

@@ -130,7 +130,11 @@ class RankExtension:
         """Prepare a loaded rank for steps."""
         if _start_errors is not None:
             _engine_log.removeFilter(_start_errors)
+        was_frozen = gc.get_freeze_count() > 0  # A rank on a GPU is, and `get_objects` leaves out frozen objects.
+        gc.unfreeze()
         remove_names(gc.get_objects())
+        if was_frozen:
+            gc.freeze()
         # Request Intel AMX in this process too; see `VllmEngine`.
         if torch.cpu._is_amx_tile_supported():
             torch.cpu._init_amx()
@@ -313,7 +317,8 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
                         number = rank.name.rpartition("-")[2]
                         text = f"rank {number} of the model has failed: its process {ending(rank.exitcode or 0)}"
                         self._error = WorkerError(text)
-        if self._error or self.parallel_config.node_rank:  # The ranks may wait for a rank that has ended.
+        # The ranks may wait for a rank that has ended.
+        if self._error or self._is_starting or self.parallel_config.node_rank:
             for rank in worker_procs:
                 rank.kill()
         self._has_ended.set()
@@ -324,15 +329,25 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         self._has_ended.wait(_REPORT_S)
         return self._error or error
 
+    def collective_rpc(self, *arguments: Any, **options: Any) -> Any:
+        """Call a method of all ranks. If a rank has ended, raise its error in place of vLLM's, which does not name it."""
+        try:
+            return super().collective_rpc(*arguments, **options)
+        except Exception as error:
+            if (cause := self.cause_of(error)) is error:
+                raise
+            raise cause from error
+
     def add_lora(self, lora_request: Any) -> bool:
         """Load an adapter in all ranks.
 
         Raises:
-            WorkerError: a rank cannot load the adapter.
+            ValueError: a rank cannot load the adapter.
+            WorkerError: a rank has ended.
         """
         for error in filter(None, self.collective_rpc("lmpool_add_lora", args=(lora_request,))):
             self.collective_rpc("remove_lora", args=(lora_request.lora_int_id,))
-            raise WorkerError(error)
+            raise ValueError(error)
         return True
 
     def map_memory(self, fd: int, memory: Any) -> None:
