@@ -330,7 +330,7 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         return self._error or error
 
     def collective_rpc(self, *arguments: Any, **options: Any) -> Any:
-        """Call a method of all ranks. If a rank has ended, raise its error in place of vLLM's, which does not name it."""
+        """Call a method of all ranks. If a rank has ended, raises its error in place of vLLM's unspecific one."""
         try:
             return super().collective_rpc(*arguments, **options)
         except Exception as error:
