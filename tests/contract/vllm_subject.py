@@ -23,6 +23,7 @@ accept()
 def _settings(folder: Path, dtype: str, adapters: dict[str, Path], tensor: int, pipeline: int) -> dict[str, Any]:
     # Each rank has its own memory for keys and values: of some heads, or of some layers.
     kv_bytes = KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // (tensor * pipeline)
+    config = folder / "config.json"  # A GGUF file has none.
     return {
         "model": str(folder),
         "dtype": dtype,
@@ -33,7 +34,7 @@ def _settings(folder: Path, dtype: str, adapters: dict[str, Path], tensor: int, 
         "pipeline_parallel_size": pipeline,
         "sessions": MAX_BATCH,
         # vLLM has no adapters of GPT-2, and none of experts on a CPU.
-        "max_adapters": 0 if re.search("GPT2|Moe", (folder / "config.json").read_text()) else 2,
+        "max_adapters": 0 if config.is_file() and re.search("GPT2|Moe", config.read_text()) else 2,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 

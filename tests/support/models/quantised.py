@@ -24,6 +24,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from lmpool.workers.backends.hf.reference import compute_reference
+from lmpool.workers.backends.reference import folder_of, stored_path
+from lmpool.workers.backends.settings import HfSettings
 from tests.contract.model import V, write_model, write_tokenizer
 
 GROUP = 64
@@ -228,6 +231,9 @@ def _write_all(folder: Path) -> None:
         assert weights.keys() <= kept.keys()
         assert all(weight.shape == kept[key].shape for key, weight in weights.items())
         model.save_pretrained(plain_folder(folder / name), state_dict=kept | {k: w.float() for k, w in weights.items()})
+        # Workers with --verify need the reference: the engines' environments lack packages to compute it.
+        settings = HfSettings(str(folder / name / ("model.gguf" if name == "gguf" else "")), device="cpu")
+        compute_reference(settings).write(stored_path(folder_of(settings), settings))
 
 
 def _load(folder: Path, **more: Any) -> Any:

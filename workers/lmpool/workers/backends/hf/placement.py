@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError
-from lmpool.workers.backends.folders import locked_folder
 from lmpool.workers.backends.row_encoder import pick_device
 from lmpool.workers.backends.settings import HfSettings
+from lmpool.workers.execution.folders import locked_folder
 
 _log = logging.getLogger(__name__)
 

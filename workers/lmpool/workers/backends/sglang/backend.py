@@ -311,11 +311,13 @@ def user_options(
     """
     given = {names.get(name, name): value for name, value in parse_engine_args(settings.engine_args).items()}
     sampled = {name: _ONE_ROW for name in known if name.startswith(("speculative_", "decoupled_spec_"))}
+    if settings.quantization is not None:
+        sampled["quantization"] = "--quantization sets it"
     check_engine_args(given, known, _REFUSED | sampled, f"SGLang {version}")
     # Write TOML tables as JSON for options that take a text.
     tables = {name: value for name, value in given.items() if known[name] and isinstance(value, dict)}
     if settings.quantization is not None:
-        given = {"quantization": settings.quantization} | given
+        given["quantization"] = settings.quantization
     return given | {name: json.dumps(table) for name, table in tables.items()}
 
 

@@ -129,9 +129,9 @@ class VllmBackend(EngineBackend):
         try:
             outputs = self._core.get_output().outputs
         except Exception as error:
-            if (ranks := self._engine.ranks) is None:
-                raise
-            raise ranks.cause_of(error) from None
+            if (ranks := self._engine.ranks) is not None and (cause := ranks.cause_of(error)) is not error:
+                raise cause from None
+            raise
         rows, failures, vectors = list[bytes](), dict[bytes, str](), dict[bytes, NDArray[np.float32]]()
         tokens = reused = 0
         for output in outputs:

@@ -41,11 +41,11 @@ from lmpool.embedded import ending
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
-from lmpool.workers.backends.folders import locked_folder
 from lmpool.workers.backends.ranks import stay_with
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
 from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.folders import locked_folder
 
 RANK_ARGUMENTS = {
     "logits_processors": [f"{__name__}:RankCapture"],
@@ -334,9 +334,9 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         try:
             return super().collective_rpc(*arguments, **options)
         except Exception as error:
-            if (cause := self.cause_of(error)) is error:
-                raise
-            raise cause from error
+            if (cause := self.cause_of(error)) is not error:
+                raise cause from error
+            raise
 
     def add_lora(self, lora_request: Any) -> bool:
         """Load an adapter in all ranks.
