@@ -9,13 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
-
-from benchmarks.harness.pairs import Result, Side, Take
+from benchmarks.harness.pairs import Result, Side
 from benchmarks.harness.processes import Child, Skipped
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import PROMPT_TOKENS, PromptSource, agree, alternated, rate
+from benchmarks.measures.comparison import PROMPT_TOKENS, PromptSource, alternated, compare
 from lmpool.protocol.row import Encoding, encoded_size
 
 _V = 128_256  # Vocabulary size of Llama 3.
@@ -30,7 +27,6 @@ _SIZES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _PROMPTS, _TEXTS, _TEXT_TOKENS, _TOP = 1024, 128, 128, 32  # Prompts per sample; texts and their tokens; top-k tokens.
 _COPY_MIB = 1024  # MiB per copy from the device to the host.
-_NARROW_TOLERANCE = 0.25  # Max difference of a log-probability between two sides that compute in bfloat16.
 
 
 def measured(size: str) -> Callable[[Testbed], list[Result]]:
@@ -39,6 +35,8 @@ def measured(size: str) -> Callable[[Testbed], list[Result]]:
 
 
 def _measure(size: str, testbed: Testbed) -> list[Result]:
+    import torch  # Import here: other measures need no torch in this process.
+
     device = os.environ.get("LMPOOL_DEVICE", "cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise Skipped("torch finds no CUDA device")
@@ -58,7 +56,7 @@ class _Measures:
     def __init__(self, size: str, testbed: Testbed, ours: Child, peer: Child) -> None:
         self._name = f"hf-{size}"
         self._what = f"model of the size of Llama {size.upper()} with random weights, bf16, V = {_V:,}"
-        self._ours, self._peer, self._repeats = ours, peer, testbed.repeats
+        self._testbed, self._ours, self._peer = testbed, ours, peer
         self._prompts, self._texts = testbed.scaled(_PROMPTS, 64), testbed.scaled(_TEXTS, 8)
         self._source = PromptSource()
 
@@ -67,15 +65,7 @@ class _Measures:
         return [*self._rows(), self._values("top", top=_TOP), self._values("hidden", top=0)]
 
     def _rows(self) -> list[Result]:
-        takes: dict[str, Take] = {
-            "pool": lambda: rate(self._ours, self._source.draw(self._prompts, PROMPT_TOKENS)),
-            "transformers": lambda: rate(self._peer, self._source.last),
-        }
-        samples = alternated(takes, self._repeats)
-        # Compare on a new prompt: the pool's cache may hold the rows of measured prompts, or may have evicted them.
-        checked = self._source.draw(1, PROMPT_TOKENS)
-        probes = [side.request("together", prompts=checked)["probe"] for side in (self._ours, self._peer)]
-        agree(probes[0], probes[1], _NARROW_TOLERANCE)
+        samples = compare(self._testbed, self._ours, self._peer, self._prompts, narrow=True)
         size = encoded_size(_V, Encoding.BF16) / 1e9
         copies = [float(self._peer.request("copied", mib=_COPY_MIB)) for _ in samples["pool"]]
         rows = f"rows of {self._prompts:,} prompts of {PROMPT_TOKENS} tokens, {self._what}"
@@ -99,7 +89,8 @@ class _Measures:
             return len(texts) * _TEXT_TOKENS / float(answer["seconds"])
 
         samples = alternated(
-            {"pool": lambda: take(self._ours, True), "transformers": lambda: take(self._peer, False)}, self._repeats
+            {"pool": lambda: take(self._ours, True), "transformers": lambda: take(self._peer, False)},
+            self._testbed.repeats,
         )
         what = f"with top-{top} log-probabilities" if top else "with the last hidden state"
         return Result(
@@ -113,6 +104,9 @@ class _Measures:
 
 def _write_model(folder: Path, size: str, device: str) -> Path:
     """Write a model with random weights in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     config = LlamaConfig(vocab_size=_V, max_position_embeddings=4096, dtype="bfloat16", **_SIZES[size])
     maker: Any = AutoModelForCausalLM  # Its methods have no types.
     with torch.device(device):
