@@ -285,6 +285,12 @@ class VllmSettings(EngineSettings):
         """The number of processes and devices that the model is spread over."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def local_ranks(self) -> int:
+        """The number of these processes on this machine; vLLM's option `nnodes` is the number of machines."""
+        machines = parse_engine_args(self.engine_args).get("nnodes")
+        return self.ranks // machines if isinstance(machines, int) and 0 < machines <= self.ranks else self.ranks
+
     def open(self) -> Backend:
         """Load the model. Only this call and `follow` import vLLM."""
         self._prepare_vllm()
