@@ -63,6 +63,13 @@ def ranks_below(pid: int) -> list[int]:
     )
 
 
+def interfaces_of(pid: int) -> set[str]:
+    """The addresses on which a process listens for connections, in hexadecimal digits as in /proc."""
+    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").open()]
+    return {words[1].partition(":")[0] for words in sockets if words[3] == "0A" and f"socket:[{words[9]}]" in links}
+
+
 def test_an_idle_engine_reports_the_end_of_a_rank(model_folder: Path) -> None:
     draw, errors = random.Random(1), SimpleQueue[BaseException]()
     with opened(model_folder) as driver:
@@ -73,6 +80,7 @@ def test_an_idle_engine_reports_the_end_of_a_rank(model_folder: Path) -> None:
         assert [shared_by(pid) for pid in (os.getpid(), *ranks)] == [set()] * 3, (
             "killed processes would leave the names"
         )
+        assert [interfaces_of(pid) for pid in ranks] == [{"0100007F"}] * 2, "other machines cannot connect to the ranks"
         prompts = [prompt(draw, 20) for _ in range(3)]
         driver.check(prompts, driver.ask(prompts))
         backend.when_broken(errors.put)
@@ -218,13 +226,18 @@ def test_ranks_are_spawned_and_leave_no_folder(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "lmpool-ranks-killed" / "lock").touch()
     with (tmp_path / "lmpool-ranks-alive" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with ranks_module.starting():
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        with ranks_module.starting(machines=2):
+            assert "GLOO_SOCKET_IFNAME" not in os.environ, "ranks on several machines need the network"
+        with ranks_module.starting(machines=1):
+            assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
             assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
             folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
             used = {folder.name, "lmpool-ranks-alive"}
             assert {path.name for path in tmp_path.iterdir()} == used, "the folder of a killed worker is removed"
     assert not folder.exists()
     assert os.environ["VLLM_RPC_BASE_PATH"] == "/mine"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def follow(settings: VllmSettings, on_ready: Callable[[], object]) -> None:
         raise SettingsError(f"engine_args: {text}: add nnodes and master_addr, the same on all machines")
     leader = parallel.master_addr
     _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", leader)
-    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting():
+    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting(parallel.nnodes):
         executor = RanksExecutor(config)
     on_ready()
     wait_for_worker(executor)

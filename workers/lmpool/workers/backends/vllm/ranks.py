@@ -59,6 +59,7 @@ _MAX_MISSED = 3  # Max failed checks in a row: the network or the worker's machi
 _REPORT_S = 1.0  # Max seconds from an error to the end of the rank that caused it.
 _MARK_SIZE = 16  # Bytes by which a rank recognises the worker's shared memory.
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable: folder of its sockets.
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's environment variable: the interface on which ranks exchange CPU tensors.
 _ERRORS = "LMPOOL_RANK_ERRORS"  # Environment variable of starting ranks: path of the worker's memory for their errors.
 
 _log = logging.getLogger(__name__)
@@ -292,8 +293,13 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         self._error: WorkerError | None = None  # The error, if a rank has ended too early.
         self._has_ended = Event()
         self._is_starting = True
+        # The ranks of one machine meet at this memory: a port would be open on all interfaces, and a file would remain
+        # if all processes were killed. Keep the memory, because process groups that are created later need it too.
+        self._store = os.fdopen(os.memfd_create("lmpool-store"), "rb")
+        path = f"file:///proc/{os.getpid()}/fd/{self._store.fileno()}"
         try:
-            super()._init_executor()
+            with patch.object(multiproc_executor, "get_file_store_init_method", lambda: path):
+                super()._init_executor()
         except Exception as error:
             if self._error:
                 raise self._error from error
@@ -495,7 +501,7 @@ def start_core(config: Any) -> InprocClient:
     Raises:
         WorkerError: a rank cannot start; the message is the rank's error.
     """
-    with starting():
+    with starting(config.parallel_config.nnodes):
         executor = RanksExecutor(config)
         try:
             return InprocClient(config, lambda _: executor, log_stats=False)
@@ -505,21 +511,25 @@ def start_core(config: Any) -> InprocClient:
 
 
 @contextmanager
-def starting() -> Iterator[None]:
-    """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it."""
+def starting(machines: int) -> Iterator[None]:
+    """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it.
+
+    `machines` is the number of machines that the model is spread over.
+    """
     # vLLM's sockets are not needed after this context.
     folders, memory = locked_folder("lmpool-ranks-", Path(gettempdir())), os.memfd_create("lmpool-ranks")
     registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
     before = set(registry)
     with folders as folder, os.fdopen(memory, "r+", encoding="utf-8") as errors:
-        sockets = os.environ.get(_SOCKETS)
-        os.environ[_SOCKETS], os.environ[_ERRORS] = folder, f"/proc/{os.getpid()}/fd/{errors.fileno()}"
+        variables = {_SOCKETS: folder, _ERRORS: f"/proc/{os.getpid()}/fd/{errors.fileno()}"}
+        if machines == 1:
+            variables[_INTERFACE] = os.environ.get(_INTERFACE, "lo")
+        saved = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         # A forked rank would inherit the worker's connections, and would not import this module again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
-            # Let the first rank listen on a port: a file in place of the port must exist as long as the ranks run.
-            with patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True):
-                yield
+            yield
         except WorkerError:
             raise
         except Exception as error:
@@ -532,9 +542,10 @@ def starting() -> Iterator[None]:
             for key in set(registry) - before:
                 if (finalizer := registry.get(key)) and finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
                     finalizer()
-            del os.environ[_ERRORS], os.environ[_SOCKETS]
-            if sockets is not None:
-                os.environ[_SOCKETS] = sockets
+            for name, value in saved.items():
+                del os.environ[name]
+                if value is not None:
+                    os.environ[name] = value
 
 
 class _StartErrors(logging.Filter):
