@@ -32,6 +32,7 @@ from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm import ranks as ranks_module
 from lmpool.workers.backends.vllm.capture import KEY, Captured
+from lmpool.workers.backends.vllm.engine import refusing
 from lmpool.workers.backends.vllm.ranks import Answer, RanksExecutor, RowsInPlace
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import ADAPTERS, write_adapter
@@ -65,9 +66,9 @@ def ranks_below(pid: int) -> list[int]:
 
 def interfaces_of(pid: int) -> set[str]:
     """The addresses on which a process listens for connections, in hexadecimal digits as in /proc."""
-    links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir()]
-    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").open()]
-    return {words[1].partition(":")[0] for words in sockets if words[3] == "0A" and f"socket:[{words[9]}]" in links}
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return {words[1].partition(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in links}
 
 
 def test_an_idle_engine_reports_the_end_of_a_rank(model_folder: Path) -> None:
@@ -226,18 +227,13 @@ def test_ranks_are_spawned_and_leave_no_folder(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "lmpool-ranks-killed" / "lock").touch()
     with (tmp_path / "lmpool-ranks-alive" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-        with ranks_module.starting(machines=2):
-            assert "GLOO_SOCKET_IFNAME" not in os.environ, "ranks on several machines need the network"
-        with ranks_module.starting(machines=1):
-            assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
+        with ranks_module.starting():
             assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
             folder = Path(os.environ["VLLM_RPC_BASE_PATH"])
             used = {folder.name, "lmpool-ranks-alive"}
             assert {path.name for path in tmp_path.iterdir()} == used, "the folder of a killed worker is removed"
     assert not folder.exists()
     assert os.environ["VLLM_RPC_BASE_PATH"] == "/mine"
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:
@@ -265,6 +261,15 @@ def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:
 def test_options_that_exclude_each_other_are_refused(model_folder: Path, given: str, text: str) -> None:
     more: dict[str, Any] = {"quantization": "fp8"} if "fp8" in given else {"tensor_parallel_size": 2}
     assert text in refused(model_folder, engine_args=[given], **more)
+
+
+def test_only_ranks_of_several_machines_use_the_network(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, interface in (["nnodes=2"], None), ([], "lo"):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        VllmSettings(str(model_folder), tensor_parallel_size=2, engine_args=given)._prepare_vllm()
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    with pytest.raises(SettingsError, match="^model: another program has the port master_port: "), refusing("model"):
+        raise WorkerError("The server socket has failed to listen: code: -98, name: EADDRINUSE")
 
 
 def test_a_machine_beyond_the_number_of_machines_is_refused(model_folder: Path) -> None:

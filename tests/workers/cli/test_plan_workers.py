@@ -92,9 +92,7 @@ def test_a_worker_of_several_devices_gets_a_group_of_gpus_and_processes_divide_t
     with pytest.raises(typer.Exit):
         commands.up(str(tmp_path), "vllm", engine_args=["nnodes=2"], **more)
     assert plans[-1][1] == [{}], "8 of 16 ranks run on this machine"
-    with pytest.raises(
-        SettingsError, match=r"^workers: 2 workers with the same nnodes would use "
-    ):
+    with pytest.raises(SettingsError, match=r"^workers: 2 workers with the same nnodes would use "):
         commands.up(str(tmp_path), "vllm", workers="2", engine_args=["nnodes=4"], **more)
     assert plan_workers("2", "vllm", None, 2) == groups[:2]
     assert plan_workers("1", "vllm", None, 8) == plan_workers("all", "vllm", None, 8) == [{}]

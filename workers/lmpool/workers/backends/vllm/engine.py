@@ -106,7 +106,10 @@ def refusing(context: str, *passed: type[Exception]) -> Iterator[None]:
             found = error.errors()[0]
             reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"]).removeprefix("Value error, ")]))
         # Leave out the long lists of accepted values.
-        raise SettingsError(f"{context}: {first_line(reason).partition(' Must be one of [')[0]}") from error
+        text = first_line(reason).partition(" Must be one of [")[0]
+        if "EADDRINUSE" in text:
+            text = "another program has the port master_port: start all machines again, with another master_port"
+        raise SettingsError(f"{context}: {text}") from error
 
 
 class VllmEngine:
@@ -216,7 +219,7 @@ def follow(settings: VllmSettings, on_ready: Callable[[], object]) -> None:
         raise SettingsError(f"engine_args: {text}: add nnodes and master_addr, the same on all machines")
     leader = parallel.master_addr
     _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", leader)
-    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting(parallel.nnodes):
+    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting():
         executor = RanksExecutor(config)
     on_ready()
     wait_for_worker(executor)

@@ -59,7 +59,6 @@ _MAX_MISSED = 3  # Max failed checks in a row: the network or the worker's machi
 _REPORT_S = 1.0  # Max seconds from an error to the end of the rank that caused it.
 _MARK_SIZE = 16  # Bytes by which a rank recognises the worker's shared memory.
 _SOCKETS = "VLLM_RPC_BASE_PATH"  # vLLM's environment variable: folder of its sockets.
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # Gloo's environment variable: the interface on which ranks exchange CPU tensors.
 _ERRORS = "LMPOOL_RANK_ERRORS"  # Environment variable of starting ranks: path of the worker's memory for their errors.
 
 _log = logging.getLogger(__name__)
@@ -501,7 +500,7 @@ def start_core(config: Any) -> InprocClient:
     Raises:
         WorkerError: a rank cannot start; the message is the rank's error.
     """
-    with starting(config.parallel_config.nnodes):
+    with starting():
         executor = RanksExecutor(config)
         try:
             return InprocClient(config, lambda _: executor, log_stats=False)
@@ -511,21 +510,15 @@ def start_core(config: Any) -> InprocClient:
 
 
 @contextmanager
-def starting(machines: int) -> Iterator[None]:
-    """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it.
-
-    `machines` is the number of machines that the model is spread over.
-    """
+def starting() -> Iterator[None]:
+    """Start ranks in this context; raises the first error of a rank in place of vLLM's, which does not name it."""
     # vLLM's sockets are not needed after this context.
     folders, memory = locked_folder("lmpool-ranks-", Path(gettempdir())), os.memfd_create("lmpool-ranks")
     registry: dict[Any, Any] = util._finalizer_registry  # type: ignore[attr-defined]
     before = set(registry)
     with folders as folder, os.fdopen(memory, "r+", encoding="utf-8") as errors:
-        variables = {_SOCKETS: folder, _ERRORS: f"/proc/{os.getpid()}/fd/{errors.fileno()}"}
-        if machines == 1:
-            variables[_INTERFACE] = os.environ.get(_INTERFACE, "lo")
-        saved = {name: os.environ.get(name) for name in variables}
-        os.environ.update(variables)
+        sockets = os.environ.get(_SOCKETS)
+        os.environ[_SOCKETS], os.environ[_ERRORS] = folder, f"/proc/{os.getpid()}/fd/{errors.fileno()}"
         # A forked rank would inherit the worker's connections, and would not import this module again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
@@ -542,10 +535,9 @@ def starting(machines: int) -> Iterator[None]:
             for key in set(registry) - before:
                 if (finalizer := registry.get(key)) and finalizer._callback is SemLock._cleanup:  # type: ignore[attr-defined]
                     finalizer()
-            for name, value in saved.items():
-                del os.environ[name]
-                if value is not None:
-                    os.environ[name] = value
+            del os.environ[_ERRORS], os.environ[_SOCKETS]
+            if sockets is not None:
+                os.environ[_SOCKETS] = sockets
 
 
 class _StartErrors(logging.Filter):
