@@ -111,6 +111,8 @@ class SglangEngine:
             setting = "kv_cache_bytes" if is_too_little else "model"
             # Leave out the long lists of accepted values.
             reason = first_line(failure).partition(" Must be one of [")[0]
+            if "EADDRINUSE" in reason:
+                reason = "another program has taken the port of SGLang's processes: start the worker again"
             raise SettingsError(f"{setting}: {context}: {reason}") from failure
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:

@@ -106,7 +106,10 @@ def refusing(context: str, *passed: type[Exception]) -> Iterator[None]:
             found = error.errors()[0]
             reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"]).removeprefix("Value error, ")]))
         # Leave out the long lists of accepted values.
-        raise SettingsError(f"{context}: {first_line(reason).partition(' Must be one of [')[0]}") from error
+        text = first_line(reason).partition(" Must be one of [")[0]
+        if "EADDRINUSE" in text:
+            text = "another program has the port master_port: start all machines again, with another master_port"
+        raise SettingsError(f"{context}: {text}") from error
 
 
 class VllmEngine:

@@ -292,8 +292,13 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         self._error: WorkerError | None = None  # The error, if a rank has ended too early.
         self._has_ended = Event()
         self._is_starting = True
+        # The ranks of one machine meet at this memory: a port would be open on all interfaces, and a file would remain
+        # if all processes were killed. Keep the memory, because process groups that are created later need it too.
+        self._store = os.fdopen(os.memfd_create("lmpool-store"), "rb")
+        path = f"file:///proc/{os.getpid()}/fd/{self._store.fileno()}"
         try:
-            super()._init_executor()
+            with patch.object(multiproc_executor, "get_file_store_init_method", lambda: path):
+                super()._init_executor()
         except Exception as error:
             if self._error:
                 raise self._error from error
@@ -517,9 +522,7 @@ def starting() -> Iterator[None]:
         # A forked rank would inherit the worker's connections, and would not import this module again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
-            # Let the first rank listen on a port: a file in place of the port must exist as long as the ranks run.
-            with patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True):
-                yield
+            yield
         except WorkerError:
             raise
         except Exception as error:
