@@ -193,7 +193,7 @@ async def test_masses_of_bytes_equal_those_of_a_beam_that_prunes_nothing(real: P
         found = (await producer.mass_of_bytes([start], prefixes)).logprobs
         assert np.allclose(found, expected, atol=1e-4)
         # All single bytes together have the probability of all tokens but the special ones.
-        ids = real.tokenizer.encode("The end.") + [real.tokenizer.convert_tokens_to_ids("<|im_end|>"), 198]
+        ids = [*real.tokenizer.encode("The end."), real.tokenizer.convert_tokens_to_ids("<|im_end|>"), 198]
         masses = (await producer.mass_of_bytes(ids, [bytes([byte]) for byte in range(256)])).logprobs
         added = real.tokenizer.added_tokens_decoder.items()
         special = await producer.mass(ids, [i for i, token in added if token.special])

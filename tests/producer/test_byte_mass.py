@@ -51,7 +51,7 @@ def end_mass(text: bytes, tokens: tuple[int, ...] = (), done: bytes = b"") -> fl
     row = np.exp(MODEL.row([*PROMPT, *tokens]).astype(np.float64))
     longer = [(i, done + added) for i, added in enumerate(TOKENS) if added and text.startswith(done + added)]
     total = float(row[0]) if done == text else 0.0
-    return total + sum(row[i] * end_mass(text, (*tokens, i), joined) for i, joined in longer)
+    return total + sum(float(row[i]) * end_mass(text, (*tokens, i), joined) for i, joined in longer)
 
 
 async def test_masses_equal_the_sum_over_all_token_sequences(producer: Producer) -> None:

@@ -168,7 +168,8 @@ class PartialRows:
             SettingsError: a continuation is no byte string or too long, an option is out of range, or the exact sum
                 needs more than `max_rows` rows. In this case no row is requested.
             PromptTooLong: prompt and continuation are longer than the model's longest prompt.
-            InvalidVocabulary, UnknownVocabulary: the model publishes no vocabulary, or `vocabulary` is not of this model.
+            InvalidVocabulary: `vocabulary` does not fit the model.
+            UnknownVocabulary: the model publishes no vocabulary.
             UnknownTokenizer: the pool stores another tokenizer in place of the model's.
         """
         texts = read_texts(continuations, options)
