@@ -1,5 +1,6 @@
 """The client of a pool: `Producer` for asyncio, and `SyncProducer` for programs without asyncio."""
 
+from lmpool.producer.byte_mass import ByteMass
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
 from lmpool.producer.producer import Producer
@@ -8,6 +9,7 @@ from lmpool.producer.trie import PooledTrie, TrieOptions
 from lmpool.protocol.query import Continuation, TopK
 
 __all__ = [
+    "ByteMass",
     "Continuation",
     "GenerateOptions",
     "PooledTrie",

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
 from lmpool.producer import options as arguments
+from lmpool.producer.byte_mass import ByteMass, ByteOptions, Search, read_texts
 from lmpool.producer.client.queries import Expected, Queries, Wanted, for_each, prefix_of
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import SessionPerLoop
@@ -133,6 +134,50 @@ class PartialRows:
                 raise SettingsError("allowed: None: give the tokens whose probability is wanted")
             pairs = zip(encoded, sets, strict=True)
             return np.array(await for_each(listed, [queries.mass(*pair) for pair in pairs]), np.float32)
+
+        return await self._request(adapter, timeout, ask)
+
+    async def mass_of_bytes(
+        self,
+        ids: Any,
+        continuations: Iterable[bytes],
+        *,
+        adapter: str = "",
+        timeout: float | None = None,
+        **options: Unpack[ByteOptions],
+    ) -> ByteMass:
+        """Return the logarithm of the probability that the text goes on with given bytes, whatever tokens spell them.
+
+        Models with different vocabularies can be compared by these probabilities. The probability of `b` is the sum
+        over all token sequences that spell a proper prefix of `b` of the probability of the sequence, times the
+        probability of the next tokens that begin with the remaining bytes (Vieira et al. 2024, "From Language Models
+        over Tokens to Language Models over Characters", arXiv:2412.03719). Each of these sequences needs one row. The
+        text ends at a special token (such as EOS), which has no bytes, so special tokens add nothing.
+
+        Args:
+            ids: the prompt. The result is the probability after these tokens, and not after their bytes: other
+                tokens with the same bytes are not considered.
+            continuations: n byte strings of up to 4,096 bytes. Rows are shared, so all prefixes of a continuation
+                together need no more rows than the continuation alone.
+            options: see `ByteOptions`. Without `tolerance`, the result is exact.
+
+        Returns:
+            log-probabilities and their upper bounds, each float64 (n,): 0 for b"", -inf if no tokens spell the bytes.
+
+        Raises:
+            SettingsError: a continuation is no byte string or too long, an option is out of range, or the exact sum
+                needs more than `max_rows` rows. In this case no row is requested.
+            PromptTooLong: prompt and continuation are longer than the model's longest prompt.
+            InvalidVocabulary: `vocabulary` does not fit the model.
+            UnknownVocabulary: the model publishes no vocabulary.
+            UnknownTokenizer: the pool stores another tokenizer in place of the model's.
+        """
+        texts = read_texts(continuations, options)
+
+        async def ask(queries: Queries) -> ByteMass:
+            search = await Search.prepare(queries, ids, texts, options)
+            await search.run()
+            return search.result(texts)
 
         return await self._request(adapter, timeout, ask)
 

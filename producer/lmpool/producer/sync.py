@@ -126,6 +126,7 @@ class SyncProducer(CopiedAsItself):
     batch_topk = blocking(Producer.batch_topk)
     mass = blocking(Producer.mass)
     batch_mass = blocking(Producer.batch_mass)
+    mass_of_bytes = blocking(Producer.mass_of_bytes)
     token_set = blocking(Producer.token_set)
     sample = blocking(Producer.sample)
     batch_sample = blocking(Producer.batch_sample)
