@@ -210,9 +210,9 @@ def test_a_rank_whose_answers_are_not_used_computes_no_values() -> None:
     [
         # vLLM applies the cap before the scale, and clients after the scale.
         ({"scale": 0.5, "soft_cap": 0.1}, None, "the head does not give the model's logits"),
-        ({"head_dtype": torch.bfloat16}, None, "the model has no plain linear head"),
+        ({"head_dtype": torch.bfloat16}, None, "the model has no plain linear head in its own dtype"),
         # The head's own method counts as a method of quantised weights.
-        ({}, UnquantizedLinearMethod, "the model has no plain linear head"),
+        ({}, UnquantizedLinearMethod, "the model has no plain linear head in its own dtype"),
     ],
 )
 def test_the_head_is_served_only_if_clients_can_compute_the_logits(

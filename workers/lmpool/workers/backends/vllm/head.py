@@ -78,7 +78,7 @@ def find_head(runner: Any, compute_logits: Callable[[Tensor], Tensor]) -> HeadPa
             logits = compute_logits(states)
             part = _part_of(*calls[0], config) if len(calls) == 1 and logits.dtype is config.dtype else None
             if part is None:
-                return "the model has no plain linear head"
+                return "the model has no plain linear head in its own dtype"
             # A rank may have no token of a small vocabulary.
             if part.tokens and not part.head.gives(logits[:, part.tokens.start : part.tokens.stop], states):
                 return "the head does not give the model's logits"
