@@ -373,7 +373,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
         "workers/lmpool/workers/cli/commands.py",
         "workers/lmpool/workers/execution/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",
-        f"{name_of(BACKENDS)}/ranks.py",
+        "workers/lmpool/workers/execution/ranks.py",
         f"{name_of(BACKENDS)}/vllm/ranks.py",
         "testing/lmpool/testing/memory_pool.py",
     }

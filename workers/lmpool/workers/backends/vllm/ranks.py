@@ -42,12 +42,12 @@ from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
 from lmpool.workers.backends.output_head import OutputHead
-from lmpool.workers.backends.ranks import stay_with
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
 from lmpool.workers.backends.vllm.head import HeadFacts, HeadPart, joined_head
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.folders import locked_folder
+from lmpool.workers.execution.ranks import stay_with
 
 RANK_ARGUMENTS = {
     "logits_processors": [f"{__name__}:RankCapture"],
