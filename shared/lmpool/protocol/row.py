@@ -342,6 +342,13 @@ def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
     return row
 
 
+def check_logits(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return these logits or logZ; raise `ProtocolError` if their largest value is NaN or infinite."""
+    if not (most := logits.max()) < np.inf:
+        raise ProtocolError(f"the largest of {len(logits)} logits is {most}")
+    return logits
+
+
 def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encoding, float, NDArray[Any]]:
     """The encoding, logZ and `count` numbers of a row of V, not copied; raises `ProtocolError` for other bytes."""
     if len(data) < HEADER_SIZE:

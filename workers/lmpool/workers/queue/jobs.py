@@ -211,7 +211,12 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
                 raise ProtocolError(f"positions from {query.start} on, of a prompt of {length} tokens")
             if count > max_positions:
                 raise ProtocolError(f"{count} positions in one job: at most {max_positions} for these values")
-            largest = max(query.top - 1, int(query.target_ids.max(initial=0)))
+            targets = query.target_ids
+            if query.each and len(targets) != count:
+                raise ProtocolError(f"targets for {len(targets)} of {count} positions")
+            if query.choices:
+                raise ProtocolError("a query for positions names its choices, which only workers do")
+            largest = max(query.top - 1, int(targets.max(initial=0, where=(targets != queries.NO_TOKEN))))
             if largest >= vocab_size:
                 raise ProtocolError(f"entry {largest} of rows that have {vocab_size}")
 
