@@ -162,13 +162,22 @@ def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
     return np.float32(most + np.log(np.exp(values - most).sum(dtype=np.float64)))
 
 
-def _logsumexp(logits: Row) -> Row:
+def logsumexp(logits: Row) -> Row:
     """The log-sum-exp of each row of logits (n, V): float32 (n,)."""
     highest = logits.max(axis=1, keepdims=True)
     highest = np.where(np.isneginf(highest), 0, highest)  # A row of -inf has the sum 0.
     with np.errstate(divide="ignore"):
         sums = np.log(np.exp(logits - highest).sum(axis=1, dtype=np.float64))
     return np.asarray(highest[:, 0] + sums, np.float32)
+
+
+def tempered(rows: Row, temperature: float) -> Row:
+    """The log-probabilities (n, V) after division of the logits by a temperature; `rows` itself for 1."""
+    if temperature == 1:
+        return rows
+    rows = rows / np.float32(temperature)
+    rows -= logsumexp(rows)[:, None]
+    return rows
 
 
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
@@ -332,6 +341,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
 
     Attributes:
         start: the first position. The prediction at position i is about the token after the tokens 0 to i.
+        stop: the position after the last one; 0 for all positions of the prompt.
         top: number of the most likely tokens to return at each position; 0 for none.
         targets: little-endian uint32 ids of entries to return.
         each: number of targets per position, if each position has its own; 0 if `targets` are for all positions. The
@@ -359,6 +369,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
     size: Annotated[int, Meta(ge=0)] = 0
     allowed: bytes = b""
     choices: bytes = b""
+    stop: Annotated[int, Meta(ge=0)] = 0
 
     def check(self) -> None:
         is_hidden = self.values == "hidden"
@@ -418,7 +429,8 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
 
     def span(self, length: int) -> range:
         """The requested positions of a prompt of `length` tokens."""
-        return range(self.start, length - 1 if self.is_of_next_token else length)
+        last = length - 1 if self.is_of_next_token else length
+        return range(self.start, min(self.stop or last, last))
 
     def most_positions(self, vocab_size: int) -> int:
         """Max positions that one job may request."""
@@ -435,7 +447,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
         """
         if self.temperature != 1:
             logits = logits / np.float32(self.temperature)
-            log_z = _logsumexp(logits)
+            log_z = logsumexp(logits)
         entries = logits if self.values == "logits" else logits - log_z[:, None]
         if not self.is_of_entries:
             return entries
@@ -459,8 +471,17 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
         if self.tail:
             rest = np.pad(entries, ((0, 0), (0, 1)))  # The last column takes the place of padding.
             np.put_along_axis(rest, np.concatenate(named, axis=1), -np.inf, axis=1)
-            columns.append(_logsumexp(rest[:, :-1])[:, None])
+            columns.append(logsumexp(rest[:, :-1])[:, None])
         return np.concatenate(columns, axis=1, dtype=np.float32)
+
+    def with_rows(self, rows: Row, log_z: Row, positions: range, ids: NDArray[Any]) -> Predictions:
+        """The predictions at positions of a text, computed from rows (n, V) and their log-sum-exp (n,).
+
+        `ids`: the text's token ids.
+        """
+        following = ids[positions.start + 1 : positions.stop + 1]
+        found = self.of(rows, log_z, positions, following)
+        return self.split(found, positions, len(ids), rows.shape[1])
 
     def split(self, answer: Row, positions: range, length: int, vocab_size: int) -> Predictions:
         """Decode the result for positions of a text of `length` tokens.

@@ -295,7 +295,8 @@ class Dispatcher:
         query = prompt.positions
         if query is None or query.values == "hidden" or query.is_of_next_token or self.segment.segment is None:
             return False
-        return len(prompt.span) == 1 and not self.info.lossy
+        length = len(prompt.ids) // 4
+        return prompt.span == range(length - 1, length) and not self.info.lossy
 
     def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
         """The row `digest`, if this worker has computed the row, still holds it, and no client found it damaged."""

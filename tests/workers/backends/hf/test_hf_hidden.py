@@ -28,7 +28,7 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.protocol import query
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import FACTS, Head, unpack_numbers, width_of
-from lmpool.workers.backends.hf import model as hf_model
+from lmpool.workers.backends import output_head
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings
 from tests.producer.batch.runs import run, write_texts
@@ -113,8 +113,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
 
 def test_a_head_that_does_not_compute_the_logits_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "soft-cap", torch.float32)
-    head_class = hf_model.OutputHead
-    monkeypatch.setattr(hf_model, "OutputHead", lambda *facts: head_class(*facts[:-1], None))
+    monkeypatch.setattr(output_head.OutputHead, "finished", lambda _, logits: logits)
     backend = HfBackend(HfSettings(str(folder), device="cpu"))
     assert backend.info.hidden == 0
     assert backend.info.positions

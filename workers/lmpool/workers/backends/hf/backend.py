@@ -32,7 +32,7 @@ from lmpool.workers.backends.hf.model import (
 )
 from lmpool.workers.backends.hf.placement import is_offloaded
 from lmpool.workers.backends.lora import weights_of
-from lmpool.workers.backends.row_encoder import RowEncoder
+from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
