@@ -167,6 +167,7 @@ async def test_one_forward_answers_all_options(pool: Pool) -> None:
             fewer = await producer.positions(WHOLE, 2, top=3, targets=np.array(_padded(lists)), temperature=temperature)
             assert producer.stats().computed == before
             assert fewer.top is not None
+            assert found.top is not None
             assert np.array_equal(fewer.top.ids, found.top.ids[:, :3])
             assert fewer.tail is None
             tail = (await producer.positions(WHOLE, 2, targets=lists, top=8, tail=True, temperature=temperature)).tail

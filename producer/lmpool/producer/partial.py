@@ -336,10 +336,11 @@ class PartialRows:
 
         return await self._request(adapter, timeout, ask)
 
-    async def head(self, *, timeout: float | None = None) -> Head:
+    async def head(self, *, adapter: str = "", timeout: float | None = None) -> Head:
         """Return the weights, bias, scale and soft-cap of the model's last layer, which turns hidden states into rows.
 
-        The producer fetches the head once, in parts of 8 MiB, and keeps it until the model changes.
+        The head of an adapter that targets the last layer also has LoRA factors. The producer fetches the head once, in
+        parts of 8 MiB, and keeps it until the model changes.
 
         Raises:
             SettingsError: the backend does not return the head (`producer.model.hidden` is 0).
@@ -348,7 +349,7 @@ class PartialRows:
         async def ask(queries: Queries) -> Head:
             return await queries.head(self._heads)
 
-        return await self._request("", timeout, ask)
+        return await self._request(adapter, timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a worker compute and cache a prompt's row, without receiving the row.

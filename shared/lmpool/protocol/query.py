@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import NoProbability, ProtocolError
 from lmpool.protocol.job import DIGEST_SIZE, Message, unpack
-from lmpool.protocol.row import Row, check_largest, check_logits, check_logprobs
+from lmpool.protocol.row import FACTS, Row, check_largest, check_logits, check_logprobs
 
 MAX_SEED = 2**64 - 1
 """Largest seed of a random draw; MessagePack has no larger integers."""
@@ -599,12 +599,24 @@ class HeadQuery(Message, frozen=True, tag="head"):
 
     Attributes:
         part: "facts": the result of `pack_facts`. "bias": float32 (V,). "weights": `count` rows of the head's weights
-            from row `first` on, by `pack_numbers`.
+            from row `first` on, by `pack_numbers`. Of the job's adapter: "rank": the rank r of its LoRA factors of the
+            head, float32 (1,), 0 if it has none. "down" and "up": `count` float32 numbers of a factor from number
+            `first` on, of shape (r, d) and (V, r); "up" is multiplied by the adapter's scale.
     """
 
-    part: Literal["facts", "bias", "weights"]
+    part: Literal["facts", "bias", "weights", "rank", "down", "up"]
     first: Annotated[int, Meta(ge=0)] = 0
     count: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def is_of_adapter(self) -> bool:
+        """Whether the part belongs to an adapter, and not to the model."""
+        return self.part in ("rank", "down", "up")
+
+    def numbers(self, vocab_size: int, width: int) -> int:
+        """How many float32 numbers the result has; `width`: numbers that carry a row of the weights."""
+        sizes = {"facts": FACTS, "bias": vocab_size, "weights": self.count * width, "rank": 1}
+        return sizes.get(self.part, self.count)
 
 
 class FreshQuery(Message, frozen=True, tag="fresh"):

@@ -435,6 +435,8 @@ class Head:
         scale: factor of the logits after the product with the weights.
         soft_cap: c if the last step turns logits into c * tanh(logits / c); else None.
         dtype: the model's dtype, to which the result of each operation is rounded.
+        down: float32 (r, d), the first LoRA factor that an adapter has for the head; None without one.
+        up: float32 (V, r), the second factor times the adapter's scale; None without one.
     """
 
     weights: NDArray[Any]
@@ -442,6 +444,8 @@ class Head:
     scale: float
     soft_cap: float | None
     dtype: str
+    down: NDArray[np.float32] | None = None
+    up: NDArray[np.float32] | None = None
 
     def logits(self, hidden: NDArray[Any]) -> NDArray[np.float32]:
         """The logits of hidden states (n, d): float32 (n, V)."""
@@ -449,6 +453,8 @@ class Head:
         if self.bias is not None:
             logits += self.bias
         logits = self._rounded(logits)
+        if self.down is not None and self.up is not None:
+            logits = self._rounded(logits + hidden.astype(np.float32) @ self.down.T @ self.up.T)
         if self.scale != 1:
             logits = self._rounded(logits * np.float32(self.scale))
         if self.soft_cap is not None:

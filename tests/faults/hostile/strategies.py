@@ -112,7 +112,9 @@ valid_queries = st.one_of(
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(1, 3), values=st.just("logits"), allowed=sets_of_tokens),
     st.builds(FreshQuery, digests),
     st.builds(PositionsQuery, st.integers(0, 9), values=st.just("hidden"), size=st.integers(1, 99)),
-    st.builds(HeadQuery, st.sampled_from(["facts", "bias", "weights"]), st.integers(0, 9), st.integers(0, 9)),
+    st.builds(
+        HeadQuery, st.sampled_from(["facts", "bias", "weights", "rank", "up"]), st.integers(0, 9), st.integers(0, 9)
+    ),
     st.builds(
         GenerateQuery,
         st.integers(1, 9),

@@ -408,9 +408,13 @@ class Queries:
     # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
-        """Return the head (the model's last layer) from `heads` (fingerprint -> head), or fetch it for all callers."""
+        """Return the head (the last layer) from `heads`, or fetch it for all callers.
+
+        `heads`: fingerprint, followed by the name of an adapter -> head.
+        """
         fingerprint = self.session.info.fingerprint
-        if (head := heads.get(fingerprint)) is not None:
+        name = fingerprint + self.adapter
+        if (head := heads.get(name)) is not None:
             return head
         lock = self.session.fetching_head
         async with self.deadline.limit():
@@ -420,9 +424,32 @@ class Queries:
                 head = await self._fetch_head()
                 heads.clear()
                 heads[fingerprint] = head
+            if self.adapter and name not in heads:
+                heads[name] = await self._with_factors(head)
         finally:
             lock.release()
-        return head
+        return heads[name]
+
+    async def _with_factors(self, head: Head) -> Head:
+        """Return the head with the LoRA factors that the adapter has for it."""
+        info, prompt = self.session.info, self.session.encode([0], self.adapter)
+
+        async def ask(part: Literal["rank", "down", "up"], first: int = 0, count: int = 0) -> Row:
+            query = wire.HeadQuery(part, first, count)
+            read = partial(unpack_numbers, count=1, size=count or 1, dtype="float32")
+            return (await self._result(prompt.with_query(query.pack(), count or 1), read, private=True))[0]
+
+        async def ask_all(part: Literal["down", "up"], shape: tuple[int, int]) -> Row:
+            size = shape[0] * shape[1]
+            starts = range(0, size, wire.MAX_ANSWER)
+            parts = [await ask(part, first, min(wire.MAX_ANSWER, size - first)) for first in starts]
+            return np.concatenate(parts).reshape(shape)
+
+        if not (rank := int((await ask("rank"))[0])):
+            return head
+        down, up = await ask_all("down", (rank, info.hidden)), await ask_all("up", (info.vocab_size, rank))
+        self.check_same_model(info.fingerprint)
+        return replace(head, down=down, up=up)
 
     async def _fetch_head(self) -> Head:
         info, prompt = self.session.info, self.session.encode([0])

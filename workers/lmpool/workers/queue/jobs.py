@@ -115,7 +115,9 @@ class JobReader:
             case queries.GenerateQuery():
                 prompt.generate = query
             case queries.HeadQuery():
-                prompt.head, prompt.adapter = query, ""
+                prompt.head = query
+                if not query.is_of_adapter:
+                    prompt.adapter = ""
             case queries.FreshQuery():
                 prompt.fresh = True
             case _:
@@ -197,9 +199,12 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
             if not info.hidden:
                 raise SourceMissing("this worker does not return the model's head")
             is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= vocab_size)
-            if not is_inside or query.count * width_of(info.hidden, info.dtype) > queries.MAX_ANSWER:
+            numbers = query.numbers(vocab_size, width_of(info.hidden, info.dtype))
+            if not is_inside or not numbers or (numbers > queries.MAX_ANSWER and query.part != "bias"):
                 limit = f"it has {vocab_size}, or they are too many"
-                raise ProtocolError(f"{query.count} rows of the head from {query.first} on: {limit}")
+                raise ProtocolError(f"{query.count} rows or numbers of the head from {query.first} on: {limit}")
+            if query.is_of_adapter and not job.adapter:
+                raise ProtocolError("a query for a part of an adapter's head names no adapter")
         case queries.PositionsQuery():
             if not info.positions:
                 advice = "request the rows of all prefixes"
