@@ -177,11 +177,11 @@ class Opened:
         """The model's head, assembled from its parts as a client does."""
         backend, info = self.backend, self.backend.info
         assert isinstance(backend, TellsHead)
-        scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
-        bias = backend.head(HeadQuery("bias")) if has_bias else None
+        scale, soft_cap, has_bias = backend.head(HeadQuery("facts"), "")[:FACTS].tolist()
+        bias = backend.head(HeadQuery("bias"), "") if has_bias else None
         half = info.vocab_size // 2
         parts = [
-            unpack_numbers(backend.head(HeadQuery("weights", first, count)), count, info.hidden, info.dtype)
+            unpack_numbers(backend.head(HeadQuery("weights", first, count), ""), count, info.hidden, info.dtype)
             for first, count in ((0, half), (half, info.vocab_size - half))
         ]
         return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)

@@ -84,7 +84,7 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
             PositionsQuery(start, targets=np.array(targets, "<u4").tobytes()),
             PositionsQuery(start, 5),
             PositionsQuery(start, values="logits"),
-            PositionsQuery(start, values="logz"),
+            PositionsQuery(start, logz=True),
             PositionsQuery(start, 3, values="logits"),
             PositionsQuery(start, 2, values="logits").among(np.array(sorted(targets))),
         )

@@ -39,7 +39,12 @@ class OutputHead:
     def logits(self, hidden: Tensor, vocab_size: int) -> Tensor:
         """The logits (n, V) of hidden states (n, d), computed as clients compute logits."""
         bias = None if self.bias is None else self.bias.to(hidden)
-        logits = torch.nn.functional.linear(hidden, self.weights(0, vocab_size).to(hidden.device), bias) * self.scale
+        return self.finished(torch.nn.functional.linear(hidden, self.weights(0, vocab_size).to(hidden.device), bias))
+
+    def finished(self, logits: Tensor) -> Tensor:
+        """The logits, computed from the output of the linear layer."""
+        if self.scale != 1:
+            logits = logits * self.scale
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def gives(self, expected: Tensor, hidden: Tensor) -> bool:
