@@ -502,7 +502,7 @@ def test_a_port_of_another_program_is_reported_in_one_line(folder: Path) -> None
 
 def test_a_model_whose_bias_sglang_leaves_out_is_refused(tmp_path: Path) -> None:
     config = PhiConfig(vocab_size=V, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
-    model = PhiForCausalLM(config)
+    model = PhiForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers is partly untyped
     torch.nn.init.normal_(model.lm_head.bias)
     model.save_pretrained(tmp_path)
     message = "^model: .* cannot be served by sglang: SGLang leaves out the bias of the model's head; use --backend hf"

@@ -13,6 +13,7 @@ import torch
 
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.sglang import head
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
@@ -104,7 +105,7 @@ def test_one_forward_computes_hidden_states_and_values_of_logits(
 def test_a_head_that_does_not_give_the_logits_is_not_served(
     driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    found, model, head_class = scheduler_of(driver).output_head, scheduler_of(driver).model_config, head.OutputHead
+    found, model = scheduler_of(driver).output_head, scheduler_of(driver).model_config
     logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
     caplog.set_level("INFO", head.__name__)
     # SGLang multiplies by the scale before it applies the cap, as clients do.
@@ -112,7 +113,7 @@ def test_a_head_that_does_not_give_the_logits_is_not_served(
     monkeypatch.setattr(logits_processor, "final_logit_softcapping", 3.0)
     for wrong, message in (
         ({}, ""),
-        ({"OutputHead": lambda *facts: head_class(*facts[:-1], None)}, "the head does not give the model's logits"),
+        ({"OutputHead": lambda *facts: OutputHead(*facts[:-1], None)}, "the head does not give the model's logits"),
         ({"VocabParallelEmbedding": torch.nn.Linear}, "the model has no plain linear head"),
         ({"dtype": torch.bfloat16}, "the model has no plain linear head"),
     ):

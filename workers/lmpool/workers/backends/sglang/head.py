@@ -57,8 +57,9 @@ class RankHead:
         self, processor: Any, get_logits: Callable[..., Tensor], states: Tensor, layer: Any, metadata: Any
     ) -> None:
         layer = getattr(layer, "base_layer", layer)  # Adapters that change the head are refused.
-        weight, dtype, size = getattr(layer, "weight", None), self._config.dtype, states.shape[-1]
-        is_plain = isinstance(layer, VocabParallelEmbedding) and isinstance(weight, Tensor)
+        weight: Any = getattr(layer, "weight", None)
+        dtype, size = self._config.dtype, states.shape[-1]
+        is_plain = isinstance(layer, VocabParallelEmbedding) and weight is not None
         if not is_plain or not weight.dtype == states.dtype == dtype or weight.shape[1:] != (size,):
             self._log_refusal("the model has no plain linear head")
             return
