@@ -74,7 +74,7 @@ def _command() -> list[str]:
 
 
 SUBJECT = Subject(
-    "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, command=_command,
-    refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
+    "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, has_hidden=True,
+    command=_command, refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
 )  # fmt: skip
 TENSOR_PARALLEL = replace(SUBJECT, make=partial(_make, ranks=2), options=partial(_options, ranks=2), processes=2)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.row import VectorBlock
+from lmpool.protocol.row import Encoding, VectorBlock
 from lmpool.settings import shown
 from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision, quantisation_of
@@ -175,6 +175,10 @@ class SglangBackend(EngineBackend):
         self.device, self._options = device_of(options), options
         self._revision = checkpoint_revision(folder, also=row_deciding(given))
         return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
+
+    def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
+        self._head = self._engine.head  # None before the first forward.
+        super()._set_info(dtype, encoding, **facts)
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
