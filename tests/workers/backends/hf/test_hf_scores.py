@@ -13,7 +13,6 @@ from torch import Tensor
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backends.hf import backend as hf_backend
 from lmpool.workers.backends.hf.backend import HfBackend
-from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.row_encoder import values_at_positions
 from lmpool.workers.execution.contract import Finished
 from tests.support.models.tiny_models import CONFIGS
@@ -88,8 +87,8 @@ def test_every_architecture_answers_for_every_position(
 
 def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tiny.backend()
-    forward = Forward.last_logits
-    monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
+    logits = HfBackend._logits
+    monkeypatch.setattr(HfBackend, "_logits", lambda self, states: logits(self, states) * float("nan"))
     scored = job((1, 2, 3))._replace(positions=PositionsQuery.scores_from(1))
     backend.submit([scored])
     (finished,) = drain(backend)
