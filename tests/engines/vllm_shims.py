@@ -29,7 +29,7 @@ def use_v2_runner() -> None:
 
     triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=Driver)
 
-    prepare: Any = spawn.get_preparation_data
+    prepare = spawn.get_preparation_data
 
     def prepare_rank(name: str) -> dict[str, Any]:
         """Have a rank run this file in place of the main module, before it imports vLLM."""
