@@ -170,9 +170,12 @@ test-sglang: $(SGLANG_INSTALLED) $(QUANTISED)
 		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct \
 		tests/contract/test_rows.py tests/contract/test_scores.py
 
-## test-ranks: kill processes of spread models under load, and compare rows of five architectures with transformers
-# Takes about half an hour.
+## test-ranks: kill processes of spread models under load, and compare rows with transformers: V2 runner, architectures
+# Takes about half an hour. Over several GPUs, vLLM uses its model runner V2 and asynchronous scheduling by default.
 test-ranks: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
+		vllm-v2-tensor-async tests/contract/test_rows.py tests/contract/test_scores.py \
+		-- vllm-v2-tensor tests/contract/test_rows.py -- vllm-v2-pipeline-async tests/contract/test_rows.py
 	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 20
 	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 4 --freeze --step-timeout-s 5
 	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m tests.faults.rank_kills --faults 20

@@ -17,7 +17,7 @@ if _ENGINE:
 
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 
-# Variants of one process do not change ranks: the shims are not installed in the ranks.
+# Ranks take long to start: only runs that name this file run it.
 collect_ignore_glob += ["test_vllm_ranks.py"]
 
 
