@@ -18,7 +18,7 @@ if _ENGINE:
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 
 # Variants of one process do not change ranks: the shims are not installed in the ranks.
-collect_ignore_glob += ["test_vllm_ranks.py"]
+collect_ignore_glob += ["test_vllm_rank*.py"]
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from functools import partial
 from mmap import MAP_POPULATE, MAP_SHARED, PROT_READ, mmap
 from multiprocessing import util
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
@@ -41,7 +42,7 @@ from lmpool.embedded import ending
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
-from lmpool.workers.backends.ranks import stay_with
+from lmpool.workers.backends.ranks import RankProcess, stay_with
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
 from lmpool.workers.execution.contract import BackendJob
@@ -518,7 +519,8 @@ def starting() -> Iterator[None]:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
             # Let the first rank listen on a port: a file in place of the port must exist as long as the ranks run.
-            with patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True):
+            has_port = patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True)
+            with has_port, patch.object(SpawnContext, "Process", RankProcess):
                 yield
         except WorkerError:
             raise
@@ -555,9 +557,10 @@ class _StartErrors(logging.Filter):
 _start_errors: _StartErrors | None = None
 _parent = multiprocessing.parent_process()
 if _parent is not None and os.environ.get(_ERRORS, "").startswith(f"/proc/{_parent.pid}/"):
-    # This process is a rank, which imports this module before it loads the model.
+    # This process is a rank, which imports this module after most of vLLM, and before it loads the model.
+    gc.enable()
+    stay_with(cast(int, _parent.pid))  # Ignore signals again: vLLM has installed its handlers.
     _start_errors = _StartErrors(os.environ[_ERRORS])
     _engine_log.addFilter(_start_errors)
-    stay_with(cast(int, _parent.pid))
     if current_platform.is_cpu():
         remove_names_of_collectives()
