@@ -36,7 +36,7 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path], ranks: int 
         # rank has its share of the heads.
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // ranks,
         "tensor_parallel_size": ranks,
-        "max_adapters": 2,
+        "max_adapters": 2 * ranks,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 

@@ -17,8 +17,8 @@ if _ENGINE:
 
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 
-# Ranks take long to start: only runs that name this file run it.
-collect_ignore_glob += ["test_vllm_ranks.py"]
+# Ranks take long to start: only runs that name these files run them.
+collect_ignore_glob += ["test_vllm_rank*.py"]
 
 
 @pytest.fixture(scope="session")
