@@ -14,7 +14,7 @@ from lmpool.distill.sources import Source, States
 from lmpool.distill.tiles import Grid
 
 TileGradient = Callable[[slice, slice, Tensor], Tensor]
-"""The gradient with respect to a tile of the student's logits, from positions, tokens and the logits."""
+"""The gradient with respect to a tile of the student's logits, from positions, tokens and the logits (overwritten)."""
 
 
 def divergences(teacher: Source, student: Source, beta: float, grid: Grid) -> Tensor:
@@ -42,12 +42,14 @@ class _Divergences(torch.autograd.Function):
     def backward(ctx: Any, factors: Tensor) -> tuple[Any, ...]:
         teacher, student, beta, grid, found = ctx.given
         factors = factors[:, None]
+        unweighted = factors == 0
+        has_unweighted = bool(unweighted.any())
 
         def of_tile(rows: slice, columns: slice, logits: Tensor) -> Tensor:
             taught = grid.tile(teacher, rows, columns)
-            found_gradient = passes.logit_gradient(taught, logits, rows, found, factors, beta, grid)
+            gradient: Tensor = passes.logit_gradient(taught, logits, rows, found, factors, beta, grid)
             # A position without weight may have NaN, which a factor of 0 does not remove.
-            return torch.where(factors[rows] == 0, 0.0, found_gradient)
+            return gradient.masked_fill_(unweighted[rows], 0) if has_unweighted else gradient
 
         return None, None, None, None, *_pull(student.with_arrays(*ctx.saved_tensors), of_tile, grid, ctx, 4)
 
@@ -66,7 +68,7 @@ class _Coarse(torch.autograd.Function):
         student, ids, grid, remainder = ctx.given
 
         def of_tile(rows: slice, columns: slice, logits: Tensor) -> Tensor:
-            gradient = passes.part(remainder, rows).logprobs(logits).exp_() * of_rows[rows, -1:]
+            gradient: Tensor = passes.part(remainder, rows).probabilities(logits, of_rows[rows, -1:], torch)
             at, which, column = passes.places(ids[rows], columns, torch)
             gradient[at, column] = of_rows[rows][at, which]
             return gradient
@@ -94,11 +96,11 @@ def _pull(student: Source, of_tile: TileGradient, grid: Grid, ctx: Any, first: i
             ]
             with torch.enable_grad():
                 logits = grid.scaled(student.logits(*leaves))
-            gradient = of_tile(rows, columns, logits.detach())
+            gradient = of_tile(rows, columns, grid.own(student, logits.detach()))
             found = iter(torch.autograd.grad(logits, [leaf for leaf in leaves if leaf.requires_grad], gradient))
             for total, place in zip(gradients, places, strict=True):
                 if total is not None:
-                    total[place] += next(found)
+                    total[place].add_(next(found))
     return [
         None if total is None else total.to(array.dtype) for total, array in zip(gradients, arrays, strict=True)
     ]

@@ -50,17 +50,18 @@ def _kl_of(first: Source, second: Source, rows: slice, grid: Grid) -> tuple[Arra
     total, is_infinite = grid.full((count, 1), 0.0), grid.full((count, 1), 0.0) > 0
     for columns in grid.column_spans(first.shape[0]):
         distance, sum_before = of_first.largest - of_second.largest, of_first.sum
-        a, exps, factor = of_first.add(grid.tile(first, rows, columns))
-        b, _, _ = of_second.add(grid.tile(second, rows, columns))
+        a, b = grid.tile(first, rows, columns), grid.tile(second, rows, columns)
+        exps, factor = of_first.add(a)
+        of_second.add(b)
         # Earlier tiles took a and b relative to other numbers: correct their sum of exp(a) (a - b).
         moved = distance - (of_first.largest - of_second.largest)
         total = (total + sum_before * moved) * factor
-        difference = a - b
         if not (first.is_finite and second.is_finite):
             no_first, no_second = a == -math.inf, b == -math.inf
             is_infinite |= xp.any(no_second & ~no_first, axis=-1, keepdims=True)
-            difference = xp.where(no_first | no_second, 0.0, difference)
-        exps *= difference
+            a[no_first | no_second] = b[no_first | no_second] = 0.0
+        a -= b
+        exps *= a
         total = total + xp.sum(exps, axis=-1, keepdims=True)
     values = total / of_first.sum - xp.log(of_first.sum) + xp.log(of_second.sum)
     values = xp.where(is_infinite, math.inf, values)
@@ -102,17 +103,20 @@ def part(of: Normaliser, rows: slice) -> Normaliser:
 def logit_gradient(
     p_tile: Array, q_tile: Array, rows: slice, found: Divergences, factors: Array, beta: float, grid: Grid
 ) -> Array:
-    """The gradient of sum(factors * divergences) with respect to a tile of the student's logits.
+    """The gradient of sum(factors * divergences) with respect to a tile of the student's logits; overwrites the tiles.
 
     With m = beta p + (1 - beta) q: q - p for beta = 0; q (log(q / m) - KL(q || m)) times 1 - beta for 0 < beta < 1, and
     times 1 for beta = 1, where m = p. Source: derivatives of equation 1 of Agarwal et al. 2024 (see `divergence`).
     """
-    xp = grid.xp
-    p, q = part(found.teacher, rows).logprobs(p_tile), part(found.student, rows).logprobs(q_tile)
+    xp, factors = grid.xp, factors[rows]
+    of_teacher, of_student = part(found.teacher, rows), part(found.student, rows)
     if beta == 0:
-        return (xp.exp(q) - xp.exp(p)) * factors[rows]
+        q_tile = of_student.probabilities(q_tile, factors, xp)
+        q_tile -= of_teacher.probabilities(p_tile, factors, xp)
+        return q_tile
+    p, q = of_teacher.logprobs(p_tile), of_student.logprobs(q_tile)
     ratio = xp.where(q == -math.inf, 0.0, q - log_mixture(p, q, beta, xp))
-    scale = factors[rows] * (1.0 if beta == 1 else 1 - beta)
+    scale = factors * (1.0 if beta == 1 else 1 - beta)
     return xp.exp(q) * (ratio - found.student_kl[rows]) * scale
 
 
@@ -140,9 +144,8 @@ def _coarsen(source: Source, ids: Array, rows: slice, grid: Grid) -> tuple[Array
         lowest = xp.minimum(lowest, xp.amin(tile, axis=-1, keepdims=True))
         at, which, column = places(some, columns, xp)
         named[at, which] = tile[at, column]
-        rest = tile + 0.0
-        rest[at, column] = -math.inf
-        remainder.add(rest)
+        tile[at, column] = -math.inf
+        remainder.add(tile)
     of_remainder = remainder.normaliser()
     # Subtract the largest logit before the digits of the sum are lost to it.
     largest = xp.maximum(xp.amax(named, axis=-1, keepdims=True), of_remainder.largest)

@@ -57,16 +57,19 @@ class Grid:
             yield slice(at, min(at + step, self.size))
 
     def tile(self, source: Source, rows: slice, columns: slice) -> Array:
-        """The logits of some positions and tokens, divided by the temperature; do not change them in place."""
+        """The logits of some positions and tokens, divided by the temperature, in memory that may be overwritten."""
         places = source.places(rows, columns)
-        return self.scaled(
-            source.logits(*(self.array(array[at]) for array, at in zip(source.arrays, places, strict=True)))
-        )
+        parts = [self.array(array[at]) for array, at in zip(source.arrays, places, strict=True)]
+        return self.own(source, self.scaled(source.logits(*parts)))
 
     def scaled(self, logits: Array) -> Array:
         """Logits in the grid's dtype, divided by the temperature."""
         logits = logits.astype(self.dtype, copy=False) if self.xp is np else logits.to(self.dtype)
         return logits if self.temperature == 1 else logits / self.temperature
+
+    def own(self, source: Source, logits: Array) -> Array:
+        """Logits in memory of their own: those of rows may be the caller's array."""
+        return logits + 0.0 if isinstance(source, Rows) else logits
 
     def array(self, values: Any) -> Array:
         """Values as an array of `xp` on the device; numpy arrays are copied to tensors, because they may be read-only."""
@@ -97,8 +100,17 @@ class Normaliser(NamedTuple):
     log_sum: Array  # (n, 1), the log of the sum of exp(logit - largest).
 
     def logprobs(self, logits: Array) -> Array:
-        """Log-probabilities of a tile of logits."""
-        return logits - self.largest - self.log_sum
+        """Turn a tile of logits into log-probabilities, in place."""
+        logits -= self.largest
+        logits -= self.log_sum
+        return logits
+
+    def probabilities(self, logits: Array, factor: Array, xp: Any) -> Array:
+        """Turn a tile of logits into probabilities times a factor (n, 1), in place."""
+        logits -= self.largest
+        xp.exp(logits, out=logits)
+        logits *= factor / xp.exp(self.log_sum)
+        return logits
 
 
 class RunningSum:
@@ -115,15 +127,15 @@ class RunningSum:
         self.largest = grid.full((count, 1), float(grid.xp.finfo(grid.dtype).min))
         self.sum = grid.full((count, 1), 0.0)
 
-    def add(self, tile: Array) -> tuple[Array, Array, Array]:
-        """Add a tile; returns its logits minus `largest`, their exp, and the factor for sums over earlier tiles."""
+    def add(self, tile: Array) -> tuple[Array, Array]:
+        """Add a tile and subtract `largest` from its logits; returns their exp, and the factor for earlier sums."""
         xp = self._xp
         largest = xp.maximum(self.largest, xp.amax(tile, axis=-1, keepdims=True))
-        shifted = tile - largest
-        exps, factor = xp.exp(shifted), xp.exp(self.largest - largest)
+        tile -= largest
+        exps, factor = xp.exp(tile), xp.exp(self.largest - largest)
         self.sum = self.sum * factor + xp.sum(exps, axis=-1, keepdims=True)
         self.largest = largest
-        return shifted, exps, factor
+        return exps, factor
 
     def normaliser(self) -> Normaliser:
         """The result after all tiles."""
