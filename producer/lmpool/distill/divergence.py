@@ -95,7 +95,9 @@ def reduced(values: Array, weights: Array | None, reduction: str, grid: Grid) ->
     if weights is not None:
         factors = grid.array(weights)
         if factors.shape != values.shape:
-            raise SettingsError(f"weights: shape {tuple(factors.shape)} must be ({len(values)},), one for each position")
+            raise SettingsError(
+                f"weights: shape {tuple(factors.shape)} must be ({len(values)},), one for each position"
+            )
         values, total = grid.xp.where(factors != 0, values * factors, 0.0), factors.sum()
     if reduction == "none":
         return values

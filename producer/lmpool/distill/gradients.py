@@ -101,6 +101,4 @@ def _pull(student: Source, of_tile: TileGradient, grid: Grid, ctx: Any, first: i
             for total, place in zip(gradients, places, strict=True):
                 if total is not None:
                     total[place].add_(next(found))
-    return [
-        None if total is None else total.to(array.dtype) for total, array in zip(gradients, arrays, strict=True)
-    ]
+    return [None if total is None else total.to(array.dtype) for total, array in zip(gradients, arrays, strict=True)]

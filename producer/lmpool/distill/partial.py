@@ -140,7 +140,8 @@ def _check_ids(ids: Array, grid: Grid) -> None:
     """Refuse ids that the student does not have, and tokens that are named twice at one position."""
     if 0 in ids.shape:
         return
-    if not -1 <= (least := int(ids.min())) <= (most := int(ids.max())) < grid.size:
+    least, most = int(ids.min()), int(ids.max())
+    if least < -1 or most >= grid.size:
         raise SettingsError(f"known: ids from {least} to {most} must be from 0 to {grid.size - 1}, or -1 for padding")
     ordered = grid.xp.sort(ids)
     ordered = ordered if grid.xp is np else ordered.values

@@ -49,12 +49,12 @@ def _kl_of(first: Source, second: Source, rows: slice, grid: Grid) -> tuple[Arra
     of_first, of_second = RunningSum(grid, count), RunningSum(grid, count)
     total, is_infinite = grid.full((count, 1), 0.0), grid.full((count, 1), 0.0) > 0
     for columns in grid.column_spans(first.shape[0]):
-        distance, sum_before = of_first.largest - of_second.largest, of_first.sum
+        before, before_of_second, sum_before = of_first.largest, of_second.largest, of_first.sum
         a, b = grid.tile(first, rows, columns), grid.tile(second, rows, columns)
         exps, factor = of_first.add(a)
         of_second.add(b)
         # Earlier tiles took a and b relative to other numbers: correct their sum of exp(a) (a - b).
-        moved = distance - (of_first.largest - of_second.largest)
+        moved = (before - of_first.largest) - (before_of_second - of_second.largest)
         total = (total + sum_before * moved) * factor
         if not (first.is_finite and second.is_finite):
             no_first, no_second = a == -math.inf, b == -math.inf

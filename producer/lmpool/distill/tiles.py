@@ -75,7 +75,9 @@ class Grid:
         """Values as an array of `xp` on the device; numpy arrays are copied to tensors, because they may be read-only."""
         if self.xp is np:
             return np.asarray(values)
-        return values.to(self.device) if isinstance(values, self.xp.Tensor) else self.xp.tensor(values, device=self.device)
+        return (
+            values.to(self.device) if isinstance(values, self.xp.Tensor) else self.xp.tensor(values, device=self.device)
+        )
 
     def prepared(self, source: Source) -> Source:
         """A source without gradients, whose hidden states are converted once instead of once per tile."""
