@@ -114,7 +114,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
 def test_a_head_that_does_not_compute_the_logits_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "soft-cap", torch.float32)
     head_class = hf_model.OutputHead
-    monkeypatch.setattr(hf_model, "OutputHead", lambda layer, scale, _: head_class(layer, scale, None))
+    monkeypatch.setattr(hf_model, "OutputHead", lambda *facts: head_class(*facts[:-1], None))
     backend = HfBackend(HfSettings(str(folder), device="cpu"))
     assert backend.info.hidden == 0
     assert backend.info.positions

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import PositionsQuery
+from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import EngineSettings, ModelSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
@@ -52,6 +54,7 @@ class EngineBackend(TellsTexts, ABC):
     _folder: Path  # The model's folder, or its hub name if `_weights` is set.
     _weights: Mapping[str, Any] | None = None  # The model's weights; see `check_adapter`.
     _encoder: RowEncoder
+    _head: OutputHead | None = None  # None if clients cannot compute the logits from hidden states.
 
     def __init__(self, settings: ModelSettings) -> None:
         torch_device.settle()
@@ -70,6 +73,7 @@ class EngineBackend(TellsTexts, ABC):
 
     def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
         name, settings = str(dtype).removeprefix("torch."), self._settings
+        facts["hidden"] = 0 if self._head is None else self._head.size
         facts |= {"dtype": name, "encoding": encoding.name.lower(), "source": checkpoint_source(settings.model)}
         lossy = encoding is Encoding.F16 and name != "float16"
         self._info = ModelInfo(settings.served_as, settings.kind, lossy=lossy, **facts)
@@ -119,6 +123,11 @@ class EngineBackend(TellsTexts, ABC):
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
         self._encoder.new_rows = new_rows
+
+    def head(self, query: HeadQuery) -> NDArray[np.float32]:
+        """See `TellsHead.head`."""
+        assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
+        return self._head.answer(query, self._info.vocab_size)
 
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""

@@ -17,6 +17,7 @@ from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.query import PositionsQuery, TopK, pack_top
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
+from lmpool.workers.backends.output_head import pack_states
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 
 _CACHED_NUMBERS = 1 << 19
@@ -253,11 +254,22 @@ def _fault(logits: Tensor) -> str:
     return f"the model returned -inf for all {values.size} logits: its row has no finite logZ"
 
 
-def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
-    """The values (m, width) that a query requests at positions with logits (m, V); NaN for invalid logits.
+def values_at_positions(states: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32] | None:
+    """The values (m, width) that a query requests at positions; None if they are no numbers.
 
-    `following` holds the token after each position.
+    Args:
+        states: logits (m, V) of the positions, or hidden states (m, d) for a query that requests these.
+        query: the query.
+        following: the token after each position.
     """
+    if query.values == "hidden":  # Check before packing, which may turn numbers into NaN.
+        return pack_states(states) if bool(states.isfinite().all()) else None
+    values = _values_of_logits(states, query, following)
+    return None if np.isnan(values).any() else values
+
+
+def _values_of_logits(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
+    """The values (m, width) at positions with logits (m, V); NaN for logits that are no distribution."""
     tokens, at_once = torch.tensor(following, device=logits.device), rows_per_slice(logits)
     ids, parts = query.target_ids, []
     targets = torch.from_numpy(ids).to(logits.device)
@@ -327,17 +339,19 @@ class _OpenAnswer:
     parts: list[NDArray[np.float32]] = field(default_factory=list)
     failure: str = ""
 
-    def add(self, logits: Tensor) -> None:
-        """Add the values of the next positions."""
+    def add(self, states: Tensor) -> None:
+        """Add the values of the next positions, from their logits or hidden states."""
         begin = self.missing.start
-        self.missing = range(begin + len(logits), self.missing.stop)
+        self.missing = range(begin + len(states), self.missing.stop)
         if self.failure:
             return
         # The logits of a position predict the token after it.
-        following = decode_ids(self.job.ids)[begin + 1 : begin + len(logits) + 1].tolist()
+        following = decode_ids(self.job.ids)[begin + 1 : begin + len(states) + 1].tolist()
         try:
-            self.parts.append(values_at_positions(logits, self.query, following))
-            self.failure = NO_DISTRIBUTION if np.isnan(self.parts[-1]).any() else ""
+            if (values := values_at_positions(states, self.query, following)) is None:
+                self.failure = NO_DISTRIBUTION
+            else:
+                self.parts.append(values)
         except QUERY_ERRORS as error:  # Fail this prompt only: an exception in the engine's step would end the engine.
             self.failure = failure_of(error)
         if self.failure:
@@ -374,20 +388,27 @@ class PositionAnswers:
         wanted = range(max(missing.start, computed.start), min(missing.stop, computed.stop))
         return [Piece(request, wanted, row + wanted.start - computed.start)] if wanted else []
 
-    def add(self, pieces: Sequence[Piece], first: int, logits: Tensor) -> None:
-        """Add the values of a slice of a forward's logits; `first` is the index of the slice's first row.
+    def wants_states(self, request: str) -> bool:
+        """Whether a request wants hidden states, and not values that are computed from logits."""
+        answer = self._open.get(request)
+        return answer is not None and answer.query.values == "hidden"
+
+    def add(self, pieces: Sequence[Piece], first: int, states: Tensor) -> None:
+        """Add the values of a slice of a forward's logits, or of its hidden states if the pieces' requests want them.
+
+        `first` is the index of the slice's first row.
 
         Raises:
             WorkerError: the engine has not computed the next missing position.
         """
         for piece in pieces:
-            begin, end = max(piece.row, first), min(piece.row + len(piece.positions), first + len(logits))
+            begin, end = max(piece.row, first), min(piece.row + len(piece.positions), first + len(states))
             answer = self._open.get(piece.request)
             if begin < end and answer is not None:
                 position = piece.positions[begin - piece.row]
                 if position != answer.missing.start:
                     raise WorkerError(f"the engine has computed position {position}, and not {answer.missing.start}")
-                answer.add(logits[begin - first : end - first])
+                answer.add(states[begin - first : end - first])
 
     def take(self, request: str) -> NDArray[np.float32] | str:
         """Remove a finished request; returns its answer, float32 (n * width,), or the reason of its failure."""

@@ -17,14 +17,19 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import RowBlock, VectorBlock, pack_numbers
+from lmpool.protocol.row import RowBlock, VectorBlock
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
-from lmpool.workers.backends.hf.model import FORWARD_ERRORS, check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.hf.model import (
+    FORWARD_ERRORS,
+    check_model,
+    find_head,
+    hidden_in_place_of_logits,
+    load_model,
+)
 from lmpool.workers.backends.hf.placement import is_offloaded
 from lmpool.workers.backends.lora import weights_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
@@ -134,7 +139,6 @@ class HfBackend(EngineBackend):
             max_prompt_tokens=max_prompt_tokens,
             revision=revision,
             positions=True,
-            hidden=0 if self._head is None else self._head.layer.in_features,
             gguf_file=settings.gguf_file or "",
         )
         self._roots: dict[str, int] = {}
@@ -196,11 +200,6 @@ class HfBackend(EngineBackend):
             folder.cleanup()
         del self._forward, self._adapters
         self._free_memory()
-
-    def head(self, query: HeadQuery) -> NDArray[np.float32]:
-        """See `TellsHead.head`."""
-        assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
-        return self._head.answer(query)
 
     @torch.inference_mode()
     def step(self) -> Finished:
@@ -325,8 +324,8 @@ class HfBackend(EngineBackend):
         root = first.root or ROOT
         if first.adapter != self._adapters.active:
             self._adapters.activate(first.adapter)
-        if first.kind == "hidden" and self._head is not None:
-            with self._head.hidden_in_place_of_logits(max(kept)) as taken:
+        if first.kind == "hidden":
+            with hidden_in_place_of_logits(self._forward.model, max(kept)) as taken:
                 self._forward.last_logits(prompts, kept, paths, pool, root)
             if not taken:
                 raise ValueError("this adapter has a head of its own: hidden states are not returned")
@@ -369,15 +368,9 @@ class HfBackend(EngineBackend):
             kept = rows[-chunk.kept :]
             assert job.positions is not None
             following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The token after each one.
-            if chunk.kind == "hidden":
-                is_sound = bool(kept.isfinite().all())  # Check before packing, which may yield NaN.
-                part = pack_numbers(numbers_of(kept.cpu()))
-            else:
-                part = values_at_positions(kept, job.positions, following)
-                is_sound = not np.isnan(part).any()
-            taken.append((part, is_sound))
-        for job, chunk, (part, is_sound) in zip(jobs, chunks, taken, strict=True):
-            if not is_sound:
+            taken.append(values_at_positions(kept, job.positions, following))
+        for job, chunk, part in zip(jobs, chunks, taken, strict=True):
+            if part is None:
                 results.failures[job.digest] = NO_DISTRIBUTION
                 continue
             job.state.parts.append(part)
