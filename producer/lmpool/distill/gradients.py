@@ -35,10 +35,11 @@ class _Divergences(torch.autograd.Function):
         found = passes.divergences(teacher, student, beta, grid)
         ctx.save_for_backward(*arrays)
         ctx.given = teacher, student, beta, grid, found
-        return found.values[:, 0].clone()
+        values: Tensor = found.values[:, 0].clone()
+        return values
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, factors: Tensor) -> tuple[Any, ...]:
         teacher, student, beta, grid, found = ctx.given
         factors = factors[:, None]
@@ -60,10 +61,11 @@ class _Coarse(torch.autograd.Function):
         found = passes.coarsen(student, ids, grid)
         ctx.save_for_backward(*arrays)
         ctx.given = student, ids, grid, found.remainder
-        return found.logits
+        logits: Tensor = found.logits
+        return logits
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, of_rows: Tensor) -> tuple[Any, ...]:
         student, ids, grid, remainder = ctx.given
 
@@ -89,7 +91,7 @@ def _pull(student: Source, of_tile: TileGradient, grid: Grid, ctx: Any, first: i
     count = student.shape[0]
     for columns in grid.column_spans(count):
         for rows in grid.row_spans(count):
-            places = student.places(rows, columns)
+            places: tuple[Any, ...] = student.places(rows, columns)
             leaves = [
                 array[place].detach().requires_grad_(is_needed)
                 for array, place, is_needed in zip(arrays, places, needed, strict=True)

@@ -35,9 +35,9 @@ def partial_divergence(
     https://doi.org/10.1561/0100000004. `partial_divergence_error` bounds the difference.
 
     Args:
-        known: the teacher's log-probabilities (n, k), and the distinct ids of their tokens (n, k); an id of -1 is
-            padding, whose value must be -inf. `predictions.top` is such a pair; with targets, pass
-            `(predictions.targets, ids)`.
+        known: the teacher's log-probabilities (n, k), and the ids of their tokens (n, k). An id of -1 is padding, whose
+            value must be -inf; a repeated id counts once. `predictions.top` is such a pair, and
+            `(predictions.targets, ids)`. If both were requested, join both pairs.
         tail: log of the teacher's mass outside `known`, (n,), such as `predictions.tail`.
         student: logits (n, V), or `States`, with gradients as in `divergence`.
         beta: as in `divergence`, as are `weights`, `reduction` and the result.
@@ -46,7 +46,7 @@ def partial_divergence(
         vocab_size: leave out the student's columns from this number on. The tail of the teacher keeps all its tokens.
 
     Raises:
-        SettingsError: an argument is malformed, an id is out of range, or an id is repeated at one position.
+        SettingsError: an argument is malformed, or an id is out of range.
     """
     check_number("beta", beta, 0, 1, whole=False)
     of_student, values, ids, grid = _read(known, tail, student, temperature, vocab_size)
@@ -87,7 +87,7 @@ def partial_divergence_error(
     `partial_divergence`.
 
     Args:
-        is_top: whether `known` has the k most likely tokens of the teacher, as `predictions.top` has.
+        is_top: whether `known` has exactly the k most likely tokens of the teacher, as `predictions.top` has.
     """
     check_number("beta", beta, 0, 1, whole=False)
     of_student, values, ids, grid = _read(known, tail, student, temperature, vocab_size)
@@ -131,19 +131,20 @@ def _read(
     if values.shape != ids.shape or values.ndim != 2 or len(values) != count or rest.shape != (count,):
         shapes = ", ".join(str(tuple(array.shape)) for array in (values, ids, rest))
         raise SettingsError(f"known, tail: shapes {shapes} must be (n, k), (n, k) and (n,), where n = {count}")
-    _check_ids(ids, grid)
+    values, ids = _without_repeats(values, ids, grid)
     student_arrays = map(grid.array, of_student.arrays)
     return of_student.with_arrays(*student_arrays), grid.xp.concatenate((values, rest[:, None]), axis=-1), ids, grid
 
 
-def _check_ids(ids: Array, grid: Grid) -> None:
-    """Refuse ids that the student does not have, and tokens that are named twice at one position."""
+def _without_repeats(values: Array, ids: Array, grid: Grid) -> tuple[Array, Array]:
+    """The tokens in order of their ids, with padding in place of repeats; refuses ids that the student lacks."""
     if 0 in ids.shape:
-        return
+        return values, ids
     least, most = int(ids.min()), int(ids.max())
     if least < -1 or most >= grid.size:
         raise SettingsError(f"known: ids from {least} to {most} must be from 0 to {grid.size - 1}, or -1 for padding")
-    ordered = grid.xp.sort(ids)
-    ordered = ordered if grid.xp is np else ordered.values
-    if ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any():
-        raise SettingsError("known: a token has two places at one position, so its probability would count twice")
+    rows, order = grid.array(np.arange(len(ids)))[:, None], grid.xp.argsort(ids, axis=-1)
+    values, ids = values[rows, order], ids[rows, order]
+    repeated = ids[:, 1:] == ids[:, :-1]
+    values[:, 1:][repeated], ids[:, 1:][repeated] = -math.inf, -1
+    return values, ids

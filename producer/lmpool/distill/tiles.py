@@ -72,12 +72,12 @@ class Grid:
         return logits + 0.0 if isinstance(source, Rows) else logits
 
     def array(self, values: Any) -> Array:
-        """Values as an array of `xp` on the device; numpy arrays are copied to tensors, because they may be read-only."""
+        """Values as an array of `xp` on the device. A numpy array is copied to a tensor: it may be read-only."""
         if self.xp is np:
             return np.asarray(values)
-        return (
-            values.to(self.device) if isinstance(values, self.xp.Tensor) else self.xp.tensor(values, device=self.device)
-        )
+        if isinstance(values, self.xp.Tensor):
+            return values.to(self.device)
+        return self.xp.tensor(values, device=self.device)
 
     def prepared(self, source: Source) -> Source:
         """A source without gradients, whose hidden states are converted once instead of once per tile."""
@@ -146,10 +146,9 @@ class RunningSum:
 
 def as_source(name: str, given: Any) -> Source:
     """Logits (n, V) or `States` as a source of tiles; raises `SettingsError` for arrays of another number of axes."""
+    axes = {"logits": given}
     if isinstance(given, States):
         axes = {"hidden states": given.hidden, "weights": given.weights}
-    else:
-        axes = {"logits": given}
     for what, array in axes.items():
         if getattr(array, "ndim", None) != 2:
             shape = tuple(getattr(array, "shape", ())) or type(array).__name__

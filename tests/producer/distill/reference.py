@@ -13,13 +13,15 @@ Doubles = NDArray[np.float64]
 def log_softmax(logits: Any, temperature: float = 1.0) -> Doubles:
     scaled = np.asarray(logits, np.float64) / temperature
     scaled = scaled - scaled.max(axis=1, keepdims=True)
-    return scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    logprobs: Doubles = scaled - np.log(np.exp(scaled).sum(axis=1, keepdims=True))
+    return logprobs
 
 
 def kl(p: Doubles, q: Doubles) -> Doubles:
     """KL(p || q) of log-probabilities; a token without probability in p counts 0."""
     with np.errstate(invalid="ignore"):
-        return np.where(p == -np.inf, 0.0, np.exp(p) * (p - q)).sum(axis=1)
+        values: Doubles = np.where(p == -np.inf, 0.0, np.exp(p) * (p - q)).sum(axis=1)
+    return values
 
 
 def divergence(teacher: Any, student: Any, beta: float, temperature: float = 1.0) -> Doubles:

@@ -124,7 +124,7 @@ def test_gradients_are_those_of_finite_differences(beta: float, temperature: flo
     for chosen in ((True, True, True), (True, False, False), (False, True, False)):
         inputs = tuple(array.detach().requires_grad_(needed) for array, needed in zip(arrays, chosen, strict=True))
         assert torch.autograd.gradcheck(
-            lambda *some: divergence(teacher, States(*some, scale=0.7, soft_cap=1.5), **options), inputs
+            lambda h, w, b: divergence(teacher, States(h, w, b, scale=0.7, soft_cap=1.5), **options), inputs
         )
 
 
@@ -196,11 +196,11 @@ def test_malformed_arguments_are_refused_in_one_line(options: dict[str, Any], te
     assert "\n" not in str(caught.value)
 
 
-class Largest(TorchDispatchMode):
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the number of elements of the largest tensor that an operation returns."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.numbers = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
