@@ -36,6 +36,7 @@ ENGINES = {
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},
+    "producer/lmpool/distill/gradients.py": {"torch"},
     "producer/lmpool/producer/genlm/tries.py": {"genlm"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
@@ -68,6 +69,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
     "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.admin"},
+    # lmpool.distill computes with arrays that a producer has returned, and sends no requests.
+    "lmpool.distill": SHARED_UNITS,
     # lmpool.lm_eval sends the requests of lm-evaluation-harness, and may import the producer as a user's program does.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
@@ -293,7 +296,7 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
     unwanted = HEAVY | {"typer", "rich", "click", "uvloop"}
-    for module in ("producer", "batch", "synthetic", "embedded", "trie.kernels"):
+    for module in ("producer", "batch", "distill", "synthetic", "embedded", "trie.kernels"):
         assert loaded_after(f"import lmpool.{module}") & unwanted == set()
     modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
     loaded_after(modules)
