@@ -1,0 +1,240 @@
+"""lmpool's own routes, `/v1/rows` and `/v1/positions`, which return arrays as .npy, safetensors or Arrow."""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from msgspec import Meta, Struct
+from msgspec.json import encode
+from numpy.typing import NDArray
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from lmpool.errors import SettingsError
+from lmpool.http.dialects.openai import check_count
+from lmpool.http.errors import Refused
+from lmpool.http.limits import Body, Turn, read_fields, turn_of
+from lmpool.http.models import Target, Targets
+from lmpool.http.scoring import Predictions, predict
+
+Format = Literal["npy", "safetensors", "arrow"]
+Arrays = Mapping[str, NDArray[Any]]
+
+NPY = b"\x93NUMPY"
+"""The first bytes of a .npy file."""
+
+_TYPES = {
+    "npy": "application/x-npy",
+    "safetensors": "application/vnd.safetensors",
+    "arrow": "application/vnd.apache.arrow.stream",
+}
+_CODES = {"float32": "F32", "int64": "I64"}  # Types of numpy -> types of safetensors.
+_MAX_AXES = 2  # A .npy body has the ids of one text, or one text per row.
+
+
+class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both routes.
+
+    `ids` are the token ids of one text, or one list for each of several texts; -1 pads the end of a text.
+    """
+
+    ids: Any
+    model: str = ""
+    adapter: str = ""
+    timeout: float | None = None
+    format: Format | None = None
+
+
+class RowsRequest(_Common, kw_only=True):
+    """The fields of `/v1/rows`, as arguments of `Producer.batch_logprobs`."""
+
+    targets: Any = None
+    mode: Literal["logprobs", "logits"] = "logprobs"
+
+
+class PositionsRequest(_Common, kw_only=True):
+    """The fields of `/v1/positions`, as arguments of `Producer.positions`."""
+
+    start: Annotated[int, Meta(ge=0)] = 0
+    top: Annotated[int, Meta(ge=0)] = 0
+    targets: Any = None
+    next_token: bool = False
+    logz: bool = False
+    tail: bool = False
+    full: bool = False
+    temperature: float = 1.0
+
+
+def routes(targets: Targets) -> list[Route]:
+    """The routes `/v1/rows` and `/v1/positions`."""
+
+    async def rows(request: Request) -> Response:
+        turn = turn_of(request.scope)
+        wanted = _read(turn, RowsRequest)
+        prompts, is_one = _texts(wanted.ids)
+        async with targets.use(wanted.model, turn, wanted.adapter) as target:
+            width = target.info.vocab_size if wanted.targets is None else max(1, np.shape(wanted.targets)[-1])
+            turn.hold(4 * len(prompts) * width)
+            found = await target.producer.batch_logprobs(
+                prompts, targets=wanted.targets, mode=wanted.mode, **target.options
+            )
+            return _response({"rows": found[0] if is_one else found}, wanted.format or "npy")
+
+    async def positions(request: Request) -> Response:
+        turn = turn_of(request.scope)
+        wanted = _read(turn, PositionsRequest)
+        prompts, is_one = _texts(wanted.ids)
+        async with targets.use(wanted.model, turn, wanted.adapter) as target:
+            found = [await _predict(target, wanted, prompts, at) for at in range(len(prompts))]
+            arrays = _joined(found, is_one=is_one)
+            return _response(arrays, wanted.format or ("npy" if len(arrays) == 1 else "safetensors"))
+
+    handlers = {"/v1/rows": rows, "/v1/positions": positions}
+    return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]
+
+
+def _read(turn: Turn, kind: Any) -> Any:
+    """The fields of a request: a JSON body, or a .npy body of token ids with the other fields after the path."""
+    if turn.body.startswith(NPY):
+        # Decode the parameters as JSON where that is possible: "3", "true", "[1,2]"; a model's name is no JSON.
+        given = {name: _value(text) for name, text in turn.query.items()}
+        wanted = read_fields(encode({**given, "ids": []}), kind)
+        try:
+            wanted.ids = np.load(io.BytesIO(turn.body), allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise Refused(400, f"the body is no .npy file: {error}") from error
+    else:
+        wanted = read_fields(turn.body, kind)
+    turn.limit_time(wanted.timeout)
+    wanted.format = wanted.format or _accepted(turn)
+    return wanted
+
+
+def _value(text: str) -> Any:
+    return {"true": True, "false": False}.get(text) if text in ("true", "false") else _number(text)
+
+
+def _number(text: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _accepted(turn: Turn) -> Format | None:
+    """The format that the header Accept names, or None."""
+    names: tuple[Format, ...] = ("npy", "safetensors", "arrow")
+    return next((name for name in names if _TYPES[name] in turn.headers.get("accept", "")), None)
+
+
+def _texts(ids: Any) -> tuple[list[Any], bool]:
+    """The texts of a request, and whether the request has one text without a list around it."""
+    if isinstance(ids, np.ndarray):
+        if not 1 <= ids.ndim <= _MAX_AXES or ids.dtype.kind not in "iu":
+            raise Refused(400, f"ids: an array of {ids.dtype} with shape {ids.shape}: expected integers (n,) or (m, n)")
+        texts = list(ids) if ids.ndim == _MAX_AXES else [ids]
+        check_count(len(texts), 1)
+        return [_unpadded(text) for text in texts], ids.ndim == 1
+    if not isinstance(ids, list):
+        raise Refused(400, "ids: expected a list of token ids, or a list of lists")
+    is_one = not (ids and isinstance(ids[0], list))
+    texts = [ids] if is_one else ids
+    check_count(len(texts), 1)
+    return [_unpadded(text) for text in texts], is_one
+
+
+def _unpadded(text: Any) -> Any:
+    """A text without the -1 at its end."""
+    if not len(text) or text[-1] != -1:
+        return text
+    end = len(text)
+    while end and text[end - 1] == -1:
+        end -= 1
+    return text[:end]
+
+
+async def _predict(target: Target, wanted: PositionsRequest, texts: list[Any], at: int) -> Predictions:
+    """The predictions for one of the texts. `targets` for several texts are one list for each text, or for all."""
+    n, targets = len(texts[at]) - wanted.start, wanted.targets
+    width = target.info.vocab_size if wanted.full else 0
+    target.turn.hold(4 * max(0, n) * (width + 3 * wanted.top + 8))
+    options: dict[str, Any] = {
+        name: value for name in ("top", "next_token", "logz", "tail", "full") if (value := getattr(wanted, name))
+    }
+    if wanted.temperature != 1:
+        options["temperature"] = wanted.temperature
+    if targets is not None:
+        options["targets"] = targets[at] if len(texts) > 1 and np.ndim(targets[0]) == 2 else targets
+    if not options:
+        raise SettingsError("positions: ask for at least one of top, targets, next_token, logz, tail and full")
+    return await predict(target, list(map(int, texts[at])), wanted.start, **options)
+
+
+def _joined(found: list[Predictions], *, is_one: bool) -> Arrays:
+    """The arrays of a response: text after text, and `lengths` with the positions of each text, for several texts."""
+    each: list[dict[str, NDArray[Any]]] = []
+    for one in found:
+        arrays: dict[str, NDArray[Any]] = {} if one.top is None else {"top": one.top.values, "top_ids": one.top.ids}
+        for name in ("targets", "next_token", "logz", "tail", "full"):
+            if (value := getattr(one, name)) is not None:
+                arrays[name] = value
+        each.append(arrays)
+    if is_one:
+        return each[0]
+    lengths = np.array([len(next(iter(arrays.values()))) for arrays in each], np.int64)
+    return {**{name: np.concatenate([arrays[name] for arrays in each]) for name in each[0]}, "lengths": lengths}
+
+
+def _response(arrays: Arrays, form: Format) -> Response:
+    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    if form == "npy":
+        if len(arrays) > 1:
+            raise SettingsError(f"format: a .npy file has one array, not {', '.join(arrays)}: ask for safetensors")
+        (array,) = arrays.values()
+        head = io.BytesIO()
+        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
+        return Body([head.getvalue(), array.reshape(-1)], _TYPES[form])
+    if form == "safetensors":
+        return Body(_safetensors(arrays), _TYPES[form])
+    return Body([_arrow(arrays)], _TYPES[form])
+
+
+def _safetensors(arrays: Arrays) -> list[Any]:
+    """The parts of a safetensors file (https://huggingface.co/docs/safetensors): header, then the arrays."""
+    header, end = {}, 0
+    for name, array in arrays.items():
+        begin, end = end, end + array.nbytes
+        header[name] = {"dtype": _CODES[str(array.dtype)], "shape": array.shape, "data_offsets": [begin, end]}
+    text = encode(header)
+    text += b" " * (-len(text) % 8)
+    return [struct.pack("<Q", len(text)) + text, *(array.reshape(-1) for array in arrays.values())]
+
+
+def _arrow(arrays: Arrays) -> bytes:
+    """An Arrow stream with one column per array; an array (n, m) is a column of lists of m numbers.
+
+    `lengths` has another number of entries than the columns, so it is in the metadata of the schema.
+    """
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise SettingsError("format: arrow needs pyarrow: pip install 'lmpool[parquet]' for the gateway") from error
+    lengths = {"lengths": encode(arrays["lengths"].tolist())} if "lengths" in arrays else {}
+    columns = {}
+    for name, array in arrays.items():
+        if name not in lengths:
+            flat = pyarrow.array(array.reshape(-1))
+            is_wide = array.ndim == _MAX_AXES
+            columns[name] = pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1]) if is_wide else flat
+    table = pyarrow.table(columns).replace_schema_metadata(lengths)
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return bytes(sink.getvalue())
