@@ -18,7 +18,7 @@ from starlette.routing import Route
 from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.http.dialects import native, openai
+from lmpool.http.dialects import generate, native, openai, sglang, trl
 from lmpool.http.errors import Refused, error_response
 from lmpool.http.limits import HEALTH_PATHS, Gateway, HttpCounters, Limits, json_response
 from lmpool.http.models import GatewayModel, Targets, list_models
@@ -32,6 +32,7 @@ from lmpool.web.server import Connection, open_port, run_server
 MAX_CONNECTIONS = 4096
 """Max open connections, of which most may be idle; the process's limit of file descriptors may allow fewer."""
 
+_DIALECTS = (openai, generate, trl, sglang, native)
 _KEEP_ALIVE_S = 75  # Seconds that a connection stays open between requests, as long as nginx keeps connections.
 _PROBE_S = 2.0  # Seconds to wait for the Redis server in a health probe.
 
@@ -72,7 +73,7 @@ def gateway(settings: GatewaySettings) -> Gateway:
         yield
         await models.close()
 
-    posts = [*openai.routes(targets), *native.routes(targets)]
+    posts = [route for dialect in _DIALECTS for route in dialect.routes(targets)]
 
     async def metrics(_: Request) -> Response:
         return metrics_response(served.counters, models)

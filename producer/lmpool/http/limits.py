@@ -304,20 +304,22 @@ def turn_of(scope: Scope) -> Turn:
     return turn
 
 
-def read_fields(data: bytes, kind: type[T], ignored: Collection[str] = (), neutral: dict[str, Any] | None = None) -> T:
-    """Decode a JSON body. A field that is null counts as absent.
+def read_fields(
+    data: bytes | dict[str, Any], kind: type[T], ignored: Collection[str] = (), neutral: dict[str, Any] | None = None
+) -> T:
+    """Decode a JSON object. A field that is null counts as absent.
 
     Args:
-        data: the body.
+        data: the JSON, or the decoded object.
         kind: a msgspec class with the fields that the route serves.
         ignored: fields that do not change results.
         neutral: fields that the route does not serve -> the values that have no effect.
 
     Raises:
-        Refused: the body is no JSON object, a field is unknown or malformed, or has a value that is not served.
+        Refused: the data are no JSON object, a field is unknown or malformed, or has a value that is not served.
     """
     try:
-        fields = msgspec.json.decode(data, type=dict[str, Any])
+        fields = msgspec.json.decode(data, type=dict[str, Any]) if isinstance(data, bytes) else data
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise Refused(400, f"the body must be a JSON object: {error}") from error
     given = {name: value for name, value in fields.items() if value is not None and name not in ignored}

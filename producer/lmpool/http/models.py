@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +145,10 @@ class Target:
     def info(self) -> ModelInfo:
         """The model info."""
         return self.producer.model
+
+    def with_adapter(self, adapter: str) -> Target:
+        """This target with another adapter."""
+        return replace(self, adapter=adapter)
 
     @property
     def options(self) -> dict[str, Any]:

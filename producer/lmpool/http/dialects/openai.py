@@ -21,7 +21,7 @@ from starlette.routing import Route
 from lmpool.aio import end_tasks, gather
 from lmpool.errors import LMPoolError
 from lmpool.http.errors import Refused, describe
-from lmpool.http.generation import Choice, Piece, Sampling, generate, pieces
+from lmpool.http.generation import Choice, Sampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, Turn, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets, TokenTexts, placeholder
 from lmpool.http.scoring import ENTRY_BYTES, Ranked, predict, prompt_logprobs_json, rank
@@ -217,7 +217,8 @@ async def _choice(target: Target, wanted: CompletionRequest, job: _Job, how: Sam
         "prompt_logprobs": None,
     }
     if wanted.logprobs is not None:
-        answer["logprobs"] = await _logprobs(target, wanted, job, done)
+        found = await _logprobs(target, wanted, job.prompt, done, is_echoed=wanted.echo)
+        answer["logprobs"] = found | {"text_offset": offsets(found["tokens"])}
     if wanted.prompt_logprobs is not None:
         table = await ranked(target, job.prompt, 0, limit_top(target, wanted.prompt_logprobs))
         answer["prompt_logprobs"] = await encode_table(table, texts)
@@ -233,21 +234,27 @@ async def encode_table(table: Ranked, texts: TokenTexts) -> Raw:
     return await asyncio.to_thread(prompt_logprobs_json, table, texts)
 
 
-async def _logprobs(target: Target, wanted: CompletionRequest, job: _Job, done: Choice) -> dict[str, Any]:
+async def choice_table(target: Target, prompt: list[int], done: Choice, top: int) -> Ranked:
+    """The new tokens of a choice with the `top` most likely tokens in their places."""
+    if top == 0:  # The continuation has all that is needed.
+        return rank(np.array(done.ids, np.int64), np.array(done.logprobs, np.float32), None)
+    return await ranked(target, prompt + done.ids, len(prompt) - 1, top)
+
+
+async def _logprobs(
+    target: Target, wanted: CompletionRequest, prompt: list[int], done: Choice, *, is_echoed: bool
+) -> dict[str, Any]:
     """The field `logprobs` of a choice: of the prompt if it is echoed, and of the new tokens."""
-    ids, first = job.prompt + done.ids, 0 if wanted.echo else len(job.prompt)
-    top = limit_top(target, wanted.logprobs)
-    if top == 0 and first:  # The continuation has all that is needed.
-        values = np.array(done.logprobs, np.float32)
-        table = rank(np.array(done.ids, np.int64), values, None)
-    else:
-        table = await ranked(target, ids, max(0, first - 1), top)
-    name = placeholder if wanted.return_tokens_as_token_ids else target.texts.token
-    found = table_logprobs(table, name)
-    if not first:  # No token precedes the first one.
-        for field, value in (("tokens", name(ids[0])), ("token_logprobs", None), ("top_logprobs", None)):
-            found[field].insert(0, value)
-    return found | {"text_offset": offsets(found["tokens"])}
+    top, name = limit_top(target, wanted.logprobs), target.texts.token
+    if wanted.return_tokens_as_token_ids:
+        name = placeholder
+    if not is_echoed:
+        return table_logprobs(await choice_table(target, prompt, done, top), name)
+    found = table_logprobs(await ranked(target, prompt + done.ids, 0, top), name)
+    # No token precedes the first one.
+    for field, value in (("tokens", name(prompt[0])), ("token_logprobs", None), ("top_logprobs", None)):
+        found[field].insert(0, value)
+    return found
 
 
 def table_logprobs(table: Ranked, name: Any) -> dict[str, list[Any]]:
@@ -331,8 +338,9 @@ async def _stream_choice(
                 "stop_reason": piece.matched,
             }
             if wanted.logprobs is not None:
-                answer["logprobs"] = found = await _piece_logprobs(target, wanted, job, done, piece, is_first)
-                found["text_offset"] = offsets(found["tokens"], offset)
+                before, new = job.prompt + done.ids, Choice(piece.ids, piece.logprobs)
+                found = await _logprobs(target, wanted, before, new, is_echoed=wanted.echo and is_first)
+                answer["logprobs"] = found | {"text_offset": offsets(found["tokens"], offset)}
                 offset += sum(map(len, found["tokens"]))
             if wanted.return_token_ids:
                 answer["token_ids"] = piece.ids
@@ -341,16 +349,6 @@ async def _stream_choice(
             done.add(piece)
             is_first = False
             yield answer, len(piece.ids)
-
-
-async def _piece_logprobs(
-    target: Target, wanted: CompletionRequest, job: _Job, done: Choice, piece: Piece, is_first: bool
-) -> dict[str, Any]:
-    """The field `logprobs` of a chunk: as `_logprobs`, of the new tokens, and of the prompt in the first chunk."""
-    echoed = _Job(job.number, job.prompt + done.ids, "")
-    new = Choice(piece.ids, piece.logprobs)
-    is_echoed = wanted.echo and is_first
-    return await _logprobs(target, msgspec.structs.replace(wanted, echo=is_echoed), echoed, new)
 
 
 def event(value: Any) -> bytes:
