@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from lmpool.broker.server import Server
 from lmpool.cli import say
-from lmpool.errors import LMPoolError, SettingsError
+from lmpool.errors import LMPoolError, SettingsError, use_options
 from lmpool.http.dialects import generate, native, openai, sglang, trl
 from lmpool.http.errors import Refused, error_response
 from lmpool.http.limits import HEALTH_PATHS, Gateway, HttpCounters, Limits, json_response
@@ -187,6 +187,8 @@ def serve(settings: GatewaySettings, host: str, port: int, *, is_open: bool = Fa
     _raise_descriptors()
     listening, url = open_port(host, port, "lmpool http")
     app = gateway(settings)
+    # Name the header of a request in errors about its time, in place of the command's option.
+    use_options({"timeout": "X-Lmpool-Timeout"}.get)
     how = "with the token of LMPOOL_HTTP_TOKEN or --token" if settings.token else "without a token"
     say(f"serving the pool at {url} {how}; OpenAI's clients use {url}v1")
     run_server(app, listening, app.is_allowed, _GatewayConnection, keep_alive_s=_KEEP_ALIVE_S)

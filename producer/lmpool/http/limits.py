@@ -200,7 +200,7 @@ class Gateway:
         sessions: the token, or None to admit requests without a token.
         hosts: allowed host names for requests without a token.
         limits: the limits.
-        paths: the application's paths that take data, for metrics.
+        paths: the paths of requests to models; other requests, such as scrapes of metrics, are not limited.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class Gateway:
         try:
             if scope["path"] not in HEALTH_PATHS:
                 self._check(scope)
-            if scope["path"] not in self._paths or scope["method"] != "POST":
+            if scope["path"] not in self._paths:
                 await self._app(scope, receive, send)
                 return
             turn = Turn(scope, self._limits, self.counters)

@@ -97,7 +97,7 @@ class _Job:
 
 
 def routes(targets: Targets) -> list[Route]:
-    """The route `/generate`."""
+    """The route `/generate`, and the facts about the model that SGLang's client reads first."""
 
     async def handle(request: Request) -> Response:
         turn = turn_of(request.scope)
@@ -120,7 +120,16 @@ def routes(targets: Targets) -> list[Route]:
 
         return stream(PATH, chunks())
 
-    return [Route(PATH, handle, methods=["POST"])]
+    async def model_info(request: Request) -> Response:
+        async with targets.use("", turn_of(request.scope)) as target:
+            info = target.info
+            return json_response({
+                "model_path": info.source or info.name, "served_model_name": info.name, "tokenizer_path": info.source,
+                "is_generation": True, "weight_version": info.revision,
+            })  # fmt: skip
+
+    paths = "/model_info", "/get_model_info"
+    return [Route(PATH, handle, methods=["POST"]), *(Route(path, model_info) for path in paths)]
 
 
 async def _jobs(target: Target, wanted: GenerateRequest) -> tuple[list[_Job], bool]:
