@@ -411,7 +411,7 @@ WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 def served(app: Any) -> Iterator[Any]:
     """Serve an application with the connection limits of `lmpool web`; return the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        protocol: Any = functools.partial(server.Connection, guard.Sessions(TOKEN).is_allowed)
+        protocol: Any = functools.partial(server.HttpConnection, guard.Sessions(TOKEN).is_allowed)
         serving = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
         thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]})
         thread.start()
@@ -433,7 +433,7 @@ async def answer_none(scope: Any, receive: Any, send: Any) -> None:
 def test_a_request_and_its_response_have_time_limits(
     monkeypatch: pytest.MonkeyPatch, limit: str, request_sent: bytes
 ) -> None:
-    monkeypatch.setattr(server.Connection, limit, 0.2)
+    monkeypatch.setattr(server.HttpConnection, limit, 0.2)
     with served(answer_none) as address, socket.create_connection(address, DEADLINE_S) as connection:
         connection.sendall(request_sent)
         with contextlib.suppress(ConnectionError):
@@ -441,7 +441,7 @@ def test_a_request_and_its_response_have_time_limits(
 
 
 def test_connections_without_token_are_closed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server.Connection, "max_connections", 3)
+    monkeypatch.setattr(server.HttpConnection, "max_connections", 3)
     arrived = threading.Semaphore(0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

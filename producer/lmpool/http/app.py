@@ -19,15 +19,15 @@ from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import LMPoolError, SettingsError, use_options
 from lmpool.http.dialects import generate, native, openai, sglang, trl
-from lmpool.http.errors import Refused, error_response
+from lmpool.http.errors import error_response
 from lmpool.http.limits import HEALTH_PATHS, Gateway, HttpCounters, Limits, json_response
 from lmpool.http.models import GatewayModel, Targets, list_models
 from lmpool.metrics import prometheus
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.protocol.keys import Keys
-from lmpool.web.guard import Sessions, check_token, is_address
+from lmpool.web.guard import Refused, Sessions, check_token, is_address
 from lmpool.web.models import Models
-from lmpool.web.server import Connection, open_port, run_server
+from lmpool.web.server import HttpConnection, open_port, run_server
 
 MAX_CONNECTIONS = 4096
 """Max open connections, of which most may be idle; the process's limit of file descriptors may allow fewer."""
@@ -162,11 +162,11 @@ def metrics_response(counters: HttpCounters, models: Models[GatewayModel]) -> Re
 
     registry = CollectorRegistry(auto_describe=False)
     for collector in collectors:
-        registry.register(collector)  # type: ignore[arg-type]
+        registry.register(collector)
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 
-class _GatewayConnection(Connection):
+class _GatewayConnection(HttpConnection):
     """A connection of a client, which may be idle, and whose responses may take until the request's deadline."""
 
     max_connections = MAX_CONNECTIONS

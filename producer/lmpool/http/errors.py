@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from lmpool import errors
 from lmpool.broker.server import without_advice
+from lmpool.web.guard import Refused
 
 RETRY_AFTER_S = 1
 """Seconds until a client shall send a request again that exceeded a limit: most limits end within a second."""
@@ -30,14 +31,6 @@ _KINDS = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     413: "BadRequestError", 429: "RateLimitError",
 }  # fmt: skip
-
-
-class Refused(errors.LMPoolError):
-    """A request that the gateway refuses itself, with its HTTP status."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
 
 
 Shape = Callable[[int, str, str], Any]

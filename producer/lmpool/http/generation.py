@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,7 +21,7 @@ from lmpool.protocol.query import MAX_SEED
 _FIRST_STEP, _MAX_STEP = 1, 16
 
 
-class Sampling(NamedTuple):
+class TextSampling(NamedTuple):
     """How to continue a prompt.
 
     Attributes:
@@ -57,7 +57,7 @@ class Sampling(NamedTuple):
             raise SettingsError(f"stop_token_ids: {wrong[0]} must be from 0 to {info.vocab_size - 1}")
 
 
-class Piece(NamedTuple):
+class NextTokens(NamedTuple):
     """The next tokens of a continuation.
 
     Attributes:
@@ -77,7 +77,7 @@ class Piece(NamedTuple):
 
 @dataclass(slots=True)
 class Choice:
-    """A whole continuation; the attributes are as in `Piece`."""
+    """A whole continuation; the attributes are as in `NextTokens`."""
 
     ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Choice:
     reason: str | None = None
     matched: int | str | None = None
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: NextTokens) -> None:
         """Append a piece."""
         self.ids += piece.ids
         self.logprobs += piece.logprobs
@@ -93,7 +93,7 @@ class Choice:
         self.reason, self.matched = piece.reason, piece.matched
 
 
-async def generate(target: Target, prompt: list[int], how: Sampling, number: int = 0) -> Choice:
+async def generate(target: Target, prompt: list[int], how: TextSampling, number: int = 0) -> Choice:
     """Continue a prompt; `number` is the number of the continuation in its request, so that each has its own seed."""
     choice = Choice()
     async for piece in pieces(target, prompt, how, number, is_streamed=False):
@@ -102,8 +102,8 @@ async def generate(target: Target, prompt: list[int], how: Sampling, number: int
 
 
 async def pieces(
-    target: Target, prompt: list[int], how: Sampling, number: int = 0, *, is_streamed: bool = True
-) -> AsyncIterator[Piece]:
+    target: Target, prompt: list[int], how: TextSampling, number: int = 0, *, is_streamed: bool = True
+) -> AsyncGenerator[NextTokens, None]:
     """Continue a prompt piece by piece. The tokens are those of `Producer.generate` with seed + number * 2**32."""
     is_stepwise = is_streamed or bool(how.stop)
     seed = how.seed
@@ -131,13 +131,13 @@ async def pieces(
             return
         step = min(_MAX_STEP, 2 * step)
     if how.max_tokens == 0:
-        yield Piece([], [], "", "length")
+        yield NextTokens([], [], "", "length")
 
 
 class _Writer:
     """Turns the tokens of a continuation into text, and finds its end."""
 
-    def __init__(self, target: Target, prompt: list[int], how: Sampling) -> None:
+    def __init__(self, target: Target, prompt: list[int], how: TextSampling) -> None:
         self._target = target
         self._prompt = prompt
         self._how = how
@@ -146,7 +146,7 @@ class _Writer:
         # The longest beginning of a stop text that the end of a text may be; these characters are returned later.
         self._held = max(map(len, how.stop), default=1) - 1
 
-    def add(self, new: NDArray[np.int64], logprobs: NDArray[np.float32]) -> Piece:
+    def add(self, new: NDArray[np.int64], logprobs: NDArray[np.float32]) -> NextTokens:
         """Append tokens; return the piece, whose tokens end where a stop text ends."""
         how, ids, values = self._how, new.tolist(), logprobs.tolist()
         before = len(self.ids)
@@ -166,7 +166,7 @@ class _Writer:
                 end = min(end, len(text.rstrip("\ufffd")))
         end = max(end, self._written)
         shown, self._written = text[self._written : end], end
-        return Piece(ids, values, shown, reason, matched)
+        return NextTokens(ids, values, shown, reason, matched)
 
     def _ending(self) -> tuple[str | None, int | str | None]:
         how, last = self._how, self.ids[-1]

@@ -21,11 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmpool.aio import await_beside
 from lmpool.errors import SettingsError
-from lmpool.http.errors import Refused, error_response
+from lmpool.http.errors import error_response
 from lmpool.metrics import Histogram
 from lmpool.producer.client.requests import Deadline, check_timeout
 from lmpool.settings import shown
-from lmpool.web.guard import Sessions, host_and_port, is_address
+from lmpool.web.guard import Refused, Sessions, host_and_port, is_address
 
 T = TypeVar("T")
 
@@ -133,14 +133,14 @@ class Turn:
         self._held += count
 
     async def read(self, receive: Receive) -> None:
-        """Read the body; raises `Refused` if it is too large, or `ClientGone`."""
+        """Read the body; raises `Refused` if it is too large, or ConnectionAbortedError if the client has gone."""
         sized = self.headers.get("content-length", "")
         self._check_size(int(sized) if sized.isdecimal() else 0)
         data, is_complete = bytearray(), False
         while not is_complete:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ConnectionAbortedError("the client has closed the connection")
             chunk = message.get("body", b"")
             self._check_size(len(data) + len(chunk))
             self.hold(_GROWTH * len(chunk))
@@ -165,10 +165,6 @@ class Turn:
             self._counters.held_bytes -= self._held
 
 
-class ClientGone(Exception):
-    """The client has closed the connection."""
-
-
 class _Sender:
     """Passes on the messages of a response, with a time limit for each, and records the response's status."""
 
@@ -186,7 +182,7 @@ class _Sender:
             async with asyncio.timeout(_SEND_S):
                 await self._send(message)
         except TimeoutError:
-            raise ClientGone from None
+            raise ConnectionAbortedError("the client reads no more") from None
 
 
 class Gateway:
@@ -226,7 +222,7 @@ class Gateway:
         began = loop.time()
         try:
             await self._serve(scope, receive, sender)
-        except ClientGone:
+        except ConnectionAbortedError:
             sender.status = _GONE
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
@@ -244,9 +240,12 @@ class Gateway:
             with turn.counted():
                 await turn.read(receive)
                 scope["lmpool.turn"] = turn
-                await await_beside(self._app(scope, receive, send), [_watch(receive, send)])
+                await await_beside(self._respond(scope, receive, send), [_watch(receive, send)])
         except (Refused, SettingsError) as error:
             await error_response(scope["path"], error)(scope, receive, send)
+
+    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
@@ -262,14 +261,14 @@ class Gateway:
 
 
 async def _watch(receive: Receive, send: _Sender) -> None:
-    """Raise `ClientGone` when the client closes the connection before its response is complete."""
+    """Raise ConnectionAbortedError when the client closes the connection before its response is complete."""
     while (await receive())["type"] != "http.disconnect":
         pass
     if not send.is_complete:
-        raise ClientGone
+        raise ConnectionAbortedError("the client has closed the connection")
 
 
-class Body(Response):
+class PiecewiseResponse(Response):
     """A response that is sent in pieces, so that the server buffers little for a slow client.
 
     Args:
@@ -295,7 +294,7 @@ class Body(Response):
 
 def json_response(value: Any) -> Response:
     """A value as JSON."""
-    return Body([encode(value)], "application/json")
+    return PiecewiseResponse([encode(value)], "application/json")
 
 
 def turn_of(scope: Scope) -> Turn:

@@ -49,7 +49,7 @@ async def predict(target: Target, ids: list[int], start: int = 0, **wanted: Any)
     if temperature != 1 or wanted.pop("tail", False):
         raise SettingsError("temperature, tail: not served yet")
     if targets is not None or is_full:
-        rows = await producer.positions(ids, start, full=True, **target.options)
+        rows: Any = await producer.positions(ids, start, full=True, **target.options)
         if is_full:
             found["full"] = rows
         if targets is not None:

@@ -33,7 +33,7 @@ from lmpool.web.explorer import ExploredModel, explorer_routes
 from lmpool.web.feed import MAX_STREAMS, Feed
 from lmpool.web.guard import HEALTH_PATHS, Guard, Refused, Sessions, answers, check_token, read_body
 from lmpool.web.models import Models
-from lmpool.web.server import Connection, open_port, run_server
+from lmpool.web.server import HttpConnection, open_port, run_server
 
 NEVER_S = 86_400.0
 """`drain_seconds` of a queue that has no worker: a large number, because JSON has no infinity."""
@@ -128,7 +128,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
     pages = _pages()
     routes: list[BaseRoute] = [
         *(Route(path, healthy) for path in HEALTH_PATHS),
-        Route(Connection.endless, stream),
+        Route(HttpConnection.endless, stream),
         Route("/api/history", history),
         Route("/api/models", answers(lambda _: feed.served())),
         Route("/api/settings", answers(shown_settings)),

@@ -47,7 +47,7 @@ def open_port(host: str, port: int, command: str) -> tuple[socket.socket, str]:
     return listening, f"http://{name}:{listening.getsockname()[1]}/"
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """A connection with time limits for requests and responses.
 
     Opening a connection needs no token. When too many connections are open, the service closes the connection that has
@@ -69,7 +69,7 @@ class Connection(H11Protocol):
     response_s: ClassVar[float | None] = RESPONSE_S
     endless: ClassVar[str] = "/api/stream"
     # Connections without a complete, allowed request, the oldest first; in one dict, because a process has one server.
-    _idle: ClassVar[dict[Connection, None]] = {}
+    _idle: ClassVar[dict[HttpConnection, None]] = {}
 
     def __init__(self, is_allowed: Callable[[Scope], bool], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -143,7 +143,7 @@ def run_server(
     app: ASGIApp,
     listening: socket.socket,
     is_allowed: Callable[[Scope], bool],
-    connection: type[Connection] = Connection,
+    connection: type[HttpConnection] = HttpConnection,
     end_streams: Callable[[], Awaitable[None]] | None = None,
     keep_alive_s: int = 5,
 ) -> None:

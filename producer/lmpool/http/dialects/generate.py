@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import io
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmpool.aio import gather
+from lmpool.http.arrays import npy
 from lmpool.http.dialects.openai import (
     IGNORED,
     NEUTRAL,
@@ -35,11 +35,11 @@ from lmpool.http.dialects.openai import (
     stream,
     usage,
 )
-from lmpool.http.errors import Refused
-from lmpool.http.generation import Choice, Sampling, generate, pieces
+from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
 from lmpool.http.scoring import Ranked, predict
+from lmpool.web.guard import Refused
 
 PATH = "/inference/v1/generate"
 
@@ -53,7 +53,7 @@ _IGNORED_PARAMS = ("output_kind", "stream_interval", "skip_clone", "flat_logprob
 _NEUTRAL_PARAMS: dict[str, Any] = NEUTRAL | {"extra_args": ({},), "trace_decode_token_ids": ()}
 
 
-class SamplingParams(Struct, forbid_unknown_fields=True):
+class TokensSampling(Struct, forbid_unknown_fields=True):
     """The fields of `sampling_params` that are served."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_PROMPTS)] = 1
@@ -72,7 +72,7 @@ class SamplingParams(Struct, forbid_unknown_fields=True):
     include_stop_str_in_output: bool = False
 
 
-class GenerateRequest(Struct, forbid_unknown_fields=True):
+class TokensRequest(Struct, forbid_unknown_fields=True):
     """The fields of a request that are served."""
 
     token_ids: list[int]
@@ -91,8 +91,8 @@ def routes(targets: Targets) -> list[Route]:
     async def handle(request: Request) -> Response:
         turn = turn_of(request.scope)
         ignored = tuple(name for name in _IGNORED if name != "request_id")
-        wanted = read_fields(turn.body, GenerateRequest, ignored, _NEUTRAL)
-        params = read_fields(wanted.sampling_params, SamplingParams, _IGNORED_PARAMS, _NEUTRAL_PARAMS)
+        wanted = read_fields(turn.body, TokensRequest, ignored, _NEUTRAL)
+        params = read_fields(wanted.sampling_params, TokensSampling, _IGNORED_PARAMS, _NEUTRAL_PARAMS)
         check_count(1, params.n)
         wanted.request_id = f"generate-tokens-{wanted.request_id or secrets.token_hex(16)}"
         async with targets.use(wanted.model, turn) as target:
@@ -103,7 +103,7 @@ def routes(targets: Targets) -> list[Route]:
         if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
             raise Refused(400, "prompt_logprobs, prompt_logprob_token_ids: not available with stream=true")
 
-        async def chunks() -> AsyncIterator[bytes]:
+        async def chunks() -> AsyncGenerator[bytes, None]:
             async with (
                 targets.use(wanted.model, turn) as target,
                 aclosing(_stream(target, wanted, params, how)) as all_,
@@ -116,11 +116,11 @@ def routes(targets: Targets) -> list[Route]:
     return [Route(PATH, handle, methods=["POST"])]
 
 
-async def _sampling(target: Target, wanted: GenerateRequest, params: SamplingParams) -> Sampling:
+async def _sampling(target: Target, wanted: TokensRequest, params: TokensSampling) -> TextSampling:
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
     # Without max_tokens, a continuation may be as long as the model allows.
     room = max(1, target.info.max_prompt_tokens - len(wanted.token_ids) + 1)
-    return Sampling(
+    return TextSampling(
         room if params.max_tokens is None else params.max_tokens, params.temperature, params.top_p, params.seed,
         tuple(filter(None, stop)), frozenset(params.stop_token_ids),
         frozenset() if params.ignore_eos else await target.model.end_ids(),
@@ -128,7 +128,7 @@ async def _sampling(target: Target, wanted: GenerateRequest, params: SamplingPar
     )  # fmt: skip
 
 
-async def _complete(target: Target, wanted: GenerateRequest, params: SamplingParams, how: Sampling) -> dict[str, Any]:
+async def _complete(target: Target, wanted: TokensRequest, params: TokensSampling, how: TextSampling) -> dict[str, Any]:
     ids = wanted.token_ids
     answer: dict[str, Any] = {
         "request_id": wanted.request_id,
@@ -151,7 +151,7 @@ async def _complete(target: Target, wanted: GenerateRequest, params: SamplingPar
     return answer
 
 
-async def _named_logprobs(target: Target, ids: list[int], params: SamplingParams) -> str:
+async def _named_logprobs(target: Target, ids: list[int], params: TokensSampling) -> str:
     """`prompt_token_id_logprobs`: a .npy file in base64, float32 (rows, ids), −∞ for the ids −1."""
     rows, start = params.prompt_logprob_token_ids or [], params.prompt_logprob_start or 0
     if not rows or not max(map(len, rows)):
@@ -162,7 +162,7 @@ async def _named_logprobs(target: Target, ids: list[int], params: SamplingParams
         )
     found = await predict(target, ids[: start + len(rows)], start, targets=padded(rows))
     assert found.targets is not None
-    return base64_npy(found.targets)
+    return base64.b64encode(b"".join(npy(np.ascontiguousarray(found.targets)))).decode("ascii")
 
 
 def padded(rows: list[list[int]]) -> NDArray[np.int64]:
@@ -176,15 +176,8 @@ def padded(rows: list[list[int]]) -> NDArray[np.int64]:
     return array
 
 
-def base64_npy(array: NDArray[Any]) -> str:
-    """An array as the base64 text of a .npy file."""
-    buffer = io.BytesIO()
-    np.save(buffer, array, allow_pickle=False)
-    return base64.b64encode(buffer.getbuffer()).decode("ascii")
-
-
 async def _choice(
-    target: Target, wanted: GenerateRequest, params: SamplingParams, prompt: list[int], number: int, done: Choice
+    target: Target, wanted: TokensRequest, params: TokensSampling, prompt: list[int], number: int, done: Choice
 ) -> dict[str, Any]:
     """A choice, or a chunk of a choice. `prompt` includes the tokens of earlier chunks."""
     answer: dict[str, Any] = {
@@ -203,7 +196,7 @@ async def _choice(
     return answer
 
 
-def _content(target: Target, wanted: GenerateRequest, table: Ranked, most: int | None) -> list[dict[str, Any]]:
+def _content(target: Target, wanted: TokensRequest, table: Ranked, most: int | None) -> list[dict[str, Any]]:
     """The log-probabilities of new tokens, each with up to `most` candidates; the first is the token itself."""
 
     def entry(token: int, value: float, place: int) -> dict[str, Any]:
@@ -220,8 +213,8 @@ def _content(target: Target, wanted: GenerateRequest, table: Ranked, most: int |
 
 
 async def _stream(
-    target: Target, wanted: GenerateRequest, params: SamplingParams, how: Sampling
-) -> AsyncIterator[dict[str, Any]]:
+    target: Target, wanted: TokensRequest, params: TokensSampling, how: TextSampling
+) -> AsyncGenerator[dict[str, Any], None]:
     """The chunks of a stream."""
     head: dict[str, Any] = {"request_id": wanted.request_id, "output_mode": wanted.output_mode}
     if wanted.return_token_ids:
@@ -241,8 +234,8 @@ async def _stream(
 
 
 async def _stream_choice(
-    target: Target, wanted: GenerateRequest, params: SamplingParams, how: Sampling, number: int
-) -> AsyncIterator[dict[str, Any]]:
+    target: Target, wanted: TokensRequest, params: TokensSampling, how: TextSampling, number: int
+) -> AsyncGenerator[dict[str, Any], None]:
     before = wanted.token_ids
     async with aclosing(pieces(target, before, how, number)) as continuing:
         async for piece in continuing:

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import io
-import struct
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from msgspec import Meta, Struct
-from msgspec.json import encode
+from msgspec import Meta, MsgspecError, Struct
+from msgspec.json import decode, encode
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from lmpool.errors import SettingsError
+from lmpool.http.arrays import NPY, TYPES, Arrays, Format, pack, read_npy
 from lmpool.http.dialects.openai import check_count
-from lmpool.http.errors import Refused
-from lmpool.http.limits import Body, Turn, read_fields, turn_of
+from lmpool.http.limits import PiecewiseResponse, Turn, read_fields, turn_of
 from lmpool.http.models import Target, Targets
 from lmpool.http.scoring import Predictions, predict
+from lmpool.web.guard import Refused
 
-Format = Literal["npy", "safetensors", "arrow"]
-Arrays = Mapping[str, NDArray[Any]]
-
-NPY = b"\x93NUMPY"
-"""The first bytes of a .npy file."""
-
-_TYPES = {
-    "npy": "application/x-npy",
-    "safetensors": "application/vnd.safetensors",
-    "arrow": "application/vnd.apache.arrow.stream",
-}
-_CODES = {"float32": "F32", "int64": "I64"}  # Types of numpy -> types of safetensors.
 _MAX_AXES = 2  # A .npy body has the ids of one text, or one text per row.
 
 
@@ -83,7 +69,7 @@ def routes(targets: Targets) -> list[Route]:
             found = await target.producer.batch_logprobs(
                 prompts, targets=wanted.targets, mode=wanted.mode, **target.options
             )
-            return _response({"rows": found[0] if is_one else found}, wanted.format or "npy")
+            return _respond({"rows": found[0] if is_one else found}, wanted.format or "npy")
 
     async def positions(request: Request) -> Response:
         turn = turn_of(request.scope)
@@ -92,7 +78,7 @@ def routes(targets: Targets) -> list[Route]:
         async with targets.use(wanted.model, turn, wanted.adapter) as target:
             found = [await _predict(target, wanted, prompts, at) for at in range(len(prompts))]
             arrays = _joined(found, is_one=is_one)
-            return _response(arrays, wanted.format or ("npy" if len(arrays) == 1 else "safetensors"))
+            return _respond(arrays, wanted.format or ("npy" if len(arrays) == 1 else "safetensors"))
 
     handlers = {"/v1/rows": rows, "/v1/positions": positions}
     return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]
@@ -104,10 +90,7 @@ def _read(turn: Turn, kind: Any) -> Any:
         # Decode the parameters as JSON where that is possible: "3", "true", "[1,2]"; a model's name is no JSON.
         given = {name: _value(text) for name, text in turn.query.items()}
         wanted = read_fields(encode({**given, "ids": []}), kind)
-        try:
-            wanted.ids = np.load(io.BytesIO(turn.body), allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise Refused(400, f"the body is no .npy file: {error}") from error
+        wanted.ids = read_npy(turn.body)
     else:
         wanted = read_fields(turn.body, kind)
     turn.limit_time(wanted.timeout)
@@ -116,29 +99,22 @@ def _read(turn: Turn, kind: Any) -> Any:
 
 
 def _value(text: str) -> Any:
-    return {"true": True, "false": False}.get(text) if text in ("true", "false") else _number(text)
-
-
-def _number(text: str) -> Any:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
+    try:
+        return decode(text)
+    except MsgspecError:
+        return text
 
 
 def _accepted(turn: Turn) -> Format | None:
     """The format that the header Accept names, or None."""
-    names: tuple[Format, ...] = ("npy", "safetensors", "arrow")
-    return next((name for name in names if _TYPES[name] in turn.headers.get("accept", "")), None)
+    return next((name for name, kind in TYPES.items() if kind in turn.headers.get("accept", "")), None)
 
 
 def _texts(ids: Any) -> tuple[list[Any], bool]:
     """The texts of a request, and whether the request has one text without a list around it."""
     if isinstance(ids, np.ndarray):
-        if not 1 <= ids.ndim <= _MAX_AXES or ids.dtype.kind not in "iu":
-            raise Refused(400, f"ids: an array of {ids.dtype} with shape {ids.shape}: expected integers (n,) or (m, n)")
+        if not 1 <= ids.ndim <= _MAX_AXES:
+            raise Refused(400, f"ids: an array with shape {ids.shape}: expected (n,) or (m, n)")
         texts = list(ids) if ids.ndim == _MAX_AXES else [ids]
         check_count(len(texts), 1)
         return [_unpadded(text) for text in texts], ids.ndim == 1
@@ -192,49 +168,5 @@ def _joined(found: list[Predictions], *, is_one: bool) -> Arrays:
     return {**{name: np.concatenate([arrays[name] for arrays in each]) for name in each[0]}, "lengths": lengths}
 
 
-def _response(arrays: Arrays, form: Format) -> Response:
-    arrays = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    if form == "npy":
-        if len(arrays) > 1:
-            raise SettingsError(f"format: a .npy file has one array, not {', '.join(arrays)}: ask for safetensors")
-        (array,) = arrays.values()
-        head = io.BytesIO()
-        np.lib.format.write_array_header_1_0(head, np.lib.format.header_data_from_array_1_0(array))
-        return Body([head.getvalue(), array.reshape(-1)], _TYPES[form])
-    if form == "safetensors":
-        return Body(_safetensors(arrays), _TYPES[form])
-    return Body([_arrow(arrays)], _TYPES[form])
-
-
-def _safetensors(arrays: Arrays) -> list[Any]:
-    """The parts of a safetensors file (https://huggingface.co/docs/safetensors): header, then the arrays."""
-    header, end = {}, 0
-    for name, array in arrays.items():
-        begin, end = end, end + array.nbytes
-        header[name] = {"dtype": _CODES[str(array.dtype)], "shape": array.shape, "data_offsets": [begin, end]}
-    text = encode(header)
-    text += b" " * (-len(text) % 8)
-    return [struct.pack("<Q", len(text)) + text, *(array.reshape(-1) for array in arrays.values())]
-
-
-def _arrow(arrays: Arrays) -> bytes:
-    """An Arrow stream with one column per array; an array (n, m) is a column of lists of m numbers.
-
-    `lengths` has another number of entries than the columns, so it is in the metadata of the schema.
-    """
-    try:
-        import pyarrow
-    except ImportError as error:
-        raise SettingsError("format: arrow needs pyarrow: pip install 'lmpool[parquet]' for the gateway") from error
-    lengths = {"lengths": encode(arrays["lengths"].tolist())} if "lengths" in arrays else {}
-    columns = {}
-    for name, array in arrays.items():
-        if name not in lengths:
-            flat = pyarrow.array(array.reshape(-1))
-            is_wide = array.ndim == _MAX_AXES
-            columns[name] = pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1]) if is_wide else flat
-    table = pyarrow.table(columns).replace_schema_metadata(lengths)
-    sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    return bytes(sink.getvalue())
+def _respond(arrays: Arrays, form: Format) -> Response:
+    return PiecewiseResponse(pack(arrays, form), TYPES[form])

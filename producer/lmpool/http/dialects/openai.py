@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -20,12 +20,13 @@ from starlette.routing import Route
 
 from lmpool.aio import end_tasks, gather
 from lmpool.errors import LMPoolError
-from lmpool.http.errors import Refused, describe
-from lmpool.http.generation import Choice, Sampling, generate, pieces
+from lmpool.http.errors import describe
+from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, Turn, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets, TokenTexts, placeholder
 from lmpool.http.scoring import ENTRY_BYTES, Ranked, predict, prompt_logprobs_json, rank
 from lmpool.protocol.query import TopK
+from lmpool.web.guard import Refused
 
 Count = Annotated[int, Meta(ge=0)]
 Top = Annotated[int, Meta(ge=-1)]
@@ -84,7 +85,7 @@ class CompletionRequest(Struct, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Completion:
     """One continuation of a request: the prompt, its text, and the number of the continuation."""
 
     number: int
@@ -143,13 +144,13 @@ def check_count(prompts: int, n: int) -> None:
         raise Refused(400, f"the request has {count} continuations; the limit is {MAX_PROMPTS}: send several requests")
 
 
-async def _jobs(target: Target, wanted: CompletionRequest) -> list[_Job]:
+async def _completions(target: Target, wanted: CompletionRequest) -> list[_Completion]:
     """The continuations of a request, those of the first prompt first."""
     given: Any = wanted.prompt
     prompts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     check_count(len(prompts), wanted.n)
     texts, deadline = target.texts, target.turn.deadline
-    jobs = []
+    jobs: list[_Completion] = []
     for prompt in prompts:
         ids, text = prompt, ""
         if isinstance(prompt, str):
@@ -157,13 +158,13 @@ async def _jobs(target: Target, wanted: CompletionRequest) -> list[_Job]:
             text = prompt
         elif wanted.echo:
             text = texts.decode(prompt)
-        jobs += [_Job(len(jobs) + number, ids, text) for number in range(wanted.n)]
+        jobs += [_Completion(len(jobs) + number, ids, text) for number in range(wanted.n)]
     return jobs
 
 
-async def _sampling(target: Target, wanted: CompletionRequest) -> Sampling:
+async def _sampling(target: Target, wanted: CompletionRequest) -> TextSampling:
     stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
-    return Sampling(
+    return TextSampling(
         wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(filter(None, stop)),
         frozenset(wanted.stop_token_ids), frozenset() if wanted.ignore_eos else await target.model.end_ids(),
         wanted.include_stop_str_in_output, wanted.skip_special_tokens,
@@ -193,7 +194,7 @@ async def ranked(target: Target, ids: list[int], start: int, top: int) -> Ranked
 
 
 async def _complete(target: Target, wanted: CompletionRequest) -> dict[str, Any]:
-    jobs, how = await _jobs(target, wanted), await _sampling(target, wanted)
+    jobs, how = await _completions(target, wanted), await _sampling(target, wanted)
     for job in jobs[:: wanted.n]:
         how.check(target, job.prompt)
     choices = await gather([_choice(target, wanted, job, how) for job in jobs])
@@ -205,7 +206,9 @@ async def _complete(target: Target, wanted: CompletionRequest) -> dict[str, Any]
     }
 
 
-async def _choice(target: Target, wanted: CompletionRequest, job: _Job, how: Sampling) -> tuple[dict[str, Any], int]:
+async def _choice(
+    target: Target, wanted: CompletionRequest, job: _Completion, how: TextSampling
+) -> tuple[dict[str, Any], int]:
     """One choice of a response, and the number of its new tokens."""
     done, texts = await generate(target, job.prompt, how, job.number), target.texts
     answer: dict[str, Any] = {
@@ -302,11 +305,11 @@ async def _begin_stream(targets: Targets, turn: Turn, wanted: CompletionRequest)
     if wanted.prompt_logprobs is not None:
         raise Refused(400, "prompt_logprobs: not available with stream=true")
     async with targets.use(wanted.model, turn) as target:
-        jobs, how = await _jobs(target, wanted), await _sampling(target, wanted)
+        jobs, how = await _completions(target, wanted), await _sampling(target, wanted)
         for job in jobs[:: wanted.n]:
             how.check(target, job.prompt)
 
-    async def chunks() -> AsyncIterator[bytes]:
+    async def chunks() -> AsyncGenerator[bytes, None]:
         async with targets.use(wanted.model, turn) as target:
             head, counts = _head(target), [0] * len(jobs)
             async with aclosing(merged([partial(_stream_choice, target, wanted, job, how) for job in jobs])) as merging:
@@ -324,8 +327,8 @@ async def _begin_stream(targets: Targets, turn: Turn, wanted: CompletionRequest)
 
 
 async def _stream_choice(
-    target: Target, wanted: CompletionRequest, job: _Job, how: Sampling
-) -> AsyncIterator[tuple[dict[str, Any], int]]:
+    target: Target, wanted: CompletionRequest, job: _Completion, how: TextSampling
+) -> AsyncGenerator[tuple[dict[str, Any], int], None]:
     """The chunks of one choice, each with the number of its new tokens."""
     done, offset, is_first = Choice(), 0, True
     async with aclosing(pieces(target, job.prompt, how, job.number)) as continuing:
@@ -356,12 +359,12 @@ def event(value: Any) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-def stream(path: str, chunks: AsyncIterator[bytes]) -> Response:
+def stream(path: str, chunks: AsyncGenerator[bytes, None]) -> Response:
     """The response that sends the chunks of a stream, an error as the last chunk, and the mark of the end."""
 
-    async def sent() -> AsyncIterator[bytes]:
+    async def sent() -> AsyncGenerator[bytes, None]:
         try:
-            async with aclosing(chunks) as sending:  # type: ignore[type-var]
+            async with aclosing(chunks) as sending:
                 async for chunk in sending:
                     yield chunk
         except LMPoolError as error:
@@ -371,7 +374,7 @@ def stream(path: str, chunks: AsyncIterator[bytes]) -> Response:
     return StreamingResponse(sent(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-async def merged(streams: Sequence[Any]) -> AsyncIterator[tuple[int, Any]]:
+async def merged(streams: Sequence[Any]) -> AsyncGenerator[tuple[int, Any], None]:
     """Merge asynchronous iterators, made by functions, into one: the number of an iterator, and its next item."""
     queue: asyncio.Queue[tuple[int, Any, BaseException | None]] = asyncio.Queue(len(streams))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -19,11 +19,11 @@ from starlette.routing import Route
 
 from lmpool.aio import gather
 from lmpool.http.dialects.openai import check_count, event, merged, stream
-from lmpool.http.errors import Refused
-from lmpool.http.generation import Choice, Sampling, generate, pieces
+from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
 from lmpool.http.scoring import ENTRY_BYTES, Predictions, predict
+from lmpool.web.guard import Refused
 
 PATH = "/generate"
 
@@ -111,7 +111,7 @@ def routes(targets: Targets) -> list[Route]:
                 answers = await gather([_complete(*pair, target, wanted) for pair in zip(jobs, hows, strict=True)])
                 return json_response(answers if is_batch else answers[0])
 
-        async def chunks() -> AsyncIterator[bytes]:
+        async def chunks() -> AsyncGenerator[bytes, None]:
             async with targets.use(wanted.model, turn) as target:
                 readers = [partial(_stream, *pair, target, wanted) for pair in zip(jobs, hows, strict=True)]
                 async with aclosing(merged(readers)) as merging:
@@ -172,22 +172,24 @@ async def _jobs(target: Target, wanted: GenerateRequest) -> tuple[list[_Job], bo
     return jobs, not is_one or len(jobs) > 1
 
 
-async def _sampling(target: Target, job: _Job) -> Sampling:
+async def _sampling(target: Target, job: _Job) -> TextSampling:
     params = job.params
     stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    return Sampling(
+    return TextSampling(
         params.max_new_tokens, params.temperature, params.top_p, params.sampling_seed, tuple(filter(None, stop)),
         frozenset(params.stop_token_ids), frozenset() if params.ignore_eos else await target.model.end_ids(),
         params.no_stop_trim, params.skip_special_tokens,
     )  # fmt: skip
 
 
-async def _complete(job: _Job, how: Sampling, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
+async def _complete(job: _Job, how: TextSampling, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
     target = target.with_adapter(job.adapter)
     return await _answer(job, await generate(target, job.ids, how, job.number), target, wanted)
 
 
-async def _stream(job: _Job, how: Sampling, target: Target, wanted: GenerateRequest) -> AsyncIterator[dict[str, Any]]:
+async def _stream(
+    job: _Job, how: TextSampling, target: Target, wanted: GenerateRequest
+) -> AsyncGenerator[dict[str, Any], None]:
     """The results of a stream: each has the whole text so far, as SGLang sends it."""
     target, done = target.with_adapter(job.adapter), Choice()
     async with aclosing(pieces(target, job.ids, how, job.number)) as continuing:
@@ -221,7 +223,10 @@ async def _logprobs(job: _Job, done: Choice, target: Target, wanted: GenerateReq
     texts = target.texts if wanted.return_text_in_logprobs else None
 
     def listed(values: Any, ids: Any) -> list[tuple[float | None, int, str | None]]:
-        return [(value, token, texts and texts.token(token)) for value, token in zip(values, ids, strict=True)]
+        return [
+            (value, token, None if texts is None else texts.token(token))
+            for value, token in zip(values, ids, strict=True)
+        ]
 
     def rows(values: NDArray[np.float32], ids: NDArray[np.int64]) -> list[Any]:
         return [listed(*row) for row in zip(values.tolist(), ids.tolist(), strict=True)]

@@ -17,10 +17,10 @@ from starlette.routing import Route
 
 from lmpool.aio import gather
 from lmpool.http.dialects.openai import check_count
-from lmpool.http.errors import Refused
 from lmpool.http.limits import json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
 from lmpool.http.scoring import ENTRY_BYTES, predict
+from lmpool.web.guard import Refused
 
 PATH = "/get_sequence_logprobs/"
 
