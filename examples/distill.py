@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lmpool.errors import LMPoolError, SettingsError
-from lmpool.producer import Producer, TopK
+from lmpool.producer import Predictions, Producer
 
 
 class Student:
@@ -51,11 +51,11 @@ class Student:
         self.model.train()
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=rate)
 
-    def learn(self, windows: list[list[int]], taught: list[TopK]) -> float:
+    def learn(self, windows: list[list[int]], taught: list[Predictions]) -> float:
         """Take one training step; returns the divergence before the step."""
         logits = self.model(input_ids=torch.tensor(windows)).logits
-        loss = divergence(logits, torch.from_numpy(np.stack([best.values for best in taught])),
-                          torch.from_numpy(np.stack([best.ids for best in taught])))  # fmt: skip
+        values, ids = (np.stack(arrays) for arrays in zip(*(found.top for found in taught if found.top), strict=True))
+        loss = divergence(logits, torch.from_numpy(values), torch.from_numpy(ids))
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]  # torch is partly untyped
         self._optimizer.step()

@@ -98,7 +98,8 @@ class Client(Bursts):
     async def top_tokens(self, texts: list[Ids], top: int) -> dict[str, Any]:
         """Request the top-k tokens at every position of texts; return seconds, and the values at the last position."""
         start = time.perf_counter()
-        values, _ = (await self._producer.batch_positions(texts, top=top))[-1]
+        last: Any = (await self._producer.batch_positions(texts, top=top))[-1]
+        values, _ = getattr(last, "top", last)  # Older releases return the values and ids themselves.
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
 
     async def hidden_states(self, texts: list[Ids]) -> dict[str, Any]:

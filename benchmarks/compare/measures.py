@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.compare.environments import Environment
+from benchmarks.harness.comparison import FULL_V
 from benchmarks.harness.processes import Child, Process, processor_seconds, run
 from benchmarks.harness.testbed import Testbed, wait_until
 from benchmarks.measures.real_model import smollm2_folder
-from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, FULL_V, TINY_V
+from benchmarks.measures.transport import CONCURRENCY, CONCURRENCY_TINY, TINY_V
 
 _READY_S = 180.0  # Max seconds until started workers are ready: some workers load models.
 # A worker counts as idle below this share of a core, measured over this many seconds.

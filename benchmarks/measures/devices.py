@@ -9,10 +9,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.comparison import PROMPT_TOKENS, PromptSource, alternated, compare
 from benchmarks.harness.pairs import Result, Side
 from benchmarks.harness.processes import Child, Skipped
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import PROMPT_TOKENS, PromptSource, alternated, compare
 from lmpool.protocol.row import Encoding, encoded_size
 
 _V = 128_256  # Vocabulary size of Llama 3.

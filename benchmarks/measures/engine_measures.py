@@ -10,14 +10,13 @@ import urllib.request
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.harness.comparison import FULL_V, PromptSource, alternated, compare, rate
 from benchmarks.harness.pairs import Goal, Result, Side, Take
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, Process, free_port
 from benchmarks.harness.testbed import Testbed, wait_until
-from benchmarks.measures.comparison import PromptSource, alternated, compare, rate
 from benchmarks.measures.picks import TopTokens
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.scaling import write_llama
-from benchmarks.measures.transport import FULL_V
 
 Ids = list[int]
 

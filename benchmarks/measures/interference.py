@@ -9,10 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.comparison import alternated
 from benchmarks.harness.pairs import Goal, Result, Side, alternate
 from benchmarks.harness.processes import BenchmarkError, Child, free_port
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.measures.transport import CONCURRENCY_TINY, TINY_V, rate
 

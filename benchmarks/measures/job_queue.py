@@ -5,10 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
+from benchmarks.harness.comparison import FULL_V
 from benchmarks.harness.pairs import Goal, Result, Side, alternate
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.transport import FULL_V, rate
+from benchmarks.measures.transport import rate
 from benchmarks.peers.environment import peers_python
 
 _DEFAULT_MAX_JOBS = 10  # arq's default number of concurrent jobs per worker.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from benchmarks.harness.comparison import FULL_V
 from benchmarks.harness.pairs import Goal, Result, Side, alternate
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.transport import FULL_V, TINY_V
+from benchmarks.measures.transport import TINY_V
 
 _JOB_BYTES = 100  # Bytes of a job in the plain Redis queue of the comparison, about the size of a short prompt.
 

@@ -6,12 +6,11 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from benchmarks.harness.comparison import FULL_V, PromptSource, agree, alternated
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import PromptSource, agree, alternated
 from benchmarks.measures.real_model import smollm2_folder
-from benchmarks.measures.transport import FULL_V
 
 _TARGETS = 4  # Number of entries that are requested of each row.
 _CONCURRENCY = 256  # Number of requests in flight.

@@ -11,11 +11,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness.comparison import FULL_V, PromptSource, agree, compare
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import REPOSITORY, BenchmarkError, Child, run
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import PromptSource, agree, compare
-from benchmarks.measures.transport import FULL_V
 from benchmarks.peers.environment import peers_python
 
 Ids = list[int]

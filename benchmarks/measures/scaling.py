@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.comparison import Ids, alternated
 from benchmarks.harness.pairs import Goal, Result, Side, Take
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import Ids, alternated
 from benchmarks.measures.transport import TINY_V, rate
 
 _WORKERS = 4  # Number of workers that are compared with one worker.

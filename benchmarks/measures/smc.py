@@ -6,10 +6,10 @@ import random
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks.harness.comparison import alternated
 from benchmarks.harness.pairs import Goal, Result, Side
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import alternated
 from benchmarks.measures.real_model import smollm2_folder
 from benchmarks.peers.environment import peers_python
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack
 
+from benchmarks.harness.comparison import FULL_V
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
 
-FULL_V = 49_152  # Vocabulary size of SmolLM2.
 LARGE_V = 152_064  # Vocabulary size of Qwen2.5.
 TINY_V = 64  # Vocabulary size for rows of 256 bytes, so that most of the cost is the control plane.
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness.comparison import alternated
 from benchmarks.harness.pairs import Goal, Result, Side, Take
 from benchmarks.harness.processes import BenchmarkError, Child, Skipped
 from benchmarks.harness.tekken import N_ROWS, N_TOKENS, read_inputs, write_inputs
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.comparison import alternated
 from benchmarks.peers.environment import peers_python
 
 _BATCH, _DEVICE_BATCH = 32, 256  # Rows of weights per call, on the CPU and on another torch device.

@@ -20,7 +20,7 @@ from lmpool.cli import say
 from lmpool.errors import LMPoolError, PromptTooLong, SettingsError
 from lmpool.producer.sync import SyncProducer
 from lmpool.producer.tokenizer import end_tokens, load_tokenizer, read_tokenizer
-from lmpool.protocol.query import MAX_SEED, TopK
+from lmpool.protocol.query import MAX_SEED
 from lmpool.settings import check_known, check_number
 
 try:
@@ -249,15 +249,15 @@ class LmpoolLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types.
             return self._producer.score(context, continuation, adapter=self._adapter)
         # The pair is one token too long for a prompt, so read the last log-probability from a row.
         ids, last = context + continuation[:-1], continuation[-1:]
-        entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter)
-        assert isinstance(entry, np.ndarray)
+        entry = self._producer.positions(ids, len(ids) - 1, targets=last, adapter=self._adapter).targets
+        assert entry is not None
         others = [self._producer.score(context, continuation[:-1], adapter=self._adapter)] if continuation[1:] else []
         return np.concatenate([*others, entry[0]])
 
     def _most_likely(self, ids: list[int], start: int) -> list[int]:
         """The most likely next token at each position from `start` on."""
-        best = self._producer.positions(ids, start, top=1, adapter=self._adapter)
-        assert isinstance(best, TopK)
+        best = self._producer.positions(ids, start, top=1, adapter=self._adapter).top
+        assert best is not None
         return list(best.ids[:, 0].tolist())
 
     def _read(self, gen_kwargs: dict[str, Any]) -> _Generation:

@@ -240,6 +240,13 @@ class Vocabulary:
         ends = np.cumsum(self.lengths, dtype=np.int64).tolist()
         return list(map(self.data.__getitem__, map(slice, [0, *ends[:-1]], ends)))
 
+    @cached_property
+    def order(self) -> NDArray[np.int64]:
+        """The token ids in the order of their byte strings, and of equal byte strings by id: read-only int64 (V,)."""
+        order = np.array(sorted(range(len(self)), key=self.tokens.__getitem__), np.int64)
+        order.flags.writeable = False
+        return order
+
     def pack(self) -> bytes:
         """The vocabulary as bytes, in the layout that the docstring of this module describes."""
         header = _HEADER.pack(_MAGIC, _WIRE_VERSION, 0, 0, len(self), len(self.data))

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.job import digest_of, encode_prompt
-from lmpool.protocol.query import PositionsQuery
-from lmpool.protocol.row import Encoding, Row, RowBlock, decode_row
-from lmpool.workers.execution.contract import Backend, BackendJob, MapsMemory, WritesInPlace
+from lmpool.protocol.query import HeadQuery, PositionsQuery
+from lmpool.protocol.row import FACTS, Encoding, Head, Row, RowBlock, decode_row, unpack_numbers
+from lmpool.workers.execution.contract import Backend, BackendJob, MapsMemory, TellsHead, WritesInPlace
 from tests.contract.model import V
 from tests.contract.subjects import Subject
 
@@ -172,6 +172,19 @@ class Opened:
         self._step_until(lambda: bool(self.failures) or all(job.digest in self.scores for job in jobs))
         assert not self.failures, self.failures
         return [self.scores[job.digest].reshape(len(job.span), -1) for job in jobs]
+
+    def head(self) -> Head:
+        """The model's head, assembled from its parts as a client does."""
+        backend, info = self.backend, self.backend.info
+        assert isinstance(backend, TellsHead)
+        scale, soft_cap, has_bias = backend.head(HeadQuery("facts"), "")[:FACTS].tolist()
+        bias = backend.head(HeadQuery("bias"), "") if has_bias else None
+        half = info.vocab_size // 2
+        parts = [
+            unpack_numbers(backend.head(HeadQuery("weights", first, count), ""), count, info.hidden, info.dtype)
+            for first, count in ((0, half), (half, info.vocab_size - half))
+        ]
+        return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 
     def check_scores(self, ids: Sequence[int], start: int, scores: Row, adapter: str = "") -> None:
         """Check that each token's score is its entry in the reference row of the tokens before it."""

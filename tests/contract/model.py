@@ -94,6 +94,14 @@ def reference_row(ids: Sequence[int], adapter: str = "") -> Row:
     return _reference(tuple(ids), adapter)
 
 
+def reference_states(ids: Sequence[int], adapter: str = "") -> Row:
+    """The correct last hidden states of a prompt: what transformers gives to the head, float32 (n, d)."""
+    torch_device.settle()
+    with torch.inference_mode():
+        states: Row = _model(adapter)(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0].numpy()
+    return states
+
+
 @cache
 def _reference(ids: tuple[int, ...], adapter: str) -> Row:
     torch_device.settle()

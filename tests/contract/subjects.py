@@ -61,6 +61,7 @@ class Subject:
         refused: kind of adapter that the backend refuses -> beginning of the error text that follows the folder.
         narrow: whether the backend can compute in bfloat16.
         positions: whether the backend answers positions queries.
+        has_hidden: whether the backend returns hidden states and its head.
         files: names of the test files to run on the subject; empty for all files.
         command: command that starts a worker, in place of `lmpool`.
         environment: environment variables of the worker.
@@ -79,6 +80,7 @@ class Subject:
     refused: dict[str, str] = field(default_factory=dict)
     narrow: bool = True
     positions: bool = False
+    has_hidden: bool = False
     files: tuple[str, ...] = ()
     command: Callable[[], list[str]] = lmpool_command
     environment: dict[str, str] = field(default_factory=dict)
@@ -176,7 +178,9 @@ def _hf(is_offloaded: bool = False) -> Subject:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
         return [*as_options(settings(folder, "float32")), "--verify", *named]
 
-    whole = Subject("hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, positions=True)
+    whole = Subject(
+        "hf", make, options, spy=_hf_spy, has_adapters=True, loads_adapters=True, positions=True, has_hidden=True
+    )
     if not is_offloaded:
         return whole
     # Only loading and the forward differ.

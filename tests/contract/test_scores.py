@@ -9,10 +9,11 @@ import pytest
 
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import GenerateQuery, PositionsQuery, unpack_continuation, unpack_top
-from lmpool.protocol.row import Row
+from lmpool.protocol.row import Row, unpack_numbers, width_of
 from lmpool.workers.execution.in_flight import InFlightPrompt
 from lmpool.workers.execution.yielding import advance, begin
 from tests.contract.driver import Opened, prompt
+from tests.contract.model import reference_states
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
 
@@ -83,7 +84,7 @@ def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str
             PositionsQuery(start, targets=np.array(targets, "<u4").tobytes()),
             PositionsQuery(start, 5),
             PositionsQuery(start, values="logits"),
-            PositionsQuery(start, values="logz"),
+            PositionsQuery(start, logz=True),
             PositionsQuery(start, 3, values="logits"),
             PositionsQuery(start, 2, values="logits").among(np.array(sorted(targets))),
         )
@@ -125,6 +126,31 @@ def test_positions_of_long_and_of_cached_prompts(opened: Opened, draw: random.Ra
 def test_positions_under_adapters_are_those_of_the_adapter(opened: Opened, draw: random.Random) -> None:
     for adapter in map(name_of, opened.backend.adapters):
         expecting(opened, [prompt(draw, 12)], 2, adapter)
+
+
+def test_hidden_states_are_those_of_transformers_and_give_the_rows(opened: Opened, draw: random.Random) -> None:
+    info = opened.backend.info
+    assert bool(info.hidden) == opened.subject.has_hidden
+    if not info.hidden:
+        return  # A worker sends no queries for hidden states to a backend whose info lacks `hidden`.
+    size = width_of(info.hidden, info.dtype)
+    prompts = [prompt(draw, length) for length in (1, 9, 30, MAX_BATCH_TOKENS + 5)]
+    plain = expected(opened, prompts[1], 0)
+    other = opened.submit([prompt(draw, 20)])
+    for adapter in ("", *map(name_of, opened.backend.adapters)):
+        start = 0 if adapter else 3
+        asked = prompts[start > 0 :]
+        found = opened.expect(asked, PositionsQuery(start, values="hidden", size=size), adapter)
+        for ids, packed in zip(asked, found, strict=True):
+            states = unpack_numbers(packed, len(packed), info.hidden, info.dtype)
+            assert states.shape == (len(ids) - start, info.hidden)
+            # Hidden states are about as large as logits, and larger than the differences of adapters.
+            assert float(np.abs(states - reference_states(ids, adapter)[start:]).max()) <= opened.subject.tolerance
+        if not adapter:
+            states = unpack_numbers(found[0], len(found[0]), info.hidden, info.dtype)
+            made = opened.head().logprobs(states)
+            assert float(np.abs(made - plain[start:]).max()) <= opened.subject.tolerance
+    opened.finish(other)
 
 
 def test_positions_scores_and_rows_do_not_disturb_each_other(opened: Opened, draw: random.Random) -> None:

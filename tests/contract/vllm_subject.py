@@ -65,7 +65,7 @@ def _subject(tensor: int, pipeline: int) -> Subject:
 
     return Subject(
         "vllm", make, options, spy=_spy if tensor * pipeline == 1 else None, has_adapters=True, loads_adapters=True,
-        positions=True, command=_command, processes=tensor * pipeline,
+        positions=True, has_hidden=True, command=_command, processes=tensor * pipeline,
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import subprocess
 import sys
 import tempfile
@@ -488,6 +489,14 @@ def test_an_error_at_the_start_is_reported_in_one_line(
         pass
     assert "\n" not in str(caught.value)
     assert not [thread for thread in threading.enumerate() if thread.name == "lmpool-sglang"]
+
+
+def test_a_port_of_another_program_is_reported_in_one_line(folder: Path) -> None:
+    with socket.create_server(("", 0)) as taken:
+        given = [f"nccl_port={taken.getsockname()[1]}"]
+        with pytest.raises(SettingsError, match="program has taken the port of .*: start the worker again$") as caught:
+            opened(folder, engine_args=given).__enter__()
+    assert "\n" not in str(caught.value)
 
 
 def test_a_failed_start_does_not_affect_the_next_one(folder: Path, tmp_path: Path, draw: random.Random) -> None:

@@ -119,7 +119,7 @@ accept()
 from lmpool.errors import SettingsError
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang import backend
-lost = "from lmpool.workers.backends.ranks import following\\nwith following(): raise RuntimeError('no device 1')"
+lost = "from lmpool.workers.execution.ranks import following\\nwith following(): raise RuntimeError('no device 1')"
 backend.FOLLOWER = [sys.executable, "-c", lost]
 try:
     SglangSettings(**json.loads(sys.argv[1])).open()

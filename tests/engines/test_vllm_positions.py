@@ -13,13 +13,17 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 from vllm.config import KVTransferConfig
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.adapter import name_of
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
+from lmpool.workers.backends.vllm import head
 from lmpool.workers.backends.vllm.backend import VllmBackend
+from lmpool.workers.backends.vllm.capture import PositionCapture
+from lmpool.workers.backends.vllm.head import HeadPart
 from lmpool.workers.execution.contract import BackendJob, Finished
 from tests.contract.model import RANK, V, reference_row
 from tests.engines.vllm_small import BLOCK, answer, draw, job, settings
@@ -181,6 +185,47 @@ def test_logits_of_another_shape_are_refused(backend: VllmBackend, monkeypatch: 
     monkeypatch.setattr(capture._runner.model, "compute_logits", lambda hidden: torch.zeros(len(hidden), V - 1))
     with pytest.raises(WorkerError, match=rf"logits of shape \(2, {V - 1}\) for 2 positions and V = {V}"):
         capture._logits(torch.zeros(2, HIDDEN))
+
+
+def test_hidden_states_need_no_logits(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(PositionCapture, "_logits")
+    hidden = PositionsQuery(3, values="hidden", size=HIDDEN)
+    jobs = [positions(ids := draw(90, 100), hidden, adapter) for adapter in ("", *backend.adapters)]
+    answers, failures = finish(backend, jobs)
+    assert not failures
+    assert {answer.shape for answer in answers.values()} == {((len(ids) - 3) * HIDDEN,)}
+
+
+def test_a_rank_whose_answers_are_not_used_computes_no_values() -> None:
+    capture = PositionCapture(V, int, is_output=False)
+    capture.open("1", positions(draw(91, 9), PositionsQuery(2, values="hidden", size=HIDDEN)))
+    capture._lora_head = None
+    capture._add_all(torch.zeros(9, HIDDEN), capture.wanted("1", range(9), 0))
+    assert not capture.wanted("1", range(9), 0)
+    assert isinstance(capture.take("1"), str)
+
+
+@pytest.mark.parametrize(
+    ("processor", "plain", "reason"),
+    [
+        # vLLM applies the cap before the scale, and clients after the scale.
+        ({"scale": 0.5, "soft_cap": 0.1}, None, "the head does not give the model's logits"),
+        ({"head_dtype": torch.bfloat16}, None, "the model has no plain linear head in its own dtype"),
+        # The head's own method counts as a method of quantised weights.
+        ({}, UnquantizedLinearMethod, "the model has no plain linear head in its own dtype"),
+    ],
+)
+def test_the_head_is_served_only_if_clients_can_compute_the_logits(
+    backend: VllmBackend, monkeypatch: pytest.MonkeyPatch, processor: dict[str, Any], plain: Any, reason: str
+) -> None:
+    capture: Any = backend._engine.positions
+    assert isinstance(capture.find_head(), HeadPart)
+    model = capture._runner.model
+    for name, changed in processor.items():
+        monkeypatch.setattr(model.logits_processor.base_layer, name, changed)
+    if plain is not None:
+        monkeypatch.setattr(head, "UnquantizedEmbeddingMethod", plain)
+    assert capture.find_head() == reason
 
 
 def test_an_end_without_all_positions_breaks_the_backend(backend: VllmBackend, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm import ranks as ranks_module
 from lmpool.workers.backends.vllm.capture import KEY, Captured
+from lmpool.workers.backends.vllm.engine import refusing
 from lmpool.workers.backends.vllm.ranks import Answer, RanksExecutor, RowsInPlace
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import ADAPTERS, write_adapter
@@ -63,6 +64,13 @@ def ranks_below(pid: int) -> list[int]:
     )
 
 
+def interfaces_of(pid: int) -> set[str]:
+    """The addresses on which a process listens for connections, in hexadecimal digits as in /proc."""
+    links = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return {words[1].partition(":")[0] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in links}
+
+
 def test_an_idle_engine_reports_the_end_of_a_rank(model_folder: Path) -> None:
     draw, errors = random.Random(1), SimpleQueue[BaseException]()
     with opened(model_folder) as driver:
@@ -73,6 +81,7 @@ def test_an_idle_engine_reports_the_end_of_a_rank(model_folder: Path) -> None:
         assert [shared_by(pid) for pid in (os.getpid(), *ranks)] == [set()] * 3, (
             "killed processes would leave the names"
         )
+        assert [interfaces_of(pid) for pid in ranks] == [{"0100007F"}] * 2, "other machines cannot connect to the ranks"
         prompts = [prompt(draw, 20) for _ in range(3)]
         driver.check(prompts, driver.ask(prompts))
         backend.when_broken(errors.put)
@@ -252,6 +261,15 @@ def test_a_rank_maps_only_the_memory_of_its_worker(tmp_path: Path) -> None:
 def test_options_that_exclude_each_other_are_refused(model_folder: Path, given: str, text: str) -> None:
     more: dict[str, Any] = {"quantization": "fp8"} if "fp8" in given else {"tensor_parallel_size": 2}
     assert text in refused(model_folder, engine_args=[given], **more)
+
+
+def test_only_ranks_of_several_machines_use_the_network(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for given, interface in (["nnodes=2"], None), ([], "lo"):
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+        VllmSettings(str(model_folder), tensor_parallel_size=2, engine_args=given)._prepare_vllm()
+        assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    with pytest.raises(SettingsError, match="^model: another program has the port master_port: "), refusing("model"):
+        raise WorkerError("The server socket has failed to listen: code: -98, name: EADDRINUSE")
 
 
 def test_a_machine_beyond_the_number_of_machines_is_refused(model_folder: Path) -> None:

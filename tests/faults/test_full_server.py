@@ -44,7 +44,7 @@ def give_memory(pool: Pool) -> None:
 
 async def assert_answered(producer: Producer) -> None:
     """Request the rows of every position, and check the last row."""
-    rows = np.asarray(await producer.positions(TEXT, full=True))
+    rows = np.asarray((await producer.positions(TEXT, full=True)).full)
     assert rows.shape == (len(TEXT), SIZE)
     assert np.array_equal(rows[-1], synthetic_row(TEXT, vocab_size=SIZE))
 

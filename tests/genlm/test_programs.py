@@ -20,6 +20,7 @@ from llamppl import CachedCausalLM, LMContext
 
 from lmpool.producer.genlm import PooledLM
 from tests.genlm.small import END, RowsOfThePool
+from tests.support.pool import Pool
 
 if TYPE_CHECKING:
     from genlm.control import PromptedLLM
@@ -173,6 +174,31 @@ async def test_beams_over_bytes_are_equal(small: PooledLM, tokenizer: Any) -> No
         finally:
             await beam.cleanup()
     assert np.allclose(rows[0], rows[1], atol=1e-6)
+
+
+async def test_masses_of_bytes_equal_those_of_a_beam_that_prunes_nothing(real: PooledLM, real_pool: Pool) -> None:
+    from genlm.bytes import BeamParams, ByteBeamState
+
+    start, end, text = real.tokenizer.bos_token_id, real.tokenizer.eos_token_id, b"s\xc3\xa9"
+    params = BeamParams(K=10_000, heal=False, eos_byte_strings=[bytes(real.byte_vocab[end])])
+    beam, expected = await ByteBeamState.initial(real, params), [0.0]
+    try:
+        for byte in text:
+            expected.append(expected[-1] + (await beam.logp_next()).ps[byte])
+            beam = await (beam << byte)
+    finally:
+        await beam.cleanup()
+    async with real_pool.producer("smollm2") as producer:
+        prefixes = [text[:size] for size in range(len(text) + 1)]
+        found = (await producer.mass_of_bytes([start], prefixes)).logprobs
+        assert np.allclose(found, expected, atol=1e-4)
+        # All single bytes together have the probability of all tokens but the special ones.
+        ids = [*real.tokenizer.encode("The end."), real.tokenizer.convert_tokens_to_ids("<|im_end|>"), 198]
+        masses = (await producer.mass_of_bytes(ids, [bytes([byte]) for byte in range(256)])).logprobs
+        added = real.tokenizer.added_tokens_decoder.items()
+        special = await producer.mass(ids, [i for i, token in added if token.special])
+        assert np.exp(special) > 0.01
+        assert np.exp(masses).sum() + np.exp(special) == pytest.approx(1, abs=1e-4)
 
 
 # Programs of llamppl

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from lmpool.broker.server import Server
 from lmpool.errors import (
@@ -19,7 +20,7 @@ from lmpool.errors import (
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol import query
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import TopK, top
+from lmpool.protocol.query import Predictions, top
 from lmpool.protocol.row import Row, RowBlock, widen_bf16
 from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
@@ -93,23 +94,29 @@ def behind(start: int = 0) -> Row:
     return np.stack([synthetic_row(WHOLE[: at + 1], vocab_size=V) for at in range(start, len(WHOLE))])
 
 
+def of(found: Predictions) -> NDArray[np.float32]:
+    """The targets or the whole rows of an answer that has one of them."""
+    (values,) = (values for values in (found.targets, found.full) if values is not None)
+    return values
+
+
 async def assert_positions(producer: Producer) -> None:
     """Request positions in all ways, and compare them with the rows of all prefixes."""
     for start in (0, 4, len(WHOLE) - 1):
         rows = behind(start)
-        best = await producer.positions(WHOLE, start, top=7)
-        assert isinstance(best, TopK)
+        best = (await producer.positions(WHOLE, start, top=7)).top
+        assert best is not None
         assert best.values.dtype == np.float32
         assert best.ids.dtype == np.int64
         assert np.array_equal(best.values, np.stack([top(row, 7).values for row in rows]))
         assert np.array_equal(best.ids, np.stack([top(row, 7).ids for row in rows]))
-        assert np.array_equal(await producer.positions(WHOLE, start, targets=[5, 0, V - 1]), rows[:, [5, 0, V - 1]])
-        assert np.array_equal(await producer.positions(WHOLE, start, full=True), rows)
+        assert np.array_equal(of(await producer.positions(WHOLE, start, targets=[5, 0, V - 1])), rows[:, [5, 0, V - 1]])
+        assert np.array_equal(of(await producer.positions(WHOLE, start, full=True)), rows)
         parts = [part async for part in producer.stream_positions(WHOLE, start, full=True)]
         assert parts[0].start == start
         for part, after in pairwise(parts):
-            assert after.start == part.start + len(part.values)
-        assert np.array_equal(np.concatenate([np.asarray(part.values) for part in parts]), rows)
+            assert after.start == part.start + len(part)
+        assert np.array_equal(of(Predictions.join(parts)), rows)
 
 
 @pytest.mark.parametrize("encoding", ["f32", "bf16"])
@@ -123,9 +130,75 @@ async def test_every_position_agrees_with_the_row_of_its_prefix(
         assert producer.model.positions
         await assert_positions(producer)
         first, second = await producer.batch_positions([WHOLE, [1, 5]], 1, targets=[3])
-        assert np.array_equal(first, behind(1)[:, [3]])
-        assert np.array_equal(second, synthetic_row([1, 5], vocab_size=V)[None, [3]])
+        assert np.array_equal(of(first), behind(1)[:, [3]])
+        assert np.array_equal(of(second), synthetic_row([1, 5], vocab_size=V)[None, [3]])
         assert await producer.batch_positions([], top=3) == []
+
+
+async def test_one_forward_answers_all_options(pool: Pool) -> None:
+    pool.start()
+    rows, length = behind(2), len(WHOLE)
+    lists = [[*range(at % 3)] for at in range(2, length)]  # Some positions have no targets.
+    async with pool.producer(cache_bytes=0) as producer:
+        for temperature in (1.0, 2.5):
+            exact = rows.astype(np.float64) / temperature
+            exact -= np.logaddexp.reduce(exact, axis=1)[:, None]
+            options: Any = {"top": 5, "targets": lists, "temperature": temperature}
+            more: Any = {"next_token": True, "logz": True, "tail": True}
+            for is_full in (False, True):
+                found = await producer.positions(WHOLE, 2, **options, **more, full=is_full)
+                assert (found.full is not None) == is_full
+                if found.full is not None:
+                    np.testing.assert_allclose(found.full, exact, atol=1e-5)
+                assert found.top is not None
+                assert found.targets is not None
+                assert found.targets.shape == (length - 2, 2)
+                for at, row in enumerate(exact):
+                    best = np.sort(-row)[:5]
+                    np.testing.assert_allclose(found.top.values[at], -best, atol=1e-5)
+                    expected = [*row[: len(lists[at])], -np.inf, -np.inf][:2]
+                    np.testing.assert_allclose(found.targets[at], expected, atol=1e-5)
+                    rest = np.delete(row, [*found.top.ids[at], *lists[at]])
+                    np.testing.assert_allclose(np.asarray(found.tail)[at], np.logaddexp.reduce(rest), atol=1e-5)
+                following = np.append(exact[np.arange(length - 3), WHOLE[3:]], np.nan)
+                np.testing.assert_allclose(np.asarray(found.next_token), following, atol=1e-5)
+            # Calls with fewer of the options are answered from the cached result.
+            before = producer.stats().computed
+            fewer = await producer.positions(WHOLE, 2, top=3, targets=np.array(_padded(lists)), temperature=temperature)
+            assert producer.stats().computed == before
+            assert fewer.top is not None
+            assert found.top is not None
+            assert np.array_equal(fewer.top.ids, found.top.ids[:, :3])
+            assert fewer.tail is None
+            tail = (await producer.positions(WHOLE, 2, targets=lists, top=8, tail=True, temperature=temperature)).tail
+            assert producer.stats().computed == before
+            assert (np.asarray(tail) < np.asarray(found.tail)).all()
+            # Other calls take a temperature too.
+            row = np.asarray(await producer.logprobs(WHOLE, temperature=temperature))
+            np.testing.assert_allclose(row, exact[-1], atol=1e-5)
+            (best,) = (await producer.batch_topk([WHOLE], 4, temperature=temperature)).values
+            np.testing.assert_allclose(best, -np.sort(-exact[-1])[:4], atol=1e-5)
+            scores = await producer.score(WHOLE[:4], WHOLE[4:], temperature=temperature)
+            np.testing.assert_allclose(scores, following[1:-1], atol=1e-5)
+            entries = await producer.batch_logprobs([WHOLE], targets=[7, 1], temperature=temperature)
+            np.testing.assert_allclose(entries[0], exact[-1][[7, 1]], atol=1e-5)
+
+
+def _padded(lists: list[list[int]]) -> list[list[int]]:
+    return [[*ids, -1, -1][:2] for ids in lists]
+
+
+async def test_the_parts_of_a_text_know_the_token_that_follows(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        whole = await producer.positions(WHOLE, 1, targets=[3], next_token=True)
+        # A part has at most two positions.
+        monkeypatch.setattr(query, "MAX_ANSWER", 9)
+        parts = [part async for part in producer.stream_positions(WHOLE, 1, targets=[3], next_token=True)]
+        for found in (Predictions.join(parts), await producer.positions(WHOLE, 1, targets=[3], next_token=True)):
+            assert len(parts) == (len(WHOLE) - 1) // 2
+            np.testing.assert_array_equal(np.asarray(found.next_token), np.asarray(whole.next_token))
+            np.testing.assert_array_equal(of(found), of(whole))
 
 
 def logits_behind(start: int = 0) -> tuple[Row, Row]:
@@ -146,12 +219,14 @@ async def test_logits_are_returned_as_they_were_computed(pool: Pool, encoding: s
     prompts = [WHOLE[: at + 1] for at in range(len(WHOLE))]
     async with pool.producer() as producer:
         for start in (0, 5):
-            assert np.array_equal(await producer.positions(WHOLE, start, full=True, mode="logits"), logits[start:])
-            assert np.array_equal(await producer.positions(WHOLE, start, logz=True), log_z[start:])
+            assert np.array_equal(of(await producer.positions(WHOLE, start, full=True, mode="logits")), logits[start:])
+            found = await producer.positions(WHOLE, start, logz=True)
+            assert np.array_equal(np.asarray(found.logz), log_z[start:])
         wanted = [7, 0, V - 1]
-        assert np.array_equal(await producer.positions(WHOLE, targets=wanted, mode="logits"), logits[:, wanted])
-        best = await producer.positions(WHOLE, top=4, mode="logits")
-        assert np.array_equal(best[0], np.stack([top(row, 4).values for row in logits]))
+        assert np.array_equal(of(await producer.positions(WHOLE, targets=wanted, mode="logits")), logits[:, wanted])
+        best = (await producer.positions(WHOLE, top=4, mode="logits")).top
+        assert best is not None
+        assert np.array_equal(best.values, np.stack([top(row, 4).values for row in logits]))
         assert np.array_equal(await producer.logprobs(WHOLE, mode="logits"), logits[-1])
         assert np.array_equal(await producer.logprobs(WHOLE, mode="logits", targets=wanted), logits[-1, wanted])
         assert np.array_equal(await producer.batch_logprobs(prompts, mode="logits"), logits)
@@ -212,7 +287,7 @@ async def test_a_job_for_too_many_positions_is_refused(pool: Pool, monkeypatch: 
         with pytest.raises(ProtocolError, match="13 positions in one job: at most 8 for these values"):
             await producer.positions(WHOLE, full=True)
         monkeypatch.undo()
-        assert np.shape(await producer.positions(WHOLE, 5, full=True)) == (8, 1 << 18)
+        assert of(await producer.positions(WHOLE, 5, full=True)).shape == (8, 1 << 18)
 
 
 async def test_positions_take_one_job_and_store_no_rows(pool: Pool) -> None:
@@ -231,8 +306,8 @@ async def test_a_damaged_result_for_positions_is_requested_again(pool: Pool) -> 
         value = pool.redis.get(key)
         assert isinstance(value, bytes)
         pool.redis.set(key, value[:16] + b"\xff" * (len(value) - 16))
-        best = await producer.positions(WHOLE, top=2)
-        assert isinstance(best, TopK)
+        best = (await producer.positions(WHOLE, top=2)).top
+        assert best is not None
         assert np.array_equal(best.ids, np.stack([top(row, 2).ids for row in behind()]))
 
 
@@ -261,10 +336,11 @@ async def test_logits_come_from_the_row_if_a_worker_has_it_in_16_bits(pool: Pool
         best = await producer.topk(WHOLE, 2, allowed=few, mode="logits")
         assert np.array_equal(best.values, top(logits, 2, few).values)
         assert await producer.logz(WHOLE) == base.log_z
-        assert np.array_equal((await producer.positions(WHOLE, len(WHOLE) - 1, full=True, mode="logits"))[0], logits)
+        last = await producer.positions(WHOLE, len(WHOLE) - 1, full=True, mode="logits")
+        assert np.array_equal(of(last)[0], logits)
         assert backend.stats().steps == 1 + forwards
         # The stored row lacks logZ of earlier positions, so the backend needs a forward pass.
-        assert np.shape(await producer.positions(WHOLE, 2, logz=True)) == (len(WHOLE) - 2,)
+        assert len(await producer.positions(WHOLE, 2, logz=True)) == len(WHOLE) - 2
         assert backend.stats().steps == 2 + forwards
         # If a query of the stored row raises, the backend computes the query, and the worker continues.
         with pytest.MonkeyPatch.context() as patch:
@@ -282,11 +358,11 @@ async def _has_segment(worker: Worker) -> bool:
 def test_without_asyncio_too(pool: Pool) -> None:
     pool.start()
     with SyncProducer(redis=pool.url, prefix=pool.prefix, cache_bytes=0) as producer:
-        assert np.array_equal(producer.positions(WHOLE, full=True), behind())
-        assert np.array_equal(producer.batch_positions([WHOLE], targets=[4])[0], behind()[:, [4]])
+        assert np.array_equal(of(producer.positions(WHOLE, full=True)), behind())
+        assert np.array_equal(of(producer.batch_positions([WHOLE], targets=[4])[0]), behind()[:, [4]])
         (part,) = producer.stream_positions(WHOLE, 2, full=True)
         assert part.start == 2
-        assert np.array_equal(np.asarray(part.values), behind(2))
+        assert np.array_equal(of(part), behind(2))
         logits, log_z = logits_behind(2)
         assert producer.score(PROMPT, [4], mode="logits")[0] == logits[0, 4]
         assert producer.batch_score([PROMPT], [[4]], mode="logits")[0][0] == logits[0, 4]

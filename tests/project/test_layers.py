@@ -389,7 +389,7 @@ def test_at_most_the_named_places_catch_every_exception() -> None:
         "workers/lmpool/workers/cli/commands.py",
         "workers/lmpool/workers/execution/engine_thread.py",
         f"{name_of(BACKENDS)}/sglang/engine.py",
-        f"{name_of(BACKENDS)}/ranks.py",
+        "workers/lmpool/workers/execution/ranks.py",
         f"{name_of(BACKENDS)}/vllm/ranks.py",
         "testing/lmpool/testing/memory_pool.py",
     }
@@ -449,8 +449,8 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
 
 
 def test_the_public_names_of_the_client_are_pinned() -> None:
-    names = "Continuation GenerateOptions PooledTrie PositionOptions Positions Producer ProducerStats SampleOptions"
-    names += " SyncProducer SyncTrie TopK TrieOptions"
+    names = "ByteMass Continuation GenerateOptions PooledTrie PositionOptions Positions Producer ProducerStats"
+    names += " SampleOptions SyncProducer SyncTrie TopK TrieOptions"
     assert sorted(lmpool.producer.__all__) == names.split()
     public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}
     assert public == set(lmpool.producer.__all__)
@@ -458,7 +458,7 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     rows = {"logprobs", "batch_logprobs", "warm", "clear_cache", "trie"}
     picks = {"topk", "batch_topk", "sample", "batch_sample", "score", "batch_score"}
     picks |= {"positions", "batch_positions", "stream_positions", "generate", "batch_generate", "logz", "batch_logz"}
-    picks |= {"mass", "batch_mass", "token_set", "hidden", "head"}
+    picks |= {"mass", "batch_mass", "mass_of_bytes", "token_set", "hidden", "head"}
     adapters = {"adapters", "add_adapter", "remove_adapter"}
     texts = {"tokenizer", "encode", "decode"}
     assert calls == rows | picks | adapters | {"model", "stats", "open", "close", "close_soon", *texts}

@@ -43,7 +43,7 @@ class WithHead(SyntheticBackend):
     def info(self) -> ModelInfo:
         return replace(super().info, hidden=4)
 
-    def head(self, query: HeadQuery) -> NDArray[np.float32]:
+    def head(self, query: HeadQuery, adapter: str) -> NDArray[np.float32]:
         return raising(query)
 
 
@@ -149,7 +149,7 @@ async def test_an_exception_of_the_device_ends_the_worker() -> None:
     """After an error of the device (GPU), the worker could not compute any later query."""
 
     class Broken(WithHead):
-        def head(self, query: HeadQuery) -> NDArray[np.float32]:
+        def head(self, query: HeadQuery, adapter: str) -> NDArray[np.float32]:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     broken: list[BaseException] = []

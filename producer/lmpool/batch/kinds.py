@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from lmpool.batch.shards import Columns, Text
 from lmpool.errors import BatchError, SettingsError
-from lmpool.producer import Producer, TopK
-from lmpool.producer.options import check_k, read_sampling, read_stops, read_targets
+from lmpool.producer import Producer
+from lmpool.producer.options import check_k, read_sampling, read_stops, read_targets, read_wanted
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import MAX_ANSWER, MAX_SEED
 from lmpool.protocol.row import Encoding, narrow_to_bf16, widen_bf16
@@ -52,9 +52,9 @@ def _request_positions(**options: Any) -> Request:
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         found = await producer.positions(text.ids[: part.stop], part.start, adapter=adapter, **options)
-        if isinstance(found, TopK):
-            return {"logprobs": found.values, "top_ids": found.ids}
-        return {"logprobs": np.asarray(found)}
+        if found.top is not None:
+            return {"logprobs": found.top.values, "top_ids": found.top.ids}
+        return {"logprobs": np.asarray(found.full if found.targets is None else found.targets)}
 
     return request
 
@@ -84,6 +84,43 @@ def _targets(given: str) -> Kind:
 
     what = f"targets:{','.join(map(str, targets))}"
     return Kind(what, lambda _: columns, _request_positions(targets=targets), width)
+
+
+def _positions(given: str) -> Kind:
+    known = "top=32, targets=260 504, next_token, logz, tail, temperature=2"
+    options: dict[str, Any] = {}
+    readers: dict[str, Any] = {"top": int, "temperature": float, "targets": lambda text: list(map(int, text.split()))}
+    for option in given.split(","):
+        name, equals, value = option.partition("=")
+        try:
+            options[name] = readers[name](value) if equals else {"next_token": True, "logz": True, "tail": True}[name]
+        except (KeyError, ValueError):
+            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
+    single = {
+        "next_token": "log-probability of the token that follows; NaN at the end of the text",
+        "logz": "logarithm of the sum of the exponentials of the logits",
+        "tail": "log of the probability of all tokens that are neither in top nor in targets",
+    }
+    columns = {name: f"float32 (n,): {text}" for name, text in single.items() if name in options}
+    if count := len(options.get("targets", ())):
+        columns["targets"] = f"float32 (n, {count}): log-probabilities of the targets"
+    if "top" in options:
+        columns |= _topk(str(options["top"])).columns(None)  # type: ignore[arg-type]  # They need no model.
+
+    async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
+        # The token after the part is needed too. The part's numbers are the first of the answer.
+        ids = text.ids[: part.stop + 1]
+        found = await producer.positions(ids, part.start, adapter=adapter, **options)
+        answer = {name: getattr(found, name) for name in ("targets", *single) if name in options}
+        if found.top is not None:
+            answer |= {"logprobs": found.top.values, "top_ids": found.top.ids}
+        return {name: values[: len(part)] for name, values in answer.items()}
+
+    def width(info: ModelInfo) -> int:
+        wanted = read_wanted(options, info.vocab_size, 0, 1)  # type: ignore[arg-type]  # The names are checked above.
+        return wanted.query(range(1), 1).width(info.vocab_size)
+
+    return Kind(f"positions:{given}", lambda _: columns, request, width)
 
 
 async def _request_scores(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
@@ -121,7 +158,7 @@ async def _request_rows(producer: Producer, text: Text, part: range, adapter: st
     if (encoding := _sixteen_bits(producer.model)) is None:
         return await _request_positions(full=True)(producer, text, part, adapter)
     found = await producer.positions(text.ids[: part.stop], part.start, full=True, mode="logits", adapter=adapter)
-    logits: NDArray[np.float32] = np.asarray(found)
+    logits: NDArray[np.float32] = np.asarray(found.full)
 
     def narrowed() -> Columns:
         highest = logits.max(axis=1, keepdims=True)
@@ -193,6 +230,7 @@ def _generate(given: str) -> Kind:
 _KINDS: dict[str, Kind | Callable[[str], Kind]] = {
     "topk": _topk,
     "targets": _targets,
+    "positions": _positions,
     "scores": _SCORES,
     "rows": Kind("rows", _row_columns, _request_rows, lambda info: info.vocab_size, is_wide=True),
     "hidden": Kind(
@@ -206,8 +244,9 @@ _KINDS: dict[str, Kind | Callable[[str], Kind]] = {
 }
 
 KINDS_HELP = (
-    "topk:32 (the most likely tokens), targets:260,504 (these tokens), scores (the text's own tokens), rows (all "
-    "tokens), hidden (last hidden states), generate:64,temperature=0.7 (a continuation)"
+    "topk:32 (the most likely tokens), targets:260,504 (these tokens), scores (the text's own tokens), "
+    "positions:top=32,next_token,tail (several values), rows (all tokens), "
+    "hidden (last hidden states), generate:64,temperature=0.7 (a continuation)"
 )
 """The kinds of request, for the help of the command line."""
 

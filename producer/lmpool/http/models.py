@@ -21,6 +21,7 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import Predictions
 from lmpool.web.models import Models, OpenModel
 
 _MAX_NAMES = 4096  # Max names whose meaning is remembered.
@@ -149,6 +150,10 @@ class Target:
     def with_adapter(self, adapter: str) -> Target:
         """This target with another adapter."""
         return replace(self, adapter=adapter)
+
+    async def predict(self, ids: list[int], start: int, **options: Any) -> Predictions:
+        """The result of `Producer.positions`, with the request's adapter and deadline."""
+        return await self.producer.positions(ids, start, **options, **self.options)
 
     @property
     def options(self) -> dict[str, Any]:

@@ -1,16 +1,15 @@
-"""The model's predictions at positions of texts, and their JSON in the format of vLLM."""
+"""The tokens of texts with their most likely alternatives, and their JSON in the format of vLLM."""
 
 from __future__ import annotations
 
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
-from lmpool.http.models import Target, TokenTexts
+from lmpool.http.models import TokenTexts
 from lmpool.protocol.query import TopK
 
 FLOOR = -9999.0
@@ -18,44 +17,6 @@ FLOOR = -9999.0
 
 ENTRY_BYTES = 100
 """Estimated bytes of one token with its log-probability in a JSON response."""
-
-
-class Predictions(NamedTuple):
-    """The results at n positions; None for results that were not requested."""
-
-    start: int
-    top: TopK | None = None
-    targets: NDArray[np.float32] | None = None
-    next_token: NDArray[np.float32] | None = None
-    logz: NDArray[np.float32] | None = None
-    tail: NDArray[np.float32] | None = None
-    full: NDArray[np.float32] | None = None
-
-
-async def predict(target: Target, ids: list[int], start: int = 0, **wanted: Any) -> Predictions:
-    """The model's predictions for the token after each of `ids[start:]`; `wanted` are options of `positions`."""
-    producer, found = target.producer, {}
-    top, targets = wanted.pop("top", 0), wanted.pop("targets", None)
-    if top:
-        found["top"] = await producer.positions(ids, start, top=top, **target.options)
-    if wanted.pop("next_token", False):
-        values = np.full(len(ids) - start, np.nan, np.float32)
-        if start + 1 < len(ids):
-            values[:-1] = await producer.score(ids[: start + 1], ids[start + 1 :], **target.options)
-        found["next_token"] = values
-    if wanted.pop("logz", False):
-        found["logz"] = await producer.positions(ids, start, logz=True, **target.options)
-    is_full, temperature = wanted.pop("full", False), wanted.pop("temperature", 1.0)
-    if temperature != 1 or wanted.pop("tail", False):
-        raise SettingsError("temperature, tail: not served yet")
-    if targets is not None or is_full:
-        rows: Any = await producer.positions(ids, start, full=True, **target.options)
-        if is_full:
-            found["full"] = rows
-        if targets is not None:
-            named = np.broadcast_to(np.asarray(targets), (len(rows), np.shape(targets)[-1]))
-            found["targets"] = np.where(named >= 0, np.take_along_axis(rows, np.maximum(named, 0), 1), -np.inf)
-    return Predictions(start, **found)  # type: ignore[arg-type]
 
 
 class Ranked(NamedTuple):

@@ -1,18 +1,20 @@
 """The client of a pool: `Producer` for asyncio, and `SyncProducer` for programs without asyncio."""
 
+from lmpool.producer.byte_mass import ByteMass
 from lmpool.producer.metrics import ProducerStats
-from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, SampleOptions
+from lmpool.producer.options import GenerateOptions, PositionOptions, SampleOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer, SyncTrie
 from lmpool.producer.trie import PooledTrie, TrieOptions
-from lmpool.protocol.query import Continuation, TopK
+from lmpool.protocol.query import Continuation, Predictions, TopK
 
 __all__ = [
+    "ByteMass",
     "Continuation",
     "GenerateOptions",
     "PooledTrie",
     "PositionOptions",
-    "Positions",
+    "Predictions",
     "Producer",
     "ProducerStats",
     "SampleOptions",

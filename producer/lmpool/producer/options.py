@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import NotTokenIds, PromptTooLong, ProtocolError, SettingsError, TokenOutOfRange
-from lmpool.producer.client.queries import Allowed, Expected, Mode, Wanted
+from lmpool.producer.client.queries import Allowed, Mode, Wanted
 from lmpool.protocol.job import Prompt
-from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, Sampling
+from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, NO_TOKEN, Sampling
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.settings import check_choice, check_kind, check_known, check_number, shown
 
@@ -23,11 +23,13 @@ class QueryOptions(TypedDict, total=False):
 
     Attributes:
         mode: "logits" for logits in place of log-probabilities ("logprobs", the default).
+        temperature: divides the logits before the log-softmax (default 1); only for log-probabilities.
         adapter: name of an adapter, as for `Producer.logprobs`.
         timeout: seconds of the call, as for `Producer.logprobs`.
     """
 
     mode: Mode
+    temperature: float
     adapter: str
     timeout: float | None
 
@@ -78,26 +80,24 @@ class GenerateOptions(DrawOptions, total=False):
 class PositionOptions(QueryOptions, total=False):
     """Options of `Producer.positions`, `batch_positions` and `stream_positions`, in addition to `QueryOptions`.
 
-    Exactly one of `top`, `targets`, `full` and `logz` selects the values.
+    At least one of the options below is required; one forward pass answers all of them.
 
     Attributes:
         top: return this number of most likely tokens, 1 to V.
-        targets: return the entries of these token ids.
-        full: True to return the whole row at every position.
-        logz: True to return logZ, the logarithm of the sum of the exponentials of the logits, float32 (n,).
+        targets: return the entries of these token ids: a list for all positions, an array (n, m) with the ids of each
+            position, padded with -1, or n lists. `batch_positions` also takes one such value for each text.
+        next_token: True to return the entry of the token that follows each position in the text.
+        logz: True to return logZ, the logarithm of the sum of the exponentials of the logits.
+        tail: True to return the logarithm of the probability of all tokens but those in `top` and `targets`.
+        full: True to return whole rows.
     """
 
     top: int
     targets: Any
-    full: bool
+    next_token: bool
     logz: bool
-
-
-class Positions(NamedTuple):
-    """A part of the result of `Producer.stream_positions`: the values at the positions from `start` on."""
-
-    start: int
-    values: Expected
+    tail: bool
+    full: bool
 
 
 check_mode = partial(check_choice, "mode", choices=get_args(Mode))
@@ -123,24 +123,80 @@ def check_start(start: Any, text: Prompt) -> Prompt:
     return text
 
 
-def read_options(options: QueryOptions) -> tuple[Mode, str, float | None]:
-    """Return the mode, adapter and timeout of a call."""
-    check_known(options, QueryOptions.__annotations__)
-    return check_mode(options.get("mode", "logprobs")), options.get("adapter", ""), options.get("timeout")
+class Read(NamedTuple):
+    """The checked `QueryOptions` of a call."""
+
+    mode: Mode
+    temperature: float
+    adapter: str
+    timeout: float | None
 
 
-def read_wanted(options: PositionOptions, vocab_size: int) -> Wanted:
-    """Convert the options of `Producer.positions` to the values that are requested at every position."""
-    check_known(options, PositionOptions.__annotations__)
-    top, targets, mode = options.get("top"), options.get("targets"), check_mode(options.get("mode", "logprobs"))
-    full, logz = (check_flag(name, options.get(name, False)) for name in ("full", "logz"))
-    if (top is not None) + (targets is not None) + full + logz != 1:
-        raise SettingsError("positions: give just one of top=k, targets=[ids], full=True and logz=True")
+def read_options(options: QueryOptions, kind: Any = QueryOptions) -> Read:
+    """Check the options of a call against the TypedDict `kind`, and return those that all calls have."""
+    check_known(options, kind.__annotations__)
+    mode, temperature = check_mode(options.get("mode", "logprobs")), check_temperature(options.get("temperature", 1.0))
+    if mode == "logits" and temperature != 1:
+        raise SettingsError("temperature: of log-probabilities only: not with mode='logits'")
+    return Read(mode, temperature, options.get("adapter", ""), options.get("timeout"))
+
+
+def check_temperature(temperature: Any) -> float:
+    """Check and return a temperature that divides logits."""
+    check_number("temperature", temperature := _plain(temperature), 0, 1_000_000, whole=False)
+    if temperature == 0:
+        raise SettingsError("temperature: 0 must be a number above 0 and at most 1000000")
+    return float(temperature)
+
+
+def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: int) -> Wanted:
+    """Convert the options of `Producer.positions` to the values of `count` positions from `start` on."""
+    read = read_options(options, PositionOptions)
+    top, targets = options.get("top"), options.get("targets")
+    names = ("next_token", "logz", "tail", "full")
+    next_token, logz, tail, full = (check_flag(name, options.get(name, False)) for name in names)
+    if top is None and targets is None and not (next_token or logz or full):
+        raise SettingsError("positions: give at least one of top=k, targets=ids, next_token, logz and full=True")
+    if tail and top is None and targets is None:
+        raise SettingsError("tail: True, of the tokens that are not in top or targets: give top=k or targets=ids")
+    wanted = Wanted(
+        next_token=next_token, logz=logz, tail=tail, full=full, values=read.mode, temperature=read.temperature,
+        start=start,
+    )  # fmt: skip
     if top is not None:
-        return Wanted(check_k(top, vocab_size, "top"), values=mode)
+        wanted = wanted._replace(top=check_k(top, vocab_size, "top"))
     if targets is not None:
-        return Wanted(targets=tuple(read_targets(targets, vocab_size)), values=mode)
-    return Wanted(values="logz" if logz else mode)
+        wanted = wanted._replace(targets=read_position_targets(targets, vocab_size, count))
+    return wanted
+
+
+def targets_of_texts(targets: Any, count: int) -> list[Any]:
+    """Return the argument `targets` of `batch_positions` for each of `count` texts."""
+    is_flat = targets is None or getattr(targets, "ndim", 2) == 1
+    if is_flat or not hasattr(targets, "__len__") or not len(targets) or isinstance(targets[0], (int, np.integer)):
+        return [targets] * count
+    if len(targets) != count:
+        raise SettingsError(f"targets: {len(targets)} for {count} texts: give ids for all texts, or one item for each")
+    return list(targets)
+
+
+def read_position_targets(targets: Any, vocab_size: int, count: int) -> NDArray[np.int64]:
+    """Return target ids for all positions, int64 (m,), or for each of `count` positions, (count, m) with `NO_TOKEN`."""
+    is_nested = getattr(targets, "ndim", 1) == 2
+    if not is_nested and isinstance(targets, (list, tuple)) and targets:
+        is_nested = not isinstance(targets[0], (int, np.integer))
+    if not is_nested:
+        return np.array(read_targets(targets, vocab_size), np.int64)
+    if len(targets) != count:
+        raise SettingsError(f"targets: {len(targets)} lists for {count} positions; give one for each, or one for all")
+    lists = targets if isinstance(targets, np.ndarray) else [np.asarray(ids).tolist() for ids in targets]
+    flat = [token for ids in lists for token in ids] if not isinstance(lists, np.ndarray) else lists.ravel()
+    tokens = _read_ids(flat, 1, "targets").astype(np.int64)
+    lengths = np.array([len(ids) for ids in lists])
+    made = np.full((count, lengths.max()), NO_TOKEN, np.int64)
+    made[np.arange(made.shape[1]) < lengths[:, None]] = np.where(tokens == -1, NO_TOKEN, tokens)
+    read_targets(tokens[tokens != -1].tolist(), vocab_size)
+    return made
 
 
 def read_targets(targets: Any, vocab_size: int, name: str = "targets") -> list[int]:

@@ -13,14 +13,15 @@ from numpy.typing import NDArray
 
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
 from lmpool.producer import options as arguments
-from lmpool.producer.client.queries import Expected, Queries, Wanted, for_each, prefix_of
+from lmpool.producer.byte_mass import ByteMass, ByteOptions, Search, read_texts
+from lmpool.producer.client.queries import Queries, Wanted, for_each
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import SessionPerLoop
 from lmpool.producer.metrics import Traces
-from lmpool.producer.options import GenerateOptions, PositionOptions, Positions, QueryOptions, SampleOptions
+from lmpool.producer.options import GenerateOptions, PositionOptions, QueryOptions, SampleOptions
 from lmpool.protocol.job import list_prompts
-from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, TopK, pack_stops, stack_tops
-from lmpool.protocol.row import Head, width_of
+from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, Predictions, TopK, pack_stops, stack_tops
+from lmpool.protocol.row import Head
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
 
@@ -57,15 +58,15 @@ class PartialRows:
         Raises:
             SettingsError: `k` is out of range.
         """
-        mode, adapter, timeout = arguments.read_options(options)
+        read = arguments.read_options(options)
 
         # For speed, do not call `batch_topk`, which takes 1.5 times as long for a row in this process's memory.
         async def ask(queries: Queries) -> TopK:
             prompt, count = queries.encode(ids), arguments.check_k(k, queries.vocab_size)
             tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
-            return await queries.top(prompt, count, mode, tokens)
+            return await queries.top(prompt, count, read.mode, tokens, read.temperature)
 
-        return await self._request(adapter, timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask)
 
     async def batch_topk(
         self, prompts: Iterable[Any], k: int, *, allowed: Any = None, **options: Unpack[QueryOptions]
@@ -74,16 +75,16 @@ class PartialRows:
 
         `allowed` is one token set for all prompts, or a list or bools (n, V) with one set for each prompt.
         """
-        listed, (mode, adapter, timeout) = list_prompts(prompts), arguments.read_options(options)
+        listed, read = list_prompts(prompts), arguments.read_options(options)
 
         async def ask(queries: Queries) -> TopK:
             encoded, count = queries.encode_all(listed), arguments.check_k(k, queries.vocab_size)
             sets = arguments.read_batch_allowed(allowed, len(encoded), queries.vocab_size, count)
             pairs = zip(encoded, sets, strict=True)
-            tops = await for_each(listed, [queries.top(prompt, count, mode, tokens) for prompt, tokens in pairs])
-            return stack_tops(tops, count)
+            work = [queries.top(prompt, count, read.mode, tokens, read.temperature) for prompt, tokens in pairs]
+            return stack_tops(await for_each(listed, work), count)
 
-        return await self._request(adapter, timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask)
 
     async def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
         """Sample the next token; SettingsError if an option is unknown or out of range (see `SampleOptions`)."""
@@ -133,6 +134,50 @@ class PartialRows:
                 raise SettingsError("allowed: None: give the tokens whose probability is wanted")
             pairs = zip(encoded, sets, strict=True)
             return np.array(await for_each(listed, [queries.mass(*pair) for pair in pairs]), np.float32)
+
+        return await self._request(adapter, timeout, ask)
+
+    async def mass_of_bytes(
+        self,
+        ids: Any,
+        continuations: Iterable[bytes],
+        *,
+        adapter: str = "",
+        timeout: float | None = None,
+        **options: Unpack[ByteOptions],
+    ) -> ByteMass:
+        """Return the logarithm of the probability that the text goes on with given bytes, whatever tokens spell them.
+
+        Models with different vocabularies can be compared by these probabilities. The probability of `b` is the sum
+        over all token sequences that spell a proper prefix of `b` of the probability of the sequence, times the
+        probability of the next tokens that begin with the remaining bytes (Vieira et al. 2024, "From Language Models
+        over Tokens to Language Models over Characters", arXiv:2412.03719). Each of these sequences needs one row. The
+        text ends at a special token (such as EOS), which has no bytes, so special tokens add nothing.
+
+        Args:
+            ids: the prompt. The result is the probability after these tokens, and not after their bytes: other
+                tokens with the same bytes are not considered.
+            continuations: n byte strings of up to 4,096 bytes. Rows are shared, so all prefixes of a continuation
+                together need no more rows than the continuation alone.
+            options: see `ByteOptions`. Without `tolerance`, the result is exact.
+
+        Returns:
+            log-probabilities and their upper bounds, each float64 (n,): 0 for b"", -inf if no tokens spell the bytes.
+
+        Raises:
+            SettingsError: a continuation is no byte string or too long, an option is out of range, or the exact sum
+                needs more than `max_rows` rows. In this case no row is requested.
+            PromptTooLong: prompt and continuation are longer than the model's longest prompt.
+            InvalidVocabulary: `vocabulary` does not fit the model.
+            UnknownVocabulary: the model publishes no vocabulary.
+            UnknownTokenizer: the pool stores another tokenizer in place of the model's.
+        """
+        texts = read_texts(continuations, options)
+
+        async def ask(queries: Queries) -> ByteMass:
+            search = await Search.prepare(queries, ids, texts, options)
+            await search.run()
+            return search.result(texts)
 
         return await self._request(adapter, timeout, ask)
 
@@ -211,7 +256,7 @@ class PartialRows:
         self, prompts: Iterable[Any], continuations: Iterable[Any], **options: Unpack[QueryOptions]
     ) -> list[NDArray[np.float32]]:
         """Score n continuations of n prompts as `score` does; raises SettingsError if the numbers differ."""
-        mode, adapter, timeout = arguments.read_options(options)
+        read = arguments.read_options(options)
         first_ids, second_ids = list_prompts(prompts), list_prompts(continuations)
 
         async def ask(queries: Queries) -> list[NDArray[np.float32]]:
@@ -224,47 +269,54 @@ class PartialRows:
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
             pairs = zip(firsts, seconds, strict=True)
-            return await for_each(first_ids, [queries.scores(*pair, mode) for pair in pairs])
+            return await for_each(first_ids, [queries.scores(*pair, read.mode, read.temperature) for pair in pairs])
 
-        return await self._request(adapter, timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask)
 
-    async def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Expected:
+    async def positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Predictions:
         """Return the model's predictions at every position of a text from `start` on, at position i given ids[: i + 1].
 
         A backend with `model.positions` runs one forward pass; other backends compute a row for each position. Forward
-        passes of different lengths round differently, so float32 results agree with rows to about 1e-4.
+        passes of different lengths round differently, so float32 results agree with rows to about 1e-4. Calls with
+        other numbers for `top`, or without some of the options, share one cached result.
 
         Args:
             ids: a text of N tokens.
             start: the first position, 0 to N - 1.
-            options: see `PositionOptions`; exactly one of `top`, `targets`, `full` and `logz` is required.
+            options: see `PositionOptions`; at least one of its options is required.
 
         Returns:
-            with `top`, log-probabilities, float32 (n, top), and token ids, int64 (n, top), n = N - start, the most
-            likely first; otherwise log-probabilities, float32 (n, m) for m targets, or (n, V).
+            the requested values for n = N - start positions; see `Predictions` for shapes and dtypes.
 
         Raises:
-            SettingsError: `start` or `top` is out of range, or not exactly one of the four options is given.
+            SettingsError: `start` or `top` is out of range, or no option says which values to return.
             NotTokenIds, TokenOutOfRange: `targets` are not token ids of the model.
         """
+        if options.get("targets") is not None:
+            options["targets"] = [options["targets"]]
         return (await self.batch_positions([ids], start, **options))[0]
 
     async def batch_positions(
         self, texts: Iterable[Any], start: int = 0, **options: Unpack[PositionOptions]
-    ) -> list[Expected]:
+    ) -> list[Predictions]:
         """Return the result of `positions` for each of several texts, from position `start` on."""
         listed = list_prompts(texts)
+        targets = arguments.targets_of_texts(options.get("targets"), len(listed))
 
-        async def ask(queries: Queries) -> list[Expected]:
-            wanted = arguments.read_wanted(options, queries.vocab_size)
+        async def ask(queries: Queries) -> list[Predictions]:
             encoded = [arguments.check_start(start, text) for text in queries.encode_all(listed, "texts")]
-            return await for_each(listed, [queries.positions(text, start, wanted) for text in encoded], "texts")
+            work = []
+            for text, some in zip(encoded, targets, strict=True):
+                of_text: PositionOptions = {**options, "targets": some}
+                wanted = arguments.read_wanted(of_text, queries.vocab_size, start, len(text.ids) // 4 - start)
+                work.append((text, wanted))
+            return await for_each(listed, [queries.positions(text, start, wanted) for text, wanted in work], "texts")
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
     async def stream_positions(
         self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]
-    ) -> AsyncIterator[Positions]:
+    ) -> AsyncIterator[Predictions]:
         """Yield the result of `positions` in parts of at most 8 MiB, for results that do not fit in memory.
 
         `timeout` applies to each part. Raises ModelMismatch if the model or adapter changes between two parts.
@@ -272,20 +324,19 @@ class PartialRows:
         parts: list[range] = []
         version: tuple[str, str] | None = None
 
-        async def ask(queries: Queries, at: int) -> Positions:
+        async def ask(queries: Queries, at: int) -> Predictions:
             nonlocal parts, version
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
                 text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
                 raise ModelMismatch(text)
             prompt = arguments.check_start(start, queries.encode(ids))
-            wanted = arguments.read_wanted(options, queries.vocab_size)
+            wanted = arguments.read_wanted(options, queries.vocab_size, start, len(prompt.ids) // 4 - start)
             if version is None:
                 parts, version = queries.parts(prompt, start, wanted), now
-            part = parts[at]
-            values = await queries.part(prefix_of(prompt, part.stop), part, wanted, private=len(parts) > 1)
+            found = await queries.part(prompt, parts[at], wanted, private=len(parts) > 1)
             queries.check_same_model(now[0])
-            return Positions(part.start, values)
+            return found
 
         at = 0
         while at == 0 or at < len(parts):
@@ -304,8 +355,9 @@ class PartialRows:
         listed = list_prompts(prompts)
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
-            work = [queries.last(prompt, Wanted(values="logz")) for prompt in queries.encode_all(listed)]
-            return np.array(await for_each(listed, work), np.float32)
+            work = [queries.last(prompt, Wanted(logz=True)) for prompt in queries.encode_all(listed)]
+            found = [last.logz for last in await for_each(listed, work)]
+            return np.array(found, np.float32).reshape(len(listed))
 
         return await self._request(adapter, timeout, ask)
 
@@ -325,16 +377,15 @@ class PartialRows:
         """
 
         async def ask(queries: Queries) -> NDArray[Any]:
-            text, info = arguments.check_start(start, queries.encode(ids)), queries.session.info
-            wanted = Wanted(values="hidden", size=width_of(info.hidden, info.dtype) if info.hidden else 1)
-            return await queries.positions(text, start, wanted)  # type: ignore[return-value]
+            return await queries.hidden(arguments.check_start(start, queries.encode(ids)), start)
 
         return await self._request(adapter, timeout, ask)
 
-    async def head(self, *, timeout: float | None = None) -> Head:
+    async def head(self, *, adapter: str = "", timeout: float | None = None) -> Head:
         """Return the weights, bias, scale and soft-cap of the model's last layer, which turns hidden states into rows.
 
-        The producer fetches the head once, in parts of 8 MiB, and keeps it until the model changes.
+        The head of an adapter that targets the last layer also has LoRA factors. The producer fetches the head once, in
+        parts of 8 MiB, and keeps it until the model changes.
 
         Raises:
             SettingsError: the backend does not return the head (`producer.model.hidden` is 0).
@@ -343,7 +394,7 @@ class PartialRows:
         async def ask(queries: Queries) -> Head:
             return await queries.head(self._heads)
 
-        return await self._request("", timeout, ask)
+        return await self._request(adapter, timeout, ask)
 
     async def warm(self, ids: Any, *, adapter: str = "", timeout: float | None = None) -> None:
         """Have a worker compute and cache a prompt's row, without receiving the row.

@@ -20,13 +20,14 @@ from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
 from lmpool.producer.client.requests import Deadline, RowLRU, SessionSettings, check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
-from lmpool.producer.options import QueryOptions, check_flag, check_mode, read_batch_targets, read_options, read_targets
+from lmpool.producer.options import QueryOptions, check_flag, read_batch_targets, read_options, read_targets
 from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
 from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.protocol.query import tempered
 from lmpool.settings import check_choice, check_name, check_number
 from lmpool.vocabulary import Vocabulary
 
@@ -117,6 +118,7 @@ class Producer(CopiedAsItself, PartialRows):
         *,
         targets: Any = None,
         mode: Mode = "logprobs",
+        temperature: float = 1.0,
         fresh: bool = False,
         adapter: str = "",
         timeout: float | None = None,
@@ -128,6 +130,7 @@ class Producer(CopiedAsItself, PartialRows):
             targets: token ids. The server reads and sends only the entries of these tokens in the cached row.
             mode: "logits" for the logits as the model computed them. A worker computes the logits again, with the keys
                 and values that it keeps, unless a worker still has the row in 16 bits.
+            temperature: divides the logits before the log-softmax; computed here from the row. Not for logits.
             fresh: a worker computes the row now, even if the row is cached, and does not cache it.
             adapter: name of one of the model's adapters (see `adapters`), or "" for none.
             timeout: seconds, or None for the producer's timeout.
@@ -145,7 +148,7 @@ class Producer(CopiedAsItself, PartialRows):
         """
         # Serve the usual request on a faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
-        is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == ""
+        is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == "" and temperature == 1
         if is_usual and session is not None and not session.closed and self._traces is None:
             timeout_s = self._timeout if timeout is None else check_timeout(timeout)
             info = session.info
@@ -159,19 +162,20 @@ class Producer(CopiedAsItself, PartialRows):
             finally:
                 session.end(waiter)
         check_flag("fresh", fresh)
-        if check_mode(mode) == "logits" and fresh:
+        read_options({"mode": mode, "temperature": temperature})
+        if mode == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             prompt = queries.encode(ids)
             entries = None if targets is None else read_targets(targets, queries.vocab_size)
             if mode == "logits":
-                found: NDArray[np.float32] = await queries.last(
-                    prompt, Wanted(targets=tuple(entries or ()), values=mode)
-                )
-                return found
-            if fresh:
-                row = await queries.fresh(prompt)
+                found = await queries.last(prompt, Wanted(targets=np.array(entries or (), np.int64), values=mode))
+                values: Any = found.full if entries is None else found.targets
+                return np.asarray(values[0])
+            if fresh or temperature != 1:
+                row = await (queries.fresh(prompt) if fresh else queries.row(prompt))
+                row = tempered(row[None], temperature)[0]
                 return row if entries is None else entries_of(row, entries)
             return await (queries.row(prompt) if entries is None else queries.entries(prompt, entries))
 
@@ -185,24 +189,27 @@ class Producer(CopiedAsItself, PartialRows):
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
             targets: token ids; only their entries are returned, (n, k). Give k ids for all prompts, or (n, k) ids.
-            options: mode, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
+            options: mode, temperature, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
 
         Raises:
             The exceptions of `logprobs`; the first failure ends the batch. A failure's text begins with the prompt's
             index, such as "prompts[3]: ".
         """
-        listed, (mode, adapter, timeout) = list_prompts(prompts), read_options(options)
+        listed, read = list_prompts(prompts), read_options(options)
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             encoded = queries.encode_all(listed)
-            if targets is None and mode == "logprobs":
-                return await queries.session.answer_all(encoded, queries.deadline)
+            if targets is None and read.mode == "logprobs":
+                return tempered(await queries.session.answer_all(encoded, queries.deadline), read.temperature)
             entries, count = [list[int]()] * len(encoded), queries.vocab_size
             if targets is not None:
                 entries, count = read_batch_targets(targets, len(encoded), queries.vocab_size)
-            return await queries.all_entries(encoded, entries, count, logits=mode == "logits", name="prompts")
+            if read.temperature != 1:
+                rows = tempered(await queries.session.answer_all(encoded, queries.deadline), read.temperature)
+                return np.take_along_axis(rows, np.array(entries, np.int64), axis=1)
+            return await queries.all_entries(encoded, entries, count, logits=read.mode == "logits", name="prompts")
 
-        return await self._request(adapter, timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask)
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
         """Return the adapters that requests may name: name -> revision, a digest of the weights. Raises as `open`."""

@@ -18,10 +18,11 @@ from lmpool.broker.server import where
 from lmpool.errors import ProducerClosed
 from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
-from lmpool.producer.options import PositionOptions, Positions
+from lmpool.producer.options import PositionOptions
 from lmpool.producer.producer import Producer
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import Predictions
 from lmpool.vocabulary import Vocabulary
 
 P = ParamSpec("P")
@@ -126,6 +127,7 @@ class SyncProducer(CopiedAsItself):
     batch_topk = blocking(Producer.batch_topk)
     mass = blocking(Producer.mass)
     batch_mass = blocking(Producer.batch_mass)
+    mass_of_bytes = blocking(Producer.mass_of_bytes)
     token_set = blocking(Producer.token_set)
     sample = blocking(Producer.sample)
     batch_sample = blocking(Producer.batch_sample)
@@ -147,11 +149,11 @@ class SyncProducer(CopiedAsItself):
     encode = blocking(Producer.encode)
     decode = blocking(Producer.decode)
 
-    def stream_positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Iterator[Positions]:
+    def stream_positions(self, ids: Any, start: int = 0, **options: Unpack[PositionOptions]) -> Iterator[Predictions]:
         """As `Producer.stream_positions`, but return an iterator that waits for each part of the result."""
         parts = self._asynchronous.stream_positions(ids, start, **options)
 
-        async def following() -> Positions | None:
+        async def following() -> Predictions | None:
             return await anext(parts, None)
 
         while (part := self._wait_for(following())) is not None:

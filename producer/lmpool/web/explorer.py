@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lmpool import errors
-from lmpool.aio import gather
 from lmpool.producer.options import read_sampling
 from lmpool.producer.tokenizer import TOKENIZERS
 from lmpool.producer.trie import PooledTrie
@@ -114,11 +113,12 @@ def explorer_routes(models: Models[ExploredModel]) -> list[Route]:
             info = producer.model
             encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
             # The first token has no log-probability, because no token precedes it.
-            starts, rests = ([ids[:1]], [ids[1:]]) if len(ids) > 1 else ([], [])
-            scores = producer.batch_score(starts, rests, adapter=adapter)
-            positions = producer.positions(ids, top=min(wanted.top, info.vocab_size), adapter=adapter)
-            scored, (values, alternatives) = await gather([scores, positions])
-            logprobs = [None, *(_number(value) for found in scored for value in found)]
+            top = min(wanted.top, info.vocab_size)
+            found = await producer.positions(ids, top=top, next_token=True, adapter=adapter)
+            assert found.top is not None
+            assert found.next_token is not None
+            values, alternatives = found.top
+            logprobs = [None, *(_number(value) for value in found.next_token[:-1])]
             texts = await model.texts([*ids, *np.unique(alternatives).tolist()])
             # For each position, the most likely tokens after it.
             expected = [

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import NoProbability, ProtocolError
 from lmpool.protocol.job import DIGEST_SIZE, Message, unpack
-from lmpool.protocol.row import Row, check_largest, check_logprobs
+from lmpool.protocol.row import FACTS, Row, check_largest, check_logits, check_logprobs
 
 MAX_SEED = 2**64 - 1
 """Largest seed of a random draw; MessagePack has no larger integers."""
@@ -28,11 +28,14 @@ OPS: tuple[Op, ...] = get_args(Op)
 Selection = Literal["inner", "values", "nodes", "under"]
 """Which values of a trie a query requests; see `TrieQuery`."""
 
-PositionValues = Literal["logprobs", "logits", "scores", "score_logits", "logz", "hidden"]
+PositionValues = Literal["logprobs", "logits", "hidden"]
 """Which values a query requests for each position of a text; see `PositionsQuery`."""
 
 MAX_ANSWER = 1 << 21
 """Max numbers in the result for several positions (8 MiB), so that one result cannot fill a worker's memory."""
+
+NO_TOKEN = 0xFFFFFFFF
+"""Id that pads lists of tokens: of a continuation that ended early, of targets. No vocabulary has this id."""
 
 SECRET_SIZE = 16
 """Bytes of the secret that is stored before the weights of a trie job."""
@@ -43,9 +46,6 @@ MAX_GENERATED = 1 << 20
 MAX_STOP_NUMBERS = 1 << 14
 """Max numbers in the stop sequences of a continuation; tokens and sequence lengths both count."""
 
-_NO_TOKEN = 0xFFFFFFFF  # Padding id of a continuation that ended early; no vocabulary has this id.
-_OF_NEXT_TOKEN = ("scores", "score_logits")
-_SINGLE = (*_OF_NEXT_TOKEN, "logz")  # Kinds of values with one number per position.
 _MAX_BYTES = 8 * 1024 * 1024  # Max bytes of an encoded query; the node ids of a large trie take the most.
 _DIGEST_DIGITS = 32  # Hexadecimal digits of a fingerprint or of a vocabulary's digest.
 _FEW, _FEW_MORE = 1024, 4  # Number of largest weights tried first for `top_p`; factor of the number in each next try.
@@ -162,6 +162,24 @@ def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
     return np.float32(most + np.log(np.exp(values - most).sum(dtype=np.float64)))
 
 
+def logsumexp(logits: Row) -> Row:
+    """The log-sum-exp of each row of logits (n, V): float32 (n,)."""
+    highest = logits.max(axis=1, keepdims=True)
+    highest = np.where(np.isneginf(highest), 0, highest)  # A row of -inf has the sum 0.
+    with np.errstate(divide="ignore"):
+        sums = np.log(np.exp(logits - highest).sum(axis=1, dtype=np.float64))
+    return np.asarray(highest[:, 0] + sums, np.float32)
+
+
+def tempered(rows: Row, temperature: float) -> Row:
+    """The log-probabilities (n, V) after division of the logits by a temperature; `rows` itself for 1."""
+    if temperature == 1:
+        return rows
+    rows = rows / np.float32(temperature)
+    rows -= logsumexp(rows)[:, None]
+    return rows
+
+
 def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
     """The ids of the `k` largest values, largest first; equal values in the order of their ids."""
     least = np.partition(values, len(values) - k)[len(values) - k]
@@ -222,7 +240,7 @@ def pack_continuation(made: Continuation, length: int) -> NDArray[np.float32]:
     """A continuation of up to `length` tokens as float32 (2 * length,): the bits of the ids, then log-probabilities."""
     answer = np.zeros(2 * length, np.float32)
     ids = answer[:length].view("<u4")
-    ids[:] = _NO_TOKEN
+    ids[:] = NO_TOKEN
     ids[: len(made.ids)] = made.ids
     answer[length : length + len(made.ids)] = made.logprobs
     return answer
@@ -232,7 +250,7 @@ def unpack_continuation(answer: NDArray[np.float32], vocab_size: int) -> Continu
     """Decode the result of `pack_continuation`; raises `ProtocolError` if the numbers cannot be a continuation."""
     length = len(answer) // 2
     ids = np.ascontiguousarray(answer[:length]).view("<u4").astype(np.int64)
-    count = int((ids != _NO_TOKEN).sum())
+    count = int((ids != NO_TOKEN).sum())
     ids, logprobs = ids[:count], answer[length : length + count].copy()
     if not count or ids.max() >= vocab_size:
         raise ProtocolError(f"these {count} tokens do not continue a prompt of a model with V = {vocab_size}")
@@ -315,81 +333,230 @@ class MassQuery(Message, frozen=True, tag="mass"):
     allowed: Annotated[bytes, Meta(min_length=1)]
 
 
-class PositionsQuery(Message, frozen=True, tag="positions"):
+class PositionsQuery(Message, frozen=True, tag="predictions"):
     """Predictions after each token of the prompt from position `start` on, computed in a separate forward pass.
 
-    The result is float32 of shape (n * width,), position after position.
+    The result is float32 of shape (n * width,), position after position. A position's numbers are, if requested: the
+    top tokens (`pack_top`), the targets, the next token, logZ, the tail. Without any of these, they are the whole row.
 
     Attributes:
         start: the first position. The prediction at position i is about the token after the tokens 0 to i.
-        top: number of the most likely tokens to return at each position (see `pack_top`); 0 for none.
-        targets: little-endian uint32 ids of the entries to return if `top` is 0; b"" for whole rows.
-        values: kind of the values. "scores": only the log-probability of the token that follows (the last position has
-            none). "score_logits": only that token's logit. "logz": only the logarithm of the sum of the exponentials of
-            the logits. "hidden": only the last hidden states, by `lmpool.protocol.row.pack_numbers`.
+        stop: the position after the last one; 0 for all positions of the prompt.
+        top: number of the most likely tokens to return at each position; 0 for none.
+        targets: little-endian uint32 ids of entries to return.
+        each: number of targets per position, if each position has its own; 0 if `targets` are for all positions. The
+            id `NO_TOKEN` is padding, whose entry is -inf.
+        next_token: whether to return the entry of the token that follows the position. The last position of a prompt
+            has no such token: its value has no meaning, and a query for nothing else leaves this position out.
+        logz: whether to return the logarithm of the sum of the exponentials of the logits.
+        tail: whether to return the logarithm of the sum over the tokens that are neither in `top` nor in `targets`.
+        values: "logprobs" or "logits" for the entries; "hidden": only the last hidden states, by `pack_numbers`.
+        temperature: divides the logits first.
         size: float32 numbers per position that carry a hidden state; 0 for other values.
-        allowed: tokens to which `top` is limited (`TokenSet.packed`). Backends get these ids as `targets` (`among`).
+        allowed: tokens to which `top` is limited (`TokenSet.packed`). Backends get these ids as `choices` (`among`).
+        choices: little-endian uint32 ids, ascending, to which `top` is limited; only within a worker.
     """
 
     start: Annotated[int, Meta(ge=0)]
     top: Annotated[int, Meta(ge=0)] = 0
     targets: bytes = b""
+    each: Annotated[int, Meta(ge=0)] = 0
+    next_token: bool = False
+    logz: bool = False
+    tail: bool = False
     values: PositionValues = "logprobs"
+    temperature: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     size: Annotated[int, Meta(ge=0)] = 0
     allowed: bytes = b""
+    choices: bytes = b""
+    stop: Annotated[int, Meta(ge=0)] = 0
 
     def check(self) -> None:
-        # Allow at most one kind of result: clients would misread the numbers of two kinds.
         is_hidden = self.values == "hidden"
-        is_one = (self.top > 0) + bool(self.targets) + (self.values in _SINGLE) + is_hidden <= 1
-        if len(self.targets) % 4 or not is_one or is_hidden != (self.size > 0) or bool(self.allowed) > (self.top > 0):
-            raise ProtocolError("a query for positions requests more than one thing of them, or no whole ids")
+        if len(self.targets) % 4 or len(self.choices) % 4 or (self.each and len(self.targets) % (4 * self.each)):
+            raise ProtocolError("a query for positions has targets that are no whole ids")
+        if is_hidden != (self.size > 0) or (is_hidden and self.is_of_entries):
+            raise ProtocolError("a query for hidden states requests something else too, or has no size")
+        if (bool(self.allowed) > (self.top > 0)) or (self.tail and not (self.top or self.targets)):
+            raise ProtocolError("a query for positions limits or completes tokens that it does not request")
 
     @classmethod
-    def scores_from(cls, start: int, *, logits: bool = False) -> Self:
+    def scores_from(cls, start: int, *, logits: bool = False, temperature: float = 1.0) -> Self:
         """The scores of the prompt's own tokens from `start` on, or their logits; `start` must not be 0."""
-        return cls(start - 1, values="score_logits" if logits else "scores")
+        return cls(start - 1, next_token=True, values="logits" if logits else "logprobs", temperature=temperature)
 
     def among(self, ids: NDArray[np.int64]) -> Self:
-        """This query, limited to the tokens with these ascending ids."""
-        return replace(self, targets=ids.astype("<u4").tobytes(), allowed=b"")
+        """This query, with `top` limited to the tokens with these ascending ids."""
+        return replace(self, choices=ids.astype("<u4").tobytes(), allowed=b"")
+
+    @property
+    def is_of_entries(self) -> bool:
+        """Whether the query requests less than whole rows."""
+        return bool(self.top or self.targets or self.next_token or self.logz or self.tail)
 
     @property
     def is_of_next_token(self) -> bool:
-        """Whether the values are about the token that follows each position."""
-        return self.values in _OF_NEXT_TOKEN
+        """Whether the query requests nothing but the entry of the token that follows each position."""
+        return self.next_token and not (self.top or self.targets or self.logz)
 
     @property
     def target_ids(self) -> NDArray[np.int64]:
-        """The ids of `targets`, int64 (m,)."""
-        return np.frombuffer(self.targets, "<u4").astype(np.int64)
+        """The ids of `targets`: int64 (m,), or (n, m) if each position has its own."""
+        ids = np.frombuffer(self.targets, "<u4").astype(np.int64)
+        return ids.reshape(-1, self.each) if self.each else ids
+
+    @property
+    def choice_ids(self) -> NDArray[np.int64] | None:
+        """The ids of `choices`, int64 (m,); None if `top` is not limited."""
+        return np.frombuffer(self.choices, "<u4").astype(np.int64) if self.choices else None
+
+    def targets_at(self, positions: range) -> NDArray[np.int64]:
+        """The ids of the targets of some positions: int64 (n, m), with `NO_TOKEN` as padding."""
+        ids = self.target_ids
+        if self.each:
+            return ids[positions.start - self.start : positions.stop - self.start]
+        return np.broadcast_to(ids, (len(positions), len(ids)))
+
+    @property
+    def targets_per_position(self) -> int:
+        """The number of targets of a position."""
+        return self.each or len(self.targets) // 4
 
     def width(self, vocab_size: int) -> int:
         """How many numbers the result has per position."""
-        return 2 * self.top or len(self.targets) // 4 or self.size or (1 if self.values in _SINGLE else vocab_size)
+        singles = self.next_token + self.logz + self.tail
+        return (2 * self.top + self.targets_per_position + singles) or self.size or vocab_size
 
     def span(self, length: int) -> range:
         """The requested positions of a prompt of `length` tokens."""
-        return range(self.start, length - 1 if self.is_of_next_token else length)
+        last = length - 1 if self.is_of_next_token else length
+        return range(self.start, min(self.stop or last, last))
 
     def most_positions(self, vocab_size: int) -> int:
         """Max positions that one job may request."""
         return max(1, MAX_ANSWER // self.width(vocab_size))
 
-    def of(self, logits: Row, log_z: Row, following: NDArray[Any]) -> Row:
+    def of(self, logits: Row, log_z: Row, positions: range, following: NDArray[Any]) -> Row:
         """The result for n positions, float32 (n, width).
 
-        It is computed from logits (n, V), the log-sum-exp (n,) of the logits, and the next tokens (n,).
+        Args:
+            logits: (n, V).
+            log_z: the log-sum-exp (n,) of the logits.
+            positions: the n positions.
+            following: the token after each position; missing tokens at the end are replaced by token 0.
         """
-        if self.values == "logz":
-            return log_z[:, None]
-        rows = logits if self.values in ("logits", "score_logits") else logits - log_z[:, None]
+        if self.temperature != 1:
+            logits = logits / np.float32(self.temperature)
+            log_z = logsumexp(logits)
+        entries = logits if self.values == "logits" else logits - log_z[:, None]
+        if not self.is_of_entries:
+            return entries
+        columns, named = list[Row](), list[NDArray[np.int64]]()
         if self.top:
-            ids = self.target_ids if self.targets else None
-            return pack_top(stack_tops([top(row, self.top, ids) for row in rows], self.top))
-        if self.is_of_next_token:
-            return np.take_along_axis(rows, following.astype(np.int64)[:, None], axis=1)
-        return rows[:, self.target_ids] if self.targets else rows
+            best = stack_tops([top(row, self.top, self.choice_ids) for row in entries], self.top)
+            columns.append(pack_top(best))
+            named.append(best.ids)
+        if self.targets:
+            ids = self.targets_at(positions)
+            is_padding = ids == NO_TOKEN
+            named.append(np.where(is_padding, entries.shape[1], ids))
+            found = np.take_along_axis(entries, np.where(is_padding, 0, ids), axis=1)
+            columns.append(np.where(is_padding, -np.float32(np.inf), found))
+        if self.next_token:
+            tokens = np.zeros(len(logits), np.int64)
+            tokens[: len(following)] = following
+            columns.append(np.take_along_axis(entries, tokens[:, None], axis=1))
+        if self.logz:
+            columns.append(log_z[:, None])
+        if self.tail:
+            rest = np.pad(entries, ((0, 0), (0, 1)))  # The last column takes the place of padding.
+            np.put_along_axis(rest, np.concatenate(named, axis=1), -np.inf, axis=1)
+            columns.append(logsumexp(rest[:, :-1])[:, None])
+        return np.concatenate(columns, axis=1, dtype=np.float32)
+
+    def with_rows(self, rows: Row, log_z: Row, positions: range, ids: NDArray[Any]) -> Predictions:
+        """The predictions at positions of a text, computed from rows (n, V) and their log-sum-exp (n,).
+
+        `ids`: the text's token ids.
+        """
+        following = ids[positions.start + 1 : positions.stop + 1]
+        found = self.of(rows, log_z, positions, following)
+        return self.split(found, positions, len(ids), rows.shape[1])
+
+    def split(self, answer: Row, positions: range, length: int, vocab_size: int) -> Predictions:
+        """Decode the result for positions of a text of `length` tokens.
+
+        Raises:
+            ProtocolError: the numbers cannot be the predictions of a model.
+        """
+        rows, at = answer.reshape(len(positions), -1), 0
+        check = check_logprobs if self.values == "logprobs" else check_logits
+
+        def take(width: int) -> Row:
+            nonlocal at
+            at += width
+            return rows[:, at - width : at]
+
+        if not self.is_of_entries:
+            return Predictions(positions.start, full=check(rows))
+        of_row = self.values == "logprobs" and not self.allowed
+        best = unpack_top(take(2 * self.top), vocab_size, of_row=of_row) if self.top else None
+        targets = check(take(self.targets_per_position).copy()) if self.targets else None
+        following = None
+        if self.next_token:
+            following = check(take(1)[:, 0].copy())
+            following[max(0, length - 1 - positions.start) :] = np.nan
+        log_z = check_logits(take(1)[:, 0].copy()) if self.logz else None
+        tail = check(take(1)[:, 0].copy()) if self.tail else None
+        return Predictions(positions.start, best, targets, following, log_z, tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """A model's predictions at n positions of a text; position i is about the token after the tokens 0 to i.
+
+    What was not requested is None. Entries are log-probabilities, or logits if the call says so.
+
+    Attributes:
+        start: the first position.
+        top: the most likely tokens: values float32 (n, k), largest first, and ids int64 (n, k).
+        targets: float32 (n, m), the entries of the target tokens; -inf in place of padding.
+        next_token: float32 (n,), the entry of the token that follows each position in the text; NaN at the text's last
+            position, which no token follows.
+        logz: float32 (n,), the logarithm of the sum of the exponentials of the logits.
+        tail: float32 (n,), the logarithm of the probability of all tokens that are neither in `top` nor in the targets,
+            summed without cancellation; -inf if there are none.
+        full: float32 (n, V), whole rows.
+    """
+
+    start: int
+    top: TopK | None = None
+    targets: NDArray[np.float32] | None = None
+    next_token: NDArray[np.float32] | None = None
+    logz: NDArray[np.float32] | None = None
+    tail: NDArray[np.float32] | None = None
+    full: NDArray[np.float32] | None = None
+
+    def __len__(self) -> int:
+        """The number of positions."""
+        found = self.top.values if self.top is not None else None
+        arrays = (found, self.targets, self.next_token, self.logz, self.tail, self.full)
+        return next((len(array) for array in arrays if array is not None), 0)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """The predictions of consecutive parts."""
+        if len(parts) == 1:
+            return parts[0]
+
+        def joined(name: str) -> Any:
+            arrays = [getattr(part, name) for part in parts]
+            return None if arrays[0] is None else np.concatenate(arrays)
+
+        tops = [part.top for part in parts if part.top is not None]
+        best = TopK(*(np.concatenate(arrays) for arrays in zip(*tops, strict=True))) if tops else None
+        names = ("targets", "next_token", "logz", "tail", "full")
+        return cls(parts[0].start, best, *map(joined, names))
 
 
 class GenerateQuery(Message, frozen=True, tag="generate"):
@@ -432,12 +599,24 @@ class HeadQuery(Message, frozen=True, tag="head"):
 
     Attributes:
         part: "facts": the result of `pack_facts`. "bias": float32 (V,). "weights": `count` rows of the head's weights
-            from row `first` on, by `pack_numbers`.
+            from row `first` on, by `pack_numbers`. Of the job's adapter: "rank": the rank r of its LoRA factors of the
+            head, float32 (1,), 0 if it has none. "down" and "up": `count` float32 numbers of a factor from number
+            `first` on, of shape (r, d) and (V, r); "up" is multiplied by the adapter's scale.
     """
 
-    part: Literal["facts", "bias", "weights"]
+    part: Literal["facts", "bias", "weights", "rank", "down", "up"]
     first: Annotated[int, Meta(ge=0)] = 0
     count: Annotated[int, Meta(ge=0)] = 0
+
+    @property
+    def is_of_adapter(self) -> bool:
+        """Whether the part belongs to an adapter, and not to the model."""
+        return self.part in ("rank", "down", "up")
+
+    def numbers(self, vocab_size: int, width: int) -> int:
+        """How many float32 numbers the result has; `width`: numbers that carry a row of the weights."""
+        sizes = {"facts": FACTS, "bias": vocab_size, "weights": self.count * width, "rank": 1}
+        return sizes.get(self.part, self.count)
 
 
 class FreshQuery(Message, frozen=True, tag="fresh"):

@@ -342,6 +342,13 @@ def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
     return row
 
 
+def check_logits(logits: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return these logits or logZ; raise `ProtocolError` if their largest value is NaN or infinite."""
+    if not (most := logits.max()) < np.inf:
+        raise ProtocolError(f"the largest of {len(logits)} logits is {most}")
+    return logits
+
+
 def _open(data: NDArray[np.uint8], vocab_size: int, count: int) -> tuple[Encoding, float, NDArray[Any]]:
     """The encoding, logZ and `count` numbers of a row of V, not copied; raises `ProtocolError` for other bytes."""
     if len(data) < HEADER_SIZE:
@@ -428,6 +435,8 @@ class Head:
         scale: factor of the logits after the product with the weights.
         soft_cap: c if the last step turns logits into c * tanh(logits / c); else None.
         dtype: the model's dtype, to which the result of each operation is rounded.
+        down: float32 (r, d), the first LoRA factor that an adapter has for the head; None without one.
+        up: float32 (V, r), the second factor times the adapter's scale; None without one.
     """
 
     weights: NDArray[Any]
@@ -435,6 +444,8 @@ class Head:
     scale: float
     soft_cap: float | None
     dtype: str
+    down: NDArray[np.float32] | None = None
+    up: NDArray[np.float32] | None = None
 
     def logits(self, hidden: NDArray[Any]) -> NDArray[np.float32]:
         """The logits of hidden states (n, d): float32 (n, V)."""
@@ -442,6 +453,8 @@ class Head:
         if self.bias is not None:
             logits += self.bias
         logits = self._rounded(logits)
+        if self.down is not None and self.up is not None:
+            logits = self._rounded(logits + hidden.astype(np.float32) @ self.down.T @ self.up.T)
         if self.scale != 1:
             logits = self._rounded(logits * np.float32(self.scale))
         if self.soft_cap is not None:

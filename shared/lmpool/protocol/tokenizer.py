@@ -115,9 +115,15 @@ class _Model(msgspec.Struct, frozen=True):
     max_input_chars_per_word: int = 0  # Max characters of a word that WordPiece splits; other models have no limit.
 
 
+class _AddedToken(msgspec.Struct):
+    id: int
+    special: bool = False
+
+
 class _File(msgspec.Struct):
     """The parts of a `tokenizer.json` that do more than look tokens up."""
 
+    added_tokens: list[_AddedToken] = []
     model: _Model = _Model()
     normalizer: Any = None
     pre_tokenizer: Any = None
@@ -125,15 +131,24 @@ class _File(msgspec.Struct):
     decoder: Any = None
 
 
+def _read(text: str) -> _File:
+    try:
+        return msgspec.json.decode(text, type=_File)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
+
+
+def special_tokens(text: str) -> list[int]:
+    """The ids of the special tokens of a `tokenizer.json`; raises `InvalidVocabulary` if the file cannot be read."""
+    return [token.id for token in _read(text).added_tokens if token.special]
+
+
 def check_tokenizer(text: str) -> float:
     """Check the content of a `tokenizer.json`; returns the max factor by which the tokenizer lengthens a text.
 
     Raises `InvalidVocabulary` if the file is not JSON, or a component is unknown or slow, or lengthens texts too much.
     """
-    try:
-        file = msgspec.json.decode(text, type=_File)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidVocabulary(f"its tokenizer.json cannot be read: {error}") from error
+    file = _read(text)
     _check_size("a word that its model splits", file.model.max_input_chars_per_word, _MAX_WORD_CHARACTERS)
     growth = dict.fromkeys(_PARTS, 1.0)
     try:

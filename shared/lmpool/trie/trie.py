@@ -127,8 +127,7 @@ class Trie(Compressed):
     def __init__(self, vocabulary: Vocabulary | Iterable[bytes]) -> None:
         """Build the trie of byte strings by token id; raises `InvalidVocabulary` as `Vocabulary`."""
         self.vocabulary = vocabulary if isinstance(vocabulary, Vocabulary) else Vocabulary(vocabulary)
-        self.digest, tokens = self.vocabulary.digest, self.vocabulary.tokens
-        order = np.array(sorted(range(len(tokens)), key=tokens.__getitem__), np.int64)
+        self.digest, order = self.vocabulary.digest, self.vocabulary.order
         lengths = self.vocabulary.lengths.astype(np.int64)
         starts = (np.cumsum(lengths) - lengths)[order]
         lengths = lengths[order]
@@ -136,7 +135,7 @@ class Trie(Compressed):
         data = np.frombuffer(self.vocabulary.data + bytes(int(lengths.max()) + 1), np.uint8)
         added = lengths - _common_prefixes(data, starts, lengths)
         last = np.cumsum(added)
-        self.leaf = np.empty(len(tokens), np.int32)
+        self.leaf = np.empty(len(order), np.int32)
         self.leaf[order] = last
 
         # Within a token the depth grows by one per node, from the length of the prefix shared with the previous token.

@@ -96,14 +96,25 @@ valid_queries = st.one_of(
     st.builds(TopQuery, st.integers(1, 600), sets_of_tokens),
     st.builds(MassQuery, sets_of_tokens.filter(bool)),
     st.builds(lambda how, tokens: SampleQuery(how.temperature, how.top_p, how.seed, tokens), samplings, sets_of_tokens),
-    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3)),
+    st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), temperature=st.sampled_from([1.0, 0.5])),
+    st.builds(
+        PositionsQuery,
+        st.integers(0, 9),
+        st.integers(0, 3),
+        st.just(b"\1\0\0\0" * 2),
+        st.sampled_from([0, 1, 2]),
+        tail=st.booleans(),
+        stop=st.integers(0, 9),
+    ),
     st.builds(PositionsQuery, st.integers(0, 9), st.just(0), st.just(b"\1\0\0\0")),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), values=st.just("logits")),
-    st.builds(PositionsQuery, st.integers(0, 9), values=st.sampled_from(["scores", "score_logits", "logz"])),
+    st.builds(PositionsQuery, st.integers(0, 9), next_token=st.booleans(), logz=st.just(True)),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(1, 3), values=st.just("logits"), allowed=sets_of_tokens),
     st.builds(FreshQuery, digests),
     st.builds(PositionsQuery, st.integers(0, 9), values=st.just("hidden"), size=st.integers(1, 99)),
-    st.builds(HeadQuery, st.sampled_from(["facts", "bias", "weights"]), st.integers(0, 9), st.integers(0, 9)),
+    st.builds(
+        HeadQuery, st.sampled_from(["facts", "bias", "weights", "rank", "up"]), st.integers(0, 9), st.integers(0, 9)
+    ),
     st.builds(
         GenerateQuery,
         st.integers(1, 9),

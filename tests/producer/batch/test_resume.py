@@ -319,8 +319,9 @@ async def test_a_changed_adapter_ends_the_run(pool: Pool, tmp_path: Path) -> Non
             await running
         answer, ids = lmpool.batch.open(output)[-1], lmpool.batch.open(output)[-1]["ids"].tolist()
         await producer.add_adapter("poet", tmp_path / "first")
-        best = await producer.positions(ids, top=2, adapter="poet")
-    assert (answer["logprobs"] == best[0]).all()
+        best = (await producer.positions(ids, top=2, adapter="poet")).top
+    assert best is not None
+    assert (answer["logprobs"] == best.values).all()
 
 
 @pytest.mark.parametrize("shard_lines", [20, 2000], ids=["between shards", "within the last shard"])

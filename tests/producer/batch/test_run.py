@@ -94,10 +94,11 @@ async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -
     assert batch.manifest.columns["logits"].startswith("bfloat16 (n, V)")
     for answer, ids, values in zip(batch, TEXTS, logits, strict=True):
         rows = rows_of(ids)
-        assert np.array_equal(answer["logits"], values)
+        assert values.full is not None
+        assert np.array_equal(answer["logits"], values.full)
         assert np.allclose(answer["logprobs"], rows, rtol=0, atol=2e-6)
         assert np.allclose(np.exp(answer["logits"] - answer["log_z"][:, None]).sum(axis=1), 1, atol=1e-5)
-    assert np.array_equal(tensors.get_tensor("logits")[0].float().numpy(), np.asarray(logits[0])[0])
+    assert np.array_equal(tensors.get_tensor("logits")[0].float().numpy(), np.asarray(logits[0].full)[0])
 
 
 @pytest.mark.parametrize("shard_format", ["jsonl", "parquet"])
@@ -209,7 +210,7 @@ async def test_large_results_are_requested_in_parts(pool: Pool, tmp_path: Path) 
     source = write_texts(tmp_path / "in.jsonl", [[1, 2], long, [*long, 0], [3], long[:4097]])
     async with pool.producer() as producer:
         await run(producer, source, tmp_path / "out", "rows", shard_lines=10)
-        (parts,) = await producer.batch_positions([long], full=True)
+        parts = np.asarray((await producer.positions(long, full=True)).full)
     assert [(number, name) for number, name, _ in errors(tmp_path / "out")] == [(3, "text-2")]
     answers = lmpool.batch.open(tmp_path / "out")
     for answer, wanted in zip(answers, [rows_of([1, 2]), parts, rows_of([3]), parts[:4097]], strict=True):

@@ -61,14 +61,14 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         PositionsQuery(0),
         PositionsQuery(5, 32),
         PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0"),
-        PositionsQuery(5, values="scores"),
-        PositionsQuery(5, values="score_logits"),
+        PositionsQuery(5, next_token=True, tail=True, top=2, stop=9),
+        PositionsQuery(5, 0, b"\1\0\0\0\2\0\0\0", 2, temperature=0.5),
         PositionsQuery(5, 2, values="logits", allowed=b"i\1\0\0\0"),
         PositionsQuery(0, 3, values="logits"),
         PositionsQuery(0, values="hidden", size=32),
         HeadQuery("facts"),
         HeadQuery("weights", 5, 6),
-        PositionsQuery(2**32, values="logz"),
+        PositionsQuery(2**32, logz=True),
     ],
 )
 def test_a_query_survives_the_wire(query: Query) -> None:
@@ -80,10 +80,10 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     assert TopQuery(300).pack().hex() == "93a3746f70cd012cc400"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "95a673616d706c65cb3fe0000000000000cb3ff000000000000007c400"
     assert MassQuery(b"i\1\0\0\0").pack().hex() == "92a46d617373c4056901000000"
-    assert PositionsQuery(3, 5).pack().hex() == "97a9706f736974696f6e730305c400a86c6f6770726f627300c400"
-    wanted = PositionsQuery(3, 0, b"\1\0\0\0", "logits").pack().hex()
-    assert wanted == "97a9706f736974696f6e730300c40401000000a66c6f6769747300c400"
-    assert PositionsQuery(3, values="scores").pack().hex() == "97a9706f736974696f6e730300c400a673636f72657300c400"
+    wanted = PositionsQuery(3, 5, b"\1\0\0\0", tail=True).pack().hex()
+    assert wanted == (
+        "9eab70726564696374696f6e730305c4040100000000c2c2c3a86c6f6770726f6273cb3ff000000000000000c400c40000"
+    )
     made = GenerateQuery(3, 0.5, 1.0, 7, pack_stops([[9]])).pack().hex()
     assert made == "96a867656e657261746503cb3fe0000000000000cb3ff000000000000007c4080100000009000000"
     assert FreshQuery(b"n" * 16).pack().hex() == "92a56672657368c410" + "6e" * 16
@@ -157,7 +157,7 @@ def test_a_malformed_pick_is_refused(fields: list[object]) -> None:
 
 def test_missing_last_fields_have_their_defaults() -> None:
     assert unpack_query(msgpack.packb(["top", 3])) == TopQuery(3)
-    assert unpack_query(msgpack.packb(["positions", 4, 2])) == PositionsQuery(4, 2)
+    assert unpack_query(msgpack.packb(["predictions", 4, 2])) == PositionsQuery(4, 2)
 
 
 def rows_of(count: int, vocab_size: int) -> Row:
@@ -169,7 +169,7 @@ def rows_of(count: int, vocab_size: int) -> Row:
 @pytest.mark.parametrize("k", [1, 3, 9])
 def test_the_largest_entries_of_every_position_survive_the_wire(k: int) -> None:
     rows = rows_of(4, 9)
-    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.float32), np.zeros(4, np.uint32))
+    packed = PositionsQuery(0, k).of(rows, np.zeros(4, np.float32), range(4), np.zeros(4, np.uint32))
     assert packed.shape == (4, PositionsQuery(0, k).width(9))
     largest = unpack_top(packed, 9)
     for at, row in enumerate(rows):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lmpool.protocol.query import PositionsQuery, PositionValues, unpack_top
+from lmpool.protocol.query import NO_TOKEN, PositionsQuery, PositionValues, unpack_top
 from lmpool.protocol.row import Encoding
 from lmpool.rows.segment import make_segment
 from lmpool.workers.backends import row_encoder
@@ -154,16 +154,51 @@ def test_of_equal_entries_the_lowest_ids_are_returned(
     log_z = np.zeros(len(rows), np.float32)
     some = PositionsQuery(0, max(1, k - 3)).among(np.array([0, 1, 2, 3, 5, 7, 8, 9, 11]))
     for query in (PositionsQuery(0, k), some):
-        found = values_at_positions(logits, query, [])
-        assert np.array_equal(found, query.of(rows, log_z, np.empty(0)))
-    assert set(unpack_top(found, vocab_size, of_row=False).ids.ravel().tolist()) <= set(some.target_ids.tolist())
+        found = values_at_positions(logits, query, bytes(4 * len(logits)), 0)
+        assert found is not None
+        assert np.array_equal(found, query.of(rows, log_z, range(len(rows)), np.empty(0)))
+    assert found is not None
+    allowed = np.frombuffer(some.choices, "<u4").tolist()
+    assert set(unpack_top(found, vocab_size, of_row=False).ids.ravel().tolist()) <= set(allowed)
 
 
-@pytest.mark.parametrize("values", ["logits", "score_logits"])
-def test_logits_that_are_no_distribution_give_nan(values: PositionValues) -> None:
-    logits = torch.randn(3, 12, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize("query", [PositionsQuery(0, values="logits"), PositionsQuery.scores_from(1, logits=True)])
+def test_logits_that_are_no_distribution_give_no_values(query: PositionsQuery) -> None:
+    logits, ids = torch.randn(3, 12, generator=torch.Generator().manual_seed(1)), np.arange(1, 5, dtype="<u4").tobytes()
+    found = values_at_positions(logits, query, ids, 0)
+    assert found is not None
+    assert np.array_equal(found[0], logits[0, 2:3] if query.next_token else logits[0])
     logits[1, 4] = torch.inf
-    found = values_at_positions(logits, PositionsQuery(0, values=values), [2, 3, 4])
-    assert np.isnan(found).any(axis=1).tolist() == [False, True, False]
-    expected = logits[0, 2] if values == "score_logits" else logits[0]
-    assert np.array_equal(found[0], np.atleast_1d(expected))
+    assert values_at_positions(logits, query, ids, 0) is None
+
+
+@pytest.mark.parametrize("values", ["logprobs", "logits"])
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_all_values_of_a_position_agree_with_its_row(values: PositionValues, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(2)
+    logits, ids = 9 * torch.randn(6, 40, generator=generator), np.arange(3, 10, dtype="<u4").tobytes()
+    targets = np.array([[5, 39, NO_TOKEN], [NO_TOKEN] * 3, [1, 1, 2], [0, 1, 2], [7, 8, 9], [7, NO_TOKEN, NO_TOKEN]])
+    packed = targets.astype("<u4").tobytes()
+    query = PositionsQuery(
+        0, 4, packed, 3, next_token=True, logz=True, tail=True, values=values, temperature=temperature
+    )
+    found = values_at_positions(logits[:4], query, ids, 0)
+    later = values_at_positions(logits[4:], query, ids, 4)
+    made = query.split(np.concatenate([np.asarray(found), np.asarray(later)]), range(6), 7, 40)
+    exact = logits.double().numpy() / temperature
+    log_z = np.logaddexp.reduce(exact, axis=1)
+    entries = exact - (log_z[:, None] if values == "logprobs" else 0)
+    assert made.top is not None
+    for at in range(6):
+        expected = np.append(entries[at], -np.inf)[np.minimum(targets[at], 40)]
+        np.testing.assert_allclose(np.asarray(made.targets)[at], expected, atol=1e-5)
+        named = [*made.top.ids[at], *targets[at][targets[at] < 40]]
+        rest = np.delete(entries[at], named)
+        np.testing.assert_allclose(np.asarray(made.tail)[at], np.logaddexp.reduce(rest), atol=1e-5)
+        np.testing.assert_allclose(np.asarray(made.next_token)[at], entries[at, at + 4], atol=1e-5)
+    np.testing.assert_allclose(np.asarray(made.logz), log_z, atol=1e-5)
+    np.testing.assert_allclose(made.top.values, -np.sort(-entries, axis=1)[:, :4], atol=1e-5)
+    # Workers without torch compute the same.
+    log_z32 = np.logaddexp.reduce(logits.numpy(), axis=1)
+    plain = query.of(logits.numpy(), log_z32, range(6), np.arange(4, 10))
+    np.testing.assert_allclose(plain[:, 8:], np.concatenate([np.asarray(found), np.asarray(later)])[:, 8:], atol=1e-5)

@@ -91,14 +91,14 @@ def test_a_folder_that_holds_no_model_is_wrong(pool: Pool, tmp_path: Path) -> No
         found = examine(1, str(tmp_path / name), "--redis", pool.url)
         assert wrong(found) == ["model"]
         assert text in found["model"]["found"]
-    assert examine(0, "org/model", "--redis", pool.url)["model"]["state"] == "look"
+    assert "its cache" in examine(1, "org/model", "--redis", pool.url)["model"]["found"]
 
 
 def test_weights_that_do_not_fit_the_gpu_are_wrong(pool: Pool, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     smi = tmp_path / "nvidia-smi"
     calls = tmp_path / "calls"
-    smi.write_text(f"#!/bin/sh\necho called >> {calls}\necho 'NVIDIA H100, 81559, 1'\n")
+    smi.write_text(f"#!/bin/sh\necho called >> {calls}\necho 'NVIDIA H100, 0, GPU-aa, 81559, 1'\n")
     smi.chmod(0o755)
     found = examine(1, str(folder), "--redis", pool.url, PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert "model" in wrong(found)
@@ -139,6 +139,42 @@ def test_a_model_larger_than_a_gpu_fits_as_many_as_can_divide_its_heads(
         (tmp_path / "config.json").write_text(json.dumps(written))
         found = doctor._model(str(tmp_path), [("H100", 80 * GIB, free * GIB) for free in free_gib])
         assert (found.state, text in f"{found.found} — {found.advice}") == (state, True), found
+
+
+def test_a_model_on_the_hub_has_a_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    cached = tmp_path / "models--org--big" / "snapshots" / ("a" * 40)
+    cached.mkdir(parents=True)
+    (cached / "config.json").write_text('{"num_attention_heads": 8}')
+    (cached.parents[1] / "refs").mkdir()
+    (cached.parents[1] / "refs" / "main").write_text(cached.name)
+    gpus = [("H100", 80 * GIB, 79 * GIB)]
+    found = doctor._model("org/big", gpus)
+    assert (found.state, found.found) == ("wrong", "neither the hub nor its cache provides weights of org/big")
+    with (cached / "model.safetensors").open("wb") as file:
+        file.truncate(130 * GIB)
+    assert "130.0 GiB of weights" in doctor._model("org/big", gpus).found
+    on_hub = {"a.safetensors": 150, "b.safetensors": 150, "pytorch_model.bin": 500, "original/c.safetensors": 900}
+    files = [SimpleNamespace(rfilename=name, size=gib * GIB) for name, gib in on_hub.items()]
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: SimpleNamespace(siblings=files))
+    found = doctor._model("org/big", gpus)
+    assert found.found.startswith("300.0 GiB of weights"), "the cache may have a part of the files"
+    assert "it fits 8 GPUs" in found.found
+
+
+@pytest.mark.parametrize(
+    ("visible", "free_mib"),
+    [(None, [10, 20, 30]), ("", []), ("1", [20]), ("GPU-bb2,0", [10, 30]), ("MIG-cc", [10, 20, 30]), ("0,-1,2", [10])],
+)
+def test_only_visible_gpus_are_counted(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, free_mib: list[int]
+) -> None:
+    rows = [["H100", str(at), uuid, "99", f"{at + 1}0"] for at, uuid in enumerate(("GPU-aa", "GPU-bb1", "GPU-bb2"))]
+    monkeypatch.setattr(doctor, "query_gpus", lambda *_: rows)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [free >> 20 for *_, free in doctor._visible_gpus()] == free_mib
 
 
 def test_shared_memory_must_be_large_enough_for_rows(monkeypatch: pytest.MonkeyPatch, short_dir: Path) -> None:

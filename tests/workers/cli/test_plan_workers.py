@@ -85,9 +85,15 @@ def test_a_worker_of_several_devices_gets_a_group_of_gpus_and_processes_divide_t
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(typer.Exit):
         commands.up(str(tmp_path), "vllm", workers="all", tensor_parallel_size=2)
-    ((arguments, plan),) = plans
+    arguments, plan = plans[-1]
     assert plan == groups
     assert "--tensor-parallel-size=2" in arguments
+    more: dict[str, Any] = {"tensor_parallel_size": 8, "pipeline_parallel_size": 2}
+    with pytest.raises(typer.Exit):
+        commands.up(str(tmp_path), "vllm", engine_args=["nnodes=2"], **more)
+    assert plans[-1][1] == [{}], "8 of 16 ranks run on this machine"
+    with pytest.raises(SettingsError, match=r"^workers: 2 workers with the same nnodes would use "):
+        commands.up(str(tmp_path), "vllm", workers="2", engine_args=["nnodes=4"], **more)
     assert plan_workers("2", "vllm", None, 2) == groups[:2]
     assert plan_workers("1", "vllm", None, 8) == plan_workers("all", "vllm", None, 8) == [{}]
     assert [len(plan_workers(wanted, "vllm", None, 3)) for wanted in ("1", "2")] == [1, 2]

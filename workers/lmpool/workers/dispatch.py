@@ -291,11 +291,12 @@ class Dispatcher:
             await self._publish_rows(block, {prompt.digest: prompt})
 
     def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
-        """Whether the query is for logits or logZ after the whole prompt, which a 16-bit row in shared memory has."""
+        """Whether the query is about the prompt's last position only, whose logits a row in shared memory may have."""
         query = prompt.positions
-        if query is None or query.values not in ("logits", "logz") or self.segment.segment is None:
+        if query is None or query.values == "hidden" or query.is_of_next_token or self.segment.segment is None:
             return False
-        return len(prompt.span) == 1 and not self.info.lossy
+        length = len(prompt.ids) // 4
+        return prompt.span == range(length - 1, length) and not self.info.lossy
 
     def _find_row(self, prompt: InFlightPrompt, digest: bytes) -> RowBlock | None:
         """The row `digest`, if this worker has computed the row, still holds it, and no client found it damaged."""

@@ -172,7 +172,8 @@ def logits_from_rows(rows: Mapping[InFlightPrompt, RowBlock]) -> dict[InFlightPr
         try:
             assert prompt.positions is not None
             assert block.log_z is not None
-            answers[prompt] = prompt.positions.of(block.logits(0)[None], block.log_z, np.empty(0, np.uint32)).ravel()
+            logits = block.logits(0)[None]
+            answers[prompt] = prompt.positions.of(logits, block.log_z, prompt.span, np.empty(0, np.uint32)).ravel()
         except QUERY_ERRORS as error:
             failure_of(error)
     return answers

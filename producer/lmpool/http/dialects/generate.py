@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, Struct
-from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -38,7 +37,7 @@ from lmpool.http.dialects.openai import (
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import Ranked, predict
+from lmpool.http.scoring import Ranked
 from lmpool.web.guard import Refused
 
 PATH = "/inference/v1/generate"
@@ -160,20 +159,9 @@ async def _named_logprobs(target: Target, ids: list[int], params: TokensSampling
         raise Refused(
             400, f"prompt_logprob_token_ids: {len(rows)} lists; the prompt has {max(0, most)} places for them"
         )
-    found = await predict(target, ids[: start + len(rows)], start, targets=padded(rows))
+    found = await target.predict(ids[: start + len(rows)], start, targets=rows)
     assert found.targets is not None
     return base64.b64encode(b"".join(npy(np.ascontiguousarray(found.targets)))).decode("ascii")
-
-
-def padded(rows: list[list[int]]) -> NDArray[np.int64]:
-    """Lists of token ids as an array (n, m), padded with −1."""
-    array = np.full((len(rows), max(map(len, rows))), -1, np.int64)
-    try:
-        for row, ids in zip(array, rows, strict=True):
-            row[: len(ids)] = ids
-    except OverflowError as error:
-        raise Refused(400, f"token ids: {error}") from error
-    return array
 
 
 async def _choice(

@@ -17,7 +17,7 @@ from lmpool.http.arrays import NPY, TYPES, Arrays, Format, pack, read_npy
 from lmpool.http.dialects.openai import check_count
 from lmpool.http.limits import PiecewiseResponse, Turn, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import Predictions, predict
+from lmpool.protocol.query import Predictions
 from lmpool.web.guard import Refused
 
 _MAX_AXES = 2  # A .npy body has the ids of one text, or one text per row.
@@ -41,6 +41,7 @@ class RowsRequest(_Common, kw_only=True):
 
     targets: Any = None
     mode: Literal["logprobs", "logits"] = "logprobs"
+    temperature: float = 1.0
 
 
 class PositionsRequest(_Common, kw_only=True):
@@ -66,9 +67,8 @@ def routes(targets: Targets) -> list[Route]:
         async with targets.use(wanted.model, turn, wanted.adapter) as target:
             width = target.info.vocab_size if wanted.targets is None else max(1, np.shape(wanted.targets)[-1])
             turn.hold(4 * len(prompts) * width)
-            found = await target.producer.batch_logprobs(
-                prompts, targets=wanted.targets, mode=wanted.mode, **target.options
-            )
+            options: dict[str, Any] = {name: getattr(wanted, name) for name in ("targets", "mode", "temperature")}
+            found = await target.producer.batch_logprobs(prompts, **options, **target.options)
             return _respond({"rows": found[0] if is_one else found}, wanted.format or "npy")
 
     async def positions(request: Request) -> Response:
@@ -76,8 +76,7 @@ def routes(targets: Targets) -> list[Route]:
         wanted = _read(turn, PositionsRequest)
         prompts, is_one = _texts(wanted.ids)
         async with targets.use(wanted.model, turn, wanted.adapter) as target:
-            found = [await _predict(target, wanted, prompts, at) for at in range(len(prompts))]
-            arrays = _joined(found, is_one=is_one)
+            arrays = _joined(await _predict(target, wanted, prompts, is_one=is_one), is_one=is_one)
             return _respond(arrays, wanted.format or ("npy" if len(arrays) == 1 else "safetensors"))
 
     handlers = {"/v1/rows": rows, "/v1/positions": positions}
@@ -136,21 +135,18 @@ def _unpadded(text: Any) -> Any:
     return text[:end]
 
 
-async def _predict(target: Target, wanted: PositionsRequest, texts: list[Any], at: int) -> Predictions:
-    """The predictions for one of the texts. `targets` for several texts are one list for each text, or for all."""
-    n, targets = len(texts[at]) - wanted.start, wanted.targets
+async def _predict(target: Target, wanted: PositionsRequest, texts: list[Any], *, is_one: bool) -> list[Predictions]:
+    """The predictions for each text."""
+    count = sum(max(0, len(text) - wanted.start) for text in texts)
     width = target.info.vocab_size if wanted.full else 0
-    target.turn.hold(4 * max(0, n) * (width + 3 * wanted.top + 8))
+    target.turn.hold(4 * count * (width + 3 * wanted.top + 8))
     options: dict[str, Any] = {
         name: value for name in ("top", "next_token", "logz", "tail", "full") if (value := getattr(wanted, name))
     }
-    if wanted.temperature != 1:
-        options["temperature"] = wanted.temperature
-    if targets is not None:
-        options["targets"] = targets[at] if len(texts) > 1 and np.ndim(targets[0]) == 2 else targets
-    if not options:
-        raise SettingsError("positions: ask for at least one of top, targets, next_token, logz, tail and full")
-    return await predict(target, list(map(int, texts[at])), wanted.start, **options)
+    if wanted.targets is not None:
+        options["targets"] = [wanted.targets] if is_one else wanted.targets
+    options["temperature"] = wanted.temperature
+    return await target.producer.batch_positions(texts, wanted.start, **options, **target.options)
 
 
 def _joined(found: list[Predictions], *, is_one: bool) -> Arrays:
@@ -164,8 +160,11 @@ def _joined(found: list[Predictions], *, is_one: bool) -> Arrays:
         each.append(arrays)
     if is_one:
         return each[0]
-    lengths = np.array([len(next(iter(arrays.values()))) for arrays in each], np.int64)
-    return {**{name: np.concatenate([arrays[name] for arrays in each]) for name in each[0]}, "lengths": lengths}
+    widths = {len(arrays["targets"][0]) for arrays in each if "targets" in arrays}
+    if len(widths) > 1:
+        raise SettingsError(f"targets: lists of {sorted(widths)} ids; pad them with -1 to the same number")
+    joined = {name: np.concatenate([arrays[name] for arrays in each]) for name in each[0]}
+    return {**joined, "lengths": np.array(list(map(len, found)), np.int64)}
 
 
 def _respond(arrays: Arrays, form: Format) -> Response:

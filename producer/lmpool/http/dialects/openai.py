@@ -24,7 +24,7 @@ from lmpool.http.errors import describe
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, Turn, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets, TokenTexts, placeholder
-from lmpool.http.scoring import ENTRY_BYTES, Ranked, predict, prompt_logprobs_json, rank
+from lmpool.http.scoring import ENTRY_BYTES, Ranked, prompt_logprobs_json, rank
 from lmpool.protocol.query import TopK
 from lmpool.web.guard import Refused
 
@@ -186,7 +186,7 @@ async def ranked(target: Target, ids: list[int], start: int, top: int) -> Ranked
     if n <= 0:
         return rank(np.empty(0, np.int64), np.empty(0, np.float32), None)
     # Leave out the last position, which predicts a token after the text; but a text cannot be empty.
-    found = await predict(target, ids, start, next_token=True, **({"top": top} if top else {}))
+    found = await target.predict(ids, start, next_token=True, **({"top": top} if top else {}))
     values = found.next_token
     assert values is not None
     best = None if found.top is None else TopK(found.top.values[:n], found.top.ids[:n])

@@ -22,7 +22,8 @@ from lmpool.http.dialects.openai import check_count, event, merged, stream
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import ENTRY_BYTES, Predictions, predict
+from lmpool.http.scoring import ENTRY_BYTES
+from lmpool.protocol.query import Predictions
 from lmpool.web.guard import Refused
 
 PATH = "/generate"
@@ -242,7 +243,7 @@ async def _logprobs(job: _Job, done: Choice, target: Target, wanted: GenerateReq
         options: dict[str, Any] = {"top": job.top} if job.top else {}
         if job.named:
             options["targets"] = job.named
-        found = await predict(target, ids, start, next_token=True, **options)
+        found = await target.predict(ids, start, next_token=True, **options)
     own = np.array(done.logprobs, np.float32) if found.next_token is None else found.next_token
     first = prompt_length - 1 - start if is_needed else 0  # The place in `found` of the first new token.
     end, lead = first + len(done.ids), [None] * (job.start < prompt_length)

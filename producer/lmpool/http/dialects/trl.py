@@ -19,7 +19,7 @@ from lmpool.aio import gather
 from lmpool.http.dialects.openai import check_count
 from lmpool.http.limits import json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import ENTRY_BYTES, predict
+from lmpool.http.scoring import ENTRY_BYTES
 from lmpool.web.guard import Refused
 
 PATH = "/get_sequence_logprobs/"
@@ -83,7 +83,7 @@ async def _score(target: Target, wanted: SequenceLogprobsRequest, ids: list[int]
     if first >= len(ids):
         return empty
     options = {} if wanted.temperature == 1 else {"temperature": wanted.temperature}
-    found = await predict(target, ids, first - 1, top=k, next_token=True, **options)
+    found = await target.predict(ids, first - 1, top=k, next_token=True, **options)
     assert found.top is not None
     assert found.next_token is not None
     empty.values[first - length :], empty.ids[first - length :] = found.top.values[:-1], found.top.ids[:-1]

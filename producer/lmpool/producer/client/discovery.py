@@ -24,6 +24,7 @@ from lmpool.producer.client.requests import Deadline, Tasks
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.token_set import TokenSet
+from lmpool.protocol.tokenizer import special_tokens
 from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader, is_shared
 from lmpool.settings import shown
@@ -382,6 +383,8 @@ class Vocabularies:
         self._connections = connections
         self._keys = keys
         self._sending = asyncio.Lock()
+        self._reading = asyncio.Lock()
+        self._spelling: tuple[ModelInfo, Vocabulary] | None = None
         self._sent: dict[str, float] = {}
         self.pool = str(connections.server)
 
@@ -403,6 +406,19 @@ class Vocabularies:
             raise errors.UnknownVocabulary(f"the model {info.name!r} publishes no vocabulary, {why}")
         async with self._limited(deadline):
             return await look_up(self._connections.redis, self._keys, info.vocabulary)
+
+    async def spelling(self, deadline: Deadline) -> Vocabulary:
+        """Return the vocabulary of the model as `of_model` does, but special tokens have no bytes; keep the result.
+
+        Special tokens are read from the tokenizer that the workers publish; without a tokenizer, none are known.
+        """
+        info = self._connections.model.info
+        async with deadline.limit(), self._reading:
+            if self._spelling is None or self._spelling[0] != info:
+                vocabulary = await self.of_model(deadline)
+                text = await self.tokenizer(info.tokenizer, deadline) if info.tokenizer else "{}"
+                self._spelling = info, await asyncio.to_thread(_without_special_tokens, vocabulary, text)
+            return self._spelling[1]
 
     async def tokenizer(self, digest: str, deadline: Deadline) -> str:
         """Return the text of the `tokenizer.json` with this digest.
@@ -430,3 +446,11 @@ class Vocabularies:
                 # Overwrite a stored vocabulary, because a worker could not read it.
                 await register(self._connections.redis, self._keys, vocabulary, anew=True)
                 self._sent[vocabulary.digest] = deadline.loop.time()
+
+
+def _without_special_tokens(vocabulary: Vocabulary, tokenizer: str) -> Vocabulary:
+    try:
+        special = set(special_tokens(tokenizer))
+    except errors.InvalidVocabulary as error:
+        raise errors.UnknownTokenizer(f"the special tokens of the model are unknown: {error}") from error
+    return Vocabulary([b"" if i in special else token for i, token in enumerate(vocabulary.tokens)])

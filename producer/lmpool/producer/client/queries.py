@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -19,7 +19,7 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
 from lmpool.protocol import query as wire
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
-from lmpool.protocol.row import FACTS, Head, Row, check_logprobs, check_row, unpack_numbers, width_of
+from lmpool.protocol.row import FACTS, Head, Row, check_logits, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
 
 T = TypeVar("T")
@@ -27,13 +27,14 @@ T = TypeVar("T")
 Mode = Literal["logprobs", "logits"]
 """Whether values are log-probabilities, or the logits from which the model computed them."""
 
-Expected = wire.TopK | NDArray[np.float32]
-"""The values at n positions: top-k tokens, arrays (n, k), or an array (n, m), mostly float32, of m numbers each."""
-
 # Max parts (8 MiB each) of one result that are requested at once, so that parts do not fill the server's memory.
 _MAX_PARTS_IN_FLIGHT = 2
 # Max entries read one by one from a cached row. For more entries, fetching the whole row costs the server less.
 _MAX_READ_IN_PLACE = 128
+
+
+# Calls for fewer most likely tokens than this number request this number, to share results.
+_LEAST_TOP = 8
 
 
 class Allowed(NamedTuple):
@@ -51,27 +52,86 @@ class Allowed(NamedTuple):
 _ALL = Allowed()
 
 
+_NO_TARGETS = np.empty(0, np.int64)
+
+
 class Wanted(NamedTuple):
-    """The values that are requested at every position: the top-k tokens, entries of target tokens, or whole rows.
+    """The values that are requested at every position. Without any of the first five, these are whole rows.
 
     Attributes:
         top: number of most likely tokens; 0 for none.
-        targets: ids of the tokens whose entries are requested, if `top` is 0; empty for whole rows.
+        targets: ids of the tokens whose entries are requested: int64 (m,), or (n, m) with the ids of each position of
+            the text from `start` on, padded with `NO_TOKEN`.
+        next_token: whether the entry of the token that follows each position is requested.
+        logz: whether logZ is requested.
+        tail: whether the log-sum-exp over the other tokens than `top` and `targets` is requested.
+        full: whether whole rows are requested too.
         values: kind of the values, as in `PositionsQuery`.
+        temperature: divides the logits.
         size: number of float32 values that encode one hidden state.
         allowed: the tokens that `top` chooses from.
+        start: the position of the first row of `targets`.
     """
 
     top: int = 0
-    targets: tuple[int, ...] = ()
+    targets: NDArray[np.int64] = _NO_TARGETS
+    next_token: bool = False
+    logz: bool = False
+    tail: bool = False
+    full: bool = False
     values: wire.PositionValues = "logprobs"
+    temperature: float = 1.0
     size: int = 0
     allowed: Allowed = _ALL
+    start: int = 0
 
-    def query(self, start: int) -> wire.PositionsQuery:
-        """Return the query for the positions from `start` on."""
-        targets = np.array(self.targets, "<u4").tobytes()
-        return wire.PositionsQuery(start, self.top, targets, self.values, self.size, self.allowed.packed)
+    def query(self, part: range, length: int) -> wire.PositionsQuery:
+        """Return the query for positions of a prompt of `length` tokens."""
+        targets = self._targets_at(part)
+        each = targets.shape[1] if targets.ndim == 2 else 0
+        return wire.PositionsQuery(
+            part.start, self.top, targets.astype("<u4").tobytes(), each, self.next_token, self.logz, self.tail,
+            self.values, self.temperature, self.size, self.allowed.packed, stop=part.stop if part.stop < length else 0,
+        )  # fmt: skip
+
+    def _targets_at(self, part: range) -> NDArray[np.int64]:
+        """Return the targets of some positions."""
+        return self.targets if self.targets.ndim == 1 else self.targets[part.start - self.start :][: len(part)]
+
+    def shared(self, vocab_size: int) -> Wanted:
+        """Return what to request from workers, so that calls with similar options share one cached result.
+
+        Numbers that cost next to nothing are always part of it. All else is computed from whole rows, if requested.
+        """
+        if self.full:  # The logits have logZ too.
+            return Wanted(values="logits" if self.logz else self.values, temperature=self.temperature)
+        top = self.top and min(vocab_size, max(_LEAST_TOP, 1 << (self.top - 1).bit_length()))
+        return self._replace(top=top, next_token=True, logz=True, tail=top > 0 or self.targets.size > 0)
+
+    def of(self, found: wire.Predictions, text: Prompt) -> wire.Predictions:
+        """Return what is requested, from predictions that were requested as `shared` says."""
+        part = range(found.start, found.start + len(found))
+        if found.full is not None:
+            rows, ids, log_z = found.full, decode_ids(text.ids), np.zeros(len(part), np.float32)
+            if self.logz:
+                log_z = wire.logsumexp(rows)
+            full = rows if self.values == "logits" else rows - log_z[:, None] if self.logz else rows
+            query = self._replace(temperature=1.0).query(part, len(ids))
+            if self.allowed.tokens is not None:
+                query = query.among(self.allowed.tokens.ids)
+            if not query.is_of_entries:
+                return wire.Predictions(part.start, full=full)
+            return replace(query.with_rows(rows, log_z, part, ids), full=full)
+        top, tail = found.top, found.tail if self.tail else None
+        if top is not None and top.ids.shape[1] > self.top:
+            values, others = top.values[:, self.top :], top.ids[:, self.top :]
+            if tail is not None:
+                is_target = (others[:, :, None] == self._targets_at(part)[..., None, :]).any(axis=2)
+                more = np.where(is_target, -np.float32(np.inf), values)
+                tail = wire.logsumexp(np.concatenate([tail[:, None], more], axis=1))
+            top = wire.TopK(top.values[:, : self.top].copy(), top.ids[:, : self.top].copy())
+        following, logz = found.next_token if self.next_token else None, found.logz if self.logz else None
+        return wire.Predictions(found.start, top, found.targets, following, logz, tail)
 
 
 def entries_of(row: Row, targets: list[int]) -> Row:
@@ -154,7 +214,8 @@ class Queries:
 
         async def put(at: int) -> None:
             if logits:
-                out[at] = await self.last(prompts[at], Wanted(targets=tuple(targets[at]), values="logits"))
+                found = await self.last(prompts[at], Wanted(targets=np.array(targets[at], np.int64), values="logits"))
+                out[at] = found.full if found.targets is None else found.targets
             else:
                 out[at] = await self.entries(prompts[at], targets[at])
 
@@ -188,10 +249,15 @@ class Queries:
             text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
             raise errors.CorruptRow(text) from error
 
-    async def top(self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL) -> wire.TopK:
+    async def top(
+        self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL, temperature: float = 1.0
+    ) -> wire.TopK:
         """Return the `k` largest entries of a row."""
-        if values == "logits":
-            return await self.last(prompt, Wanted(k, values=values, allowed=allowed))  # type: ignore[no-any-return]
+        if values == "logits" or temperature != 1:
+            wanted = Wanted(k, values=values, temperature=temperature, allowed=allowed)
+            best = (await self.last(prompt, wanted)).top
+            assert best is not None
+            return wire.TopK(best.values[0], best.ids[0])
         row = self.session.cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
             return wire.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
@@ -221,7 +287,7 @@ class Queries:
         query = prompt.with_query(wanted.pack(), 2 * wanted.most, wanted.most)
         return await self._result(query, partial(wire.unpack_continuation, vocab_size=self.vocab_size), private=private)
 
-    async def scores(self, prompt: Prompt, continuation: Prompt, values: Mode) -> Row:
+    async def scores(self, prompt: Prompt, continuation: Prompt, values: Mode, temperature: float) -> Row:
         """Return the log-probability, or the logit, of each token of a continuation: float32 (m,)."""
         info, ids = self.session.info, prompt.ids + continuation.ids
         start, end = len(prompt.ids) // 4, len(ids) // 4
@@ -229,12 +295,12 @@ class Queries:
             raise errors.PromptTooLong(f"the prompt and its continuation have {end} tokens: the limit is {limit}")
         whole = Prompt(ids, digest_of(ids, prompt.adapter), prompt.adapter)
         if info.positions:
-            wanted = wire.PositionsQuery.scores_from(start, logits=values == "logits")
-            check = check_logprobs if wanted.values == "scores" else _check_logits
+            wanted = wire.PositionsQuery.scores_from(start, logits=values == "logits", temperature=temperature)
+            check = check_logprobs if values == "logprobs" else check_logits
             with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
-        if values == "logits":
-            raise self._unsupported(values)
+        if values == "logits" or temperature != 1:
+            raise self._unsupported("mode" if values == "logits" else "temperature")
         # Request all prefixes concurrently, so that workers compute their common part once.
         prefixes = [prefix_of(whole, at) for at in range(start, end)]
         tokens = decode_ids(continuation.ids).tolist()
@@ -244,28 +310,45 @@ class Queries:
 
     def parts(self, text: Prompt, start: int, wanted: Wanted) -> list[range]:
         """Split the positions of a text from `start` on into parts whose results each fit into one reply."""
-        length, size = len(text.ids) // 4, wanted.query(start).most_positions(self.vocab_size)
+        length, vocab_size = len(text.ids) // 4, self.vocab_size
+        asked = wanted if wanted.size else wanted.shared(vocab_size)
+        size = asked.query(range(start, start + 1), length).most_positions(vocab_size)
         return [range(at, min(at + size, length)) for at in range(start, length, size)]
 
-    async def positions(self, text: Prompt, start: int, wanted: Wanted) -> Expected:
-        """Return the values at every position of a text from `start` on."""
+    async def positions(self, text: Prompt, start: int, wanted: Wanted) -> wire.Predictions:
+        """Return the predictions at every position of a text from `start` on."""
+        return wire.Predictions.join(await self._all_parts(text, start, wanted, self.part))
+
+    async def hidden(self, text: Prompt, start: int) -> NDArray[Any]:
+        """Return the last hidden states of a text from position `start` on: (n, d)."""
+        info = self.session.info
+        if not info.hidden or not info.positions:
+            raise self._unsupported("hidden")
+        wanted = Wanted(values="hidden", size=width_of(info.hidden, info.dtype))
+
+        async def part(text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> NDArray[Any]:
+            query = wanted.query(part, len(text.ids) // 4)
+            read = partial(unpack_numbers, count=len(part), size=info.hidden, dtype=info.dtype)
+            prompt = text.with_query(query.pack(), len(part) * wanted.size)
+            return await self._result(prompt, read, private=private)
+
+        return np.concatenate(await self._all_parts(text, start, wanted, part))
+
+    async def _all_parts(self, text: Prompt, start: int, wanted: Wanted, ask: Callable[..., Any]) -> list[Any]:
+        """Await `ask` for all parts of a text's positions."""
         parts, fingerprint = self.parts(text, start, wanted), self.session.info.fingerprint
         if len(parts) == 1:
-            return await self.part(text, parts[0], wanted)
+            return [await ask(text, parts[0], wanted)]
         # Request few parts at once: more could fill the server's memory, and engines would compute each prefix again.
         slots = asyncio.Semaphore(_MAX_PARTS_IN_FLIGHT)
 
-        async def ask(part: range) -> Expected:
+        async def ask_one(part: range) -> Any:
             async with slots:
-                return await self.part(prefix_of(text, part.stop), part, wanted, private=True)
+                return await ask(text, part, wanted, private=True)
 
-        answers = await gather([ask(part) for part in parts])
+        answers = await gather([ask_one(part) for part in parts])
         self.check_same_model(fingerprint)
-        if tops := [answer for answer in answers if isinstance(answer, wire.TopK)]:
-            return wire.TopK(
-                np.concatenate([best.values for best in tops]), np.concatenate([best.ids for best in tops])
-            )
-        return np.concatenate([answer for answer in answers if not isinstance(answer, wire.TopK)])
+        return answers
 
     def check_same_model(self, fingerprint: str) -> None:
         """Raise ModelMismatch if the fingerprint has changed, because the parts of a result may be of two models."""
@@ -273,52 +356,65 @@ class Queries:
             text = f"the model {info.name!r} has changed while parts of a result arrived: ask again"
             raise errors.ModelMismatch(text)
 
-    async def part(self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> Expected:
-        """Return the values at the positions `part` of a text, its last; `private` is an option of `Session.answer`."""
-        info, count, vocab_size = self.session.info, len(part), self.vocab_size
-        query = wanted.query(part.start)
+    async def part(
+        self, text: Prompt, part: range, wanted: Wanted, *, private: bool = False, shares: bool = True
+    ) -> wire.Predictions:
+        """Return the predictions at positions of a text.
 
-        def read(answer: Row) -> Expected:
-            if wanted.top:
-                return wire.unpack_top(answer.reshape(count, -1), vocab_size, of_row=wanted.values == "logprobs")
-            if wanted.values == "logprobs":
-                return check_logprobs(answer).reshape(count, -1)
-            if wanted.values == "hidden":
-                return unpack_numbers(answer, count, info.hidden, info.dtype)
-            return _check_logits(answer) if wanted.values == "logz" else _check_logits(answer).reshape(count, -1)
+        `private` is an option of `Session.answer`. `shares`: whether to request the result as `Wanted.shared` says.
+        """
+        if self.session.info.positions:
+            asked, vocab_size = wanted.shared(self.vocab_size) if shares else wanted, self.vocab_size
+            # The token after the part is needed too; later tokens are not.
+            prompt = prefix_of(text, min(part.stop + 1, len(text.ids) // 4))
+            query = asked.query(part, len(prompt.ids) // 4)
 
-        if info.positions:
-            with_query = text.with_query(query.pack(), count * query.width(vocab_size))
+            def read(answer: Row) -> wire.Predictions:
+                return query.split(answer, part, len(text.ids) // 4, vocab_size)
+
+            with_query = prompt.with_query(query.pack(), len(part) * query.width(vocab_size))
             with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
-                return await self._result(with_query, read, private=private, allowed=wanted.allowed)
-        if wanted.values != "logprobs":
-            raise self._unsupported(wanted.values)
-        prefixes = [prefix_of(text, at + 1) for at in part]
-        if wanted.top:
-            return wire.stack_tops(await gather([self.top(prefix, wanted.top) for prefix in prefixes]), wanted.top)
-        if wanted.targets:
-            return await self.all_entries(prefixes, [list(wanted.targets)] * count, len(wanted.targets))
-        return await self.session.answer_all(prefixes, self.deadline)
+                found = await self._result(with_query, read, private=private, allowed=wanted.allowed)
+                return wanted.of(found, text) if shares else found
+        return await self._from_rows(text, part, wanted)
 
-    def _unsupported(self, values: wire.PositionValues, name: str = "") -> errors.SettingsError:
-        """Return the error for values that the backend does not support; `name` is the option or the call."""
-        info, name = self.session.info, name or {"logits": "mode"}.get(values, values)
-        only, support = ("no hidden states", "them") if values == "hidden" else ("log-probabilities only", "positions")
+    async def _from_rows(self, text: Prompt, part: range, wanted: Wanted) -> wire.Predictions:
+        """Return the predictions at positions of a text, computed here from the rows of all prefixes."""
+        if wanted.logz or wanted.values == "logits":
+            raise self._unsupported("logz" if wanted.logz else "mode")
+        if wanted.allowed.packed and wanted.allowed.tokens is None:
+            raise self._unsupported("allowed")
+        size, found = max(1, wire.MAX_ANSWER // self.vocab_size), list[wire.Predictions]()
+        for first in range(part.start, part.stop, size):
+            some = range(first, min(first + size, part.stop))
+            prefixes = [prefix_of(text, at + 1) for at in some]
+            rows = wire.tempered(await self.session.answer_all(prefixes, self.deadline), wanted.temperature)
+            found.append(wanted.of(wire.Predictions(some.start, full=rows), text))
+        made = wire.Predictions.join(found)
+        return made if wanted.full else replace(made, full=None)
+
+    def _unsupported(self, name: str) -> errors.SettingsError:
+        """Return the error for an option or a call that the backend does not support."""
+        info, is_hidden = self.session.info, name in ("hidden", "head")
+        only, support = ("no hidden states", "them") if is_hidden else ("log-probabilities only", "positions")
         text = f"the workers of {info.name!r} return {only}: their backend {info.backend!r} does not support {support}"
         return errors.SettingsError(f"{name}: {text}")
 
-    async def last(self, prompt: Prompt, wanted: Wanted) -> Any:
-        """Return the values at the last position of a prompt, as arrays without the axis of positions."""
+    async def last(self, prompt: Prompt, wanted: Wanted) -> wire.Predictions:
+        """Return the predictions at the last position of a prompt."""
         last = len(prompt.ids) // 4 - 1
-        found = await self.part(prompt, range(last, last + 1), wanted)
-        return wire.TopK(found.values[0], found.ids[0]) if isinstance(found, wire.TopK) else found[0]
+        return await self.part(prompt, range(last, last + 1), wanted, shares=False)
 
     # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
-        """Return the head (the model's last layer) from `heads` (fingerprint -> head), or fetch it for all callers."""
+        """Return the head (the last layer) from `heads`, or fetch it for all callers.
+
+        `heads`: fingerprint, followed by the name of an adapter -> head.
+        """
         fingerprint = self.session.info.fingerprint
-        if (head := heads.get(fingerprint)) is not None:
+        name = fingerprint + self.adapter
+        if (head := heads.get(name)) is not None:
             return head
         lock = self.session.fetching_head
         async with self.deadline.limit():
@@ -328,14 +424,37 @@ class Queries:
                 head = await self._fetch_head()
                 heads.clear()
                 heads[fingerprint] = head
+            if self.adapter and name not in heads:
+                heads[name] = await self._with_factors(head)
         finally:
             lock.release()
-        return head
+        return heads[name]
+
+    async def _with_factors(self, head: Head) -> Head:
+        """Return the head with the LoRA factors that the adapter has for it."""
+        info, prompt = self.session.info, self.session.encode([0], self.adapter)
+
+        async def ask(part: Literal["rank", "down", "up"], first: int = 0, count: int = 0) -> Row:
+            query = wire.HeadQuery(part, first, count)
+            read = partial(unpack_numbers, count=1, size=count or 1, dtype="float32")
+            return (await self._result(prompt.with_query(query.pack(), count or 1), read, private=True))[0]
+
+        async def ask_all(part: Literal["down", "up"], shape: tuple[int, int]) -> Row:
+            size = shape[0] * shape[1]
+            starts = range(0, size, wire.MAX_ANSWER)
+            parts = [await ask(part, first, min(wire.MAX_ANSWER, size - first)) for first in starts]
+            return np.concatenate(parts).reshape(shape)
+
+        if not (rank := int((await ask("rank"))[0])):
+            return head
+        down, up = await ask_all("down", (rank, info.hidden)), await ask_all("up", (info.vocab_size, rank))
+        self.check_same_model(info.fingerprint)
+        return replace(head, down=down, up=up)
 
     async def _fetch_head(self) -> Head:
         info, prompt = self.session.info, self.session.encode([0])
         if not info.hidden:
-            raise self._unsupported("hidden", "head")
+            raise self._unsupported("head")
         width, size = width_of(info.hidden, info.dtype), info.vocab_size
 
         async def ask(query: wire.HeadQuery, length: int, read: Callable[[Row], T]) -> T:
@@ -364,10 +483,3 @@ async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]
 def _count(prompts: Sequence[Any]) -> int:
     """Return the number of prompts; several continuations of one prompt count as one."""
     return len(prompts) if any(ids is not prompts[0] for ids in prompts) else min(1, len(prompts))
-
-
-def _check_logits(answer: Row) -> Row:
-    """Return the given logits or logZ; raises ProtocolError if their largest value is NaN or infinite."""
-    if not (most := answer.max()) < np.inf:
-        raise errors.ProtocolError(f"the largest of {len(answer)} logits is {most}")
-    return answer

@@ -128,7 +128,7 @@ def test_a_batch_keeps_to_its_token_budget(budget: int) -> None:
     assert len(batch) == max(1, budget // 100)
 
 
-@pytest.mark.parametrize(("kind", "size"), [("vector", 3), ("hidden", 8)])
+@pytest.mark.parametrize(("kind", "size"), [("vector", 3), ("states", 8)])
 def test_a_batch_keeps_to_its_number_of_logits_which_hidden_states_do_not_need(kind: str, size: int) -> None:
     waiting = {digest: replace(chunk, kept=100, kind=kind) for digest, chunk in chunks(*[100] * 8).items()}
     assert len(choose(waiting, 64, RULES._replace(logits=350))) == size

@@ -382,7 +382,7 @@ ABOUT: dict[str, PositionsQuery | None] = {
     "top": PositionsQuery(0, top=3),
     "targets": PositionsQuery(0, targets=bytes(4)),
     "logits": PositionsQuery(0, values="logits"),
-    "scores": PositionsQuery(0, values="scores"),
+    "scores": PositionsQuery(0, next_token=True),
     "hidden": PositionsQuery(0, values="hidden", size=32),
 }
 

@@ -63,7 +63,7 @@ def test_an_offloaded_model_gives_the_same_model_info_rows_and_head(tiny: Tiny, 
         np.testing.assert_allclose(rows[prompt], row, atol=1e-4, rtol=0)
     if whole.info.hidden:
         query = HeadQuery("weights", 3, 5)
-        assert np.array_equal(parts.head(query), whole.head(query))
+        assert np.array_equal(parts.head(query, ""), whole.head(query, ""))
 
 
 def test_all_gpus_that_hold_layers_are_reported(tiny: Tiny) -> None:

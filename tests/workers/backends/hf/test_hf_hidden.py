@@ -28,9 +28,10 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.protocol import query
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import FACTS, Head, unpack_numbers, width_of
-from lmpool.workers.backends.hf import model as hf_model
+from lmpool.workers.backends import output_head
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.settings import HfSettings
+from tests.contract import model as contract_model
 from tests.producer.batch.runs import run, write_texts
 from tests.support.models.tiny_models import CONFIGS, VOCAB_SIZE, make_model
 from tests.support.pool import Pool, until
@@ -68,10 +69,10 @@ def write(folder: Path, kind: str, dtype: torch.dtype) -> Path:
 def head_of(backend: HfBackend) -> Head:
     """Assemble the output head from its parts, as a client does."""
     info = backend.info
-    scale, soft_cap, has_bias = backend.head(HeadQuery("facts"))[:FACTS].tolist()
-    bias = backend.head(HeadQuery("bias")) if has_bias else None
+    scale, soft_cap, has_bias = backend.head(HeadQuery("facts"), "")[:FACTS].tolist()
+    bias = backend.head(HeadQuery("bias"), "") if has_bias else None
     parts = [
-        unpack_numbers(backend.head(HeadQuery("weights", first, count)), count, info.hidden, info.dtype)
+        unpack_numbers(backend.head(HeadQuery("weights", first, count), ""), count, info.hidden, info.dtype)
         for first, count in ((0, 50), (50, VOCAB_SIZE - 50))
     ]
     return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
@@ -113,8 +114,7 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
 
 def test_a_head_that_does_not_compute_the_logits_is_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path, "soft-cap", torch.float32)
-    head_class = hf_model.OutputHead
-    monkeypatch.setattr(hf_model, "OutputHead", lambda layer, scale, _: head_class(layer, scale, None))
+    monkeypatch.setattr(output_head.OutputHead, "finished", lambda _, logits: logits)
     backend = HfBackend(HfSettings(str(folder), device="cpu"))
     assert backend.info.hidden == 0
     assert backend.info.positions
@@ -167,6 +167,25 @@ def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, mon
         until(lambda: not pool.names("row:*"), "nothing is left")
         with pytest.raises(SettingsError, match="start: 30 must be a whole number from 0 to 29"):
             producer.hidden(text, 30)
+
+
+async def test_the_head_of_an_adapter_has_its_factors(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(query, "MAX_ANSWER", 3000)  # Each factor of the head is sent in several parts.
+    adapters = [f"--adapters={name}={contract_model.write_adapter(tmp_path / name, name)}" for name in ("head", "warm")]
+    folder = contract_model.write_model(tmp_path / "model")
+    await asyncio.to_thread(
+        pool.start, "--backend", "hf", "--name", "tiny", "--device", "cpu", *adapters, model=str(folder)
+    )
+    async with pool.producer("tiny", cache_bytes=0) as producer:
+        for adapter in ("head", "warm"):
+            head = await producer.head(adapter=adapter)
+            assert (head.up is not None) == (adapter == "head")
+            states = await producer.hidden(range(9), adapter=adapter)
+            rows = np.stack([contract_model.reference_row(range(at + 1), adapter) for at in range(9)])
+            np.testing.assert_allclose(head.logprobs(states), rows, atol=3e-4)
+        assert (await producer.head(adapter="head")).weights is (await producer.head()).weights
 
 
 async def test_hidden_states_of_a_file_are_kept_in_the_dtype_of_the_model(pool: Pool, tmp_path: Path) -> None:

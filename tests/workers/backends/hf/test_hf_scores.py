@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -77,12 +77,12 @@ def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: 
 def test_scores_that_ran_out_of_memory_are_computed_again(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = 0
 
-    def failing_once(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> Logprobs:
+    def failing_once(states: Tensor, query: PositionsQuery, ids: bytes, begin: int) -> Logprobs | None:
         nonlocal calls
         calls += 1
         if calls == 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return found_by_model(logits, query, following)
+        return found_by_model(states, query, ids, begin)
 
     found_by_model = values_at_positions
     monkeypatch.setattr(hf_backend, "values_at_positions", failing_once)

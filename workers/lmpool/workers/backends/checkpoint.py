@@ -30,7 +30,7 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _HUB_WEIGHTS = _WEIGHTS[:3]
 """Suffixes of weight files to download: the first that the repository has. For GGUF, the user must name the file."""
 
-_MODEL_CONFIGS = ("config.json", "params.json")
+MODEL_CONFIGS = ("config.json", "params.json")
 """Files that describe a model's architecture, in the formats of transformers and of Mistral."""
 
 _CONFIGS = ("config.json", "adapter_config.json", "hf_quant_config.json", "quant_config.json", "quantize_config.json")
@@ -163,7 +163,7 @@ def checkpoint_files(model: str, gguf_file: str | None = None) -> list[Path]:
         return []
     if gguf_file is not None:
         return [folder / gguf_file]
-    names = (*_MODEL_CONFIGS, *_CONFIGS, *_TOKENIZERS)
+    names = (*MODEL_CONFIGS, *_CONFIGS, *_TOKENIZERS)
     read = [path for path in sorted(folder.iterdir()) if path.name in names or path.suffix in _WEIGHTS]
     return [path for path in read if path.is_file()]
 
@@ -226,6 +226,20 @@ def local_path(field: str, text: str) -> Path:
         raise SettingsError(f"{field}: {text} cannot be loaded: {error}") from error
 
 
+def hub_sizes(model: str) -> dict[str, int]:
+    """Name -> bytes of each file of a model on the hub; {} if the hub does not answer."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # OSError, and the base class of the errors of the hub's HTTP library, which depends on the release.
+    errors: Any = HfHubHTTPError.__bases__
+    try:
+        files = HfApi().model_info(model, files_metadata=True, timeout=HUB_TIMEOUT_S).siblings or ()
+    except errors:
+        return {}
+    return {file.rfilename: file.size or 0 for file in files if "/" not in file.rfilename}
+
+
 def is_on_hub(model: str) -> bool:
     """Whether `model` can only be a hub name: no folder of this name exists, and it is not written as a path."""
     return not model.startswith(("/", ".", "~")) and model.count("/") < 2 and not _is_folder(Path(model))
@@ -280,7 +294,7 @@ def _is_folder(path: Path) -> bool:
 def _why_no_model(path: Path, has_gguf: bool) -> str:
     """Why an existing path holds no model; "" if the path may hold a model, or does not exist."""
     folder = path.absolute().parent if path.is_file() else path
-    has_config = any((folder / name).is_file() for name in _MODEL_CONFIGS)
+    has_config = any((folder / name).is_file() for name in MODEL_CONFIGS)
     if path.is_file() and path.suffix == ".gguf":
         return "it is a GGUF file, which only --backend hf serves: save_pretrained it in a folder with its tokenizer"
     if path.is_file():

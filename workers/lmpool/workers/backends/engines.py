@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
-from lmpool.protocol.adapter import qualify
+from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import PositionsQuery
+from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import check_adapter
+from lmpool.workers.backends.lora import adapter_folder, check_adapter, head_factors
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import EngineSettings, ModelSettings
 from lmpool.workers.backends.tokenizer import TellsTexts
@@ -52,6 +54,7 @@ class EngineBackend(TellsTexts, ABC):
     _folder: Path  # The model's folder, or its hub name if `_weights` is set.
     _weights: Mapping[str, Any] | None = None  # The model's weights; see `check_adapter`.
     _encoder: RowEncoder
+    _head: OutputHead | None = None  # None if clients cannot compute the logits from hidden states.
 
     def __init__(self, settings: ModelSettings) -> None:
         torch_device.settle()
@@ -70,6 +73,7 @@ class EngineBackend(TellsTexts, ABC):
 
     def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
         name, settings = str(dtype).removeprefix("torch."), self._settings
+        facts["hidden"] = 0 if self._head is None else self._head.size
         facts |= {"dtype": name, "encoding": encoding.name.lower(), "source": checkpoint_source(settings.model)}
         lossy = encoding is Encoding.F16 and name != "float16"
         self._info = ModelInfo(settings.served_as, settings.kind, lossy=lossy, **facts)
@@ -120,6 +124,13 @@ class EngineBackend(TellsTexts, ABC):
         """See `WritesInPlace.write_to`."""
         self._encoder.new_rows = new_rows
 
+    def head(self, query: HeadQuery, adapter: str) -> NDArray[np.float32]:
+        """See `TellsHead.head`."""
+        if query.is_of_adapter:
+            return _part_of_adapter(query, adapter, adapter_folder(self.adapters[adapter]))
+        assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
+        return self._head.answer(query, self._info.vocab_size)
+
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""
         return self._stats
@@ -127,6 +138,21 @@ class EngineBackend(TellsTexts, ABC):
     def reset_stats(self) -> None:
         """Set the counters to zero: no client has requested the rows of the checks at the start."""
         self._stats = BackendStats()
+
+
+def _part_of_adapter(query: HeadQuery, adapter: str, folder: Path) -> NDArray[np.float32]:
+    """The part of an adapter's factors of the head that a query requests."""
+    factors = head_factors(folder)
+    if query.part == "rank":
+        if checkpoint_revision(folder) != revision_of(adapter):
+            raise WorkerError(f"adapters: {folder} was changed after it was loaded")
+        return np.array([0 if factors is None else len(factors[0])], np.float32)
+    if factors is None:
+        raise WorkerError(f"adapters: {adapter} has no factors for the head")
+    numbers = factors[query.part == "up"].contiguous().numpy().ravel()[query.first : query.first + query.count]
+    if len(numbers) < query.count:
+        raise WorkerError(f"{query.count} numbers from {query.first} on, of a factor that has {len(numbers)} less")
+    return np.asarray(numbers, np.float32)
 
 
 def check_canary(backend: Backend) -> None:

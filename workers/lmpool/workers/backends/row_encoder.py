@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.query import PositionsQuery, TopK, pack_top
+from lmpool.protocol.query import NO_TOKEN, PositionsQuery, TopK, pack_top
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
+from lmpool.workers.backends.output_head import pack_states
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 
 _CACHED_NUMBERS = 1 << 19
@@ -253,39 +254,70 @@ def _fault(logits: Tensor) -> str:
     return f"the model returned -inf for all {values.size} logits: its row has no finite logZ"
 
 
-def values_at_positions(logits: Tensor, query: PositionsQuery, following: Sequence[int]) -> NDArray[np.float32]:
-    """The values (m, width) that a query requests at positions with logits (m, V); NaN for invalid logits.
+def values_at_positions(states: Tensor, query: PositionsQuery, ids: bytes, begin: int) -> NDArray[np.float32] | None:
+    """The values (m, width) that a query requests at the m positions from `begin` on; None if they are no numbers.
 
-    `following` holds the token after each position.
+    Args:
+        states: logits (m, V) of the positions, or hidden states (m, d) for a query that requests these.
+        query: the query.
+        ids: the token ids of the whole prompt, encoded as in a job.
+        begin: the first of the positions.
     """
-    tokens, at_once = torch.tensor(following, device=logits.device), rows_per_slice(logits)
-    ids, parts = query.target_ids, []
-    targets = torch.from_numpy(ids).to(logits.device)
-    for first in range(0, len(logits), at_once):
-        values = _values_at(logits[first : first + at_once].float(), query, tokens[first : first + at_once])
-        if query.targets and not query.is_of_next_token:
-            values = values[:, targets]
-        if query.top:
-            best = _largest_of(values, query.top)
-            parts.append(pack_top(best._replace(ids=ids[best.ids]) if query.targets else best))
-        else:
-            parts.append(values.cpu().numpy())
-    return np.concatenate(parts)
+    if query.values == "hidden":  # Check before packing, which may turn numbers into NaN.
+        return pack_states(states) if bool(states.isfinite().all()) else None
+    positions, parts = range(begin, begin + len(states)), []
+    following = np.zeros(len(states), np.int64)  # The token after each position; 0 after the prompt's last position.
+    known = decode_ids(ids)[begin + 1 : begin + 1 + len(states)]
+    following[: len(known)] = known
+    targets = query.targets_at(positions)
+    at_once = rows_per_slice(states)
+    for first in range(0, len(states), at_once):
+        cut = slice(first, first + at_once)
+        parts.append(_values_at(states[cut].float(), query, targets[cut], following[cut]))
+    values = np.concatenate(parts)
+    return None if np.isnan(values).any() else values
 
 
-def _values_at(logits: Tensor, query: PositionsQuery, following: Tensor) -> Tensor:
-    """Log-probabilities or logits, float32 (m, V), or their logZ, (m, 1); NaN for logits that are no distribution.
+def _values_at(
+    logits: Tensor, query: PositionsQuery, targets: NDArray[np.int64], following: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """The values (m, width) at positions with logits (m, V), in the order of `PositionsQuery.of`.
 
-    For a query about the next token of each position, return the values of the `following` tokens only, (m, 1).
+    They are NaN for logits that are no distribution.
     """
-    if query.values == "scores":
-        # Use the loss and not log_softmax, which would allocate a float32 row for each position.
-        return -torch.nn.functional.cross_entropy(logits, following, reduction="none")[:, None]
-    if query.values == "logprobs":
-        return torch.log_softmax(logits, dim=-1)
-    log_z = log_z_of(logits)[:, None]
-    values = torch.where(log_z.isfinite(), log_z if query.values == "logz" else logits, torch.nan)
-    return values.gather(1, following[:, None]) if query.is_of_next_token else values
+    if query.temperature != 1:
+        logits = logits / query.temperature
+    rows = logprobs = torch.log_softmax(logits, dim=-1)
+    if query.values == "logits":
+        rows = torch.where(logprobs[:, :1].isnan(), torch.nan, logits)
+    if not query.is_of_entries:
+        return np.asarray(rows.cpu().numpy())
+    columns, named, device = list[NDArray[np.float32]](), list[Tensor](), logits.device
+    if query.top:
+        choices = query.choice_ids
+        best = _largest_of(rows if choices is None else rows[:, torch.from_numpy(choices).to(device)], query.top)
+        best = best if choices is None else best._replace(ids=choices[best.ids])
+        columns.append(pack_top(best))
+        named.append(torch.from_numpy(best.ids).to(device))
+    if query.targets:
+        ids = torch.from_numpy(np.ascontiguousarray(targets)).to(device)
+        is_padding = ids == NO_TOKEN
+        columns.append(rows.gather(1, ids.masked_fill(is_padding, 0)).masked_fill(is_padding, -torch.inf).cpu().numpy())
+        named.append(ids.masked_fill(is_padding, rows.shape[1]))
+    if query.next_token:
+        columns.append(rows.gather(1, torch.from_numpy(following).to(device)[:, None]).cpu().numpy())
+    if query.logz:
+        # Use the largest logit, where the rounding error is smallest.
+        columns.append((logits.amax(-1, keepdim=True) - logprobs.amax(-1, keepdim=True)).cpu().numpy())
+    if query.tail:
+        columns.append(_tail_of(rows, torch.cat(named, dim=1)).cpu().numpy())
+    return np.concatenate(columns, axis=1)
+
+
+def _tail_of(rows: Tensor, named: Tensor) -> Tensor:
+    """The log-sum-exp (m, 1) of the entries of rows (m, V) that are not in `named` (m, k); the id V is padding."""
+    rest = torch.nn.functional.pad(rows, (0, 1)).scatter_(1, named, -torch.inf)[:, :-1]
+    return torch.logsumexp(rest, dim=-1, keepdim=True)
 
 
 def _largest_of(rows: Tensor, k: int) -> TopK:
@@ -327,17 +359,17 @@ class _OpenAnswer:
     parts: list[NDArray[np.float32]] = field(default_factory=list)
     failure: str = ""
 
-    def add(self, logits: Tensor) -> None:
-        """Add the values of the next positions."""
+    def add(self, states: Tensor) -> None:
+        """Add the values of the next positions, from their logits or hidden states."""
         begin = self.missing.start
-        self.missing = range(begin + len(logits), self.missing.stop)
+        self.missing = range(begin + len(states), self.missing.stop)
         if self.failure:
             return
-        # The logits of a position predict the token after it.
-        following = decode_ids(self.job.ids)[begin + 1 : begin + len(logits) + 1].tolist()
         try:
-            self.parts.append(values_at_positions(logits, self.query, following))
-            self.failure = NO_DISTRIBUTION if np.isnan(self.parts[-1]).any() else ""
+            if (values := values_at_positions(states, self.query, self.job.ids, begin)) is None:
+                self.failure = NO_DISTRIBUTION
+            else:
+                self.parts.append(values)
         except QUERY_ERRORS as error:  # Fail this prompt only: an exception in the engine's step would end the engine.
             self.failure = failure_of(error)
         if self.failure:
@@ -374,20 +406,27 @@ class PositionAnswers:
         wanted = range(max(missing.start, computed.start), min(missing.stop, computed.stop))
         return [Piece(request, wanted, row + wanted.start - computed.start)] if wanted else []
 
-    def add(self, pieces: Sequence[Piece], first: int, logits: Tensor) -> None:
-        """Add the values of a slice of a forward's logits; `first` is the index of the slice's first row.
+    def wants_states(self, request: str) -> bool:
+        """Whether a request wants hidden states, and not values that are computed from logits."""
+        answer = self._open.get(request)
+        return answer is not None and answer.query.values == "hidden"
+
+    def add(self, pieces: Sequence[Piece], first: int, states: Tensor) -> None:
+        """Add the values of a slice of a forward's logits, or of its hidden states if the pieces' requests want them.
+
+        `first` is the index of the slice's first row.
 
         Raises:
             WorkerError: the engine has not computed the next missing position.
         """
         for piece in pieces:
-            begin, end = max(piece.row, first), min(piece.row + len(piece.positions), first + len(logits))
+            begin, end = max(piece.row, first), min(piece.row + len(piece.positions), first + len(states))
             answer = self._open.get(piece.request)
             if begin < end and answer is not None:
                 position = piece.positions[begin - piece.row]
                 if position != answer.missing.start:
                     raise WorkerError(f"the engine has computed position {position}, and not {answer.missing.start}")
-                answer.add(logits[begin - first : end - first])
+                answer.add(states[begin - first : end - first])
 
     def take(self, request: str) -> NDArray[np.float32] | str:
         """Remove a finished request; returns its answer, float32 (n * width,), or the reason of its failure."""

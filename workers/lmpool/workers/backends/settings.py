@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -46,6 +47,12 @@ _VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+"""Environment variables of an engine on one machine: torch exchanges CPU tensors on the interface for loopback.
+
+By default torch listens on the address of the host's name, which other machines may reach.
+"""
 
 MAX_RANKS = 1024
 """Max processes that a setting accepts for one model."""
@@ -285,6 +292,12 @@ class VllmSettings(EngineSettings):
         """The number of processes and devices that the model is spread over."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
+    @property
+    def local_ranks(self) -> int:
+        """The number of these processes on this machine; vLLM's option `nnodes` is the number of machines."""
+        machines = parse_engine_args(self.engine_args).get("nnodes")
+        return self.ranks // machines if isinstance(machines, int) and 0 < machines <= self.ranks else self.ranks
+
     def open(self) -> Backend:
         """Load the model. Only this call and `follow` import vLLM."""
         self._prepare_vllm()
@@ -302,7 +315,8 @@ class VllmSettings(EngineSettings):
         return True
 
     def _prepare_vllm(self) -> None:
-        for name, value in _VLLM_ENVIRONMENT.items():
+        variables = _VLLM_ENVIRONMENT | (LOOPBACK if self.local_ranks == self.ranks else {})
+        for name, value in variables.items():
             os.environ.setdefault(name, value)
         # Set the log level before the import: vLLM logs before it has configured its own logger.
         logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])

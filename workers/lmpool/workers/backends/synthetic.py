@@ -256,7 +256,7 @@ class SyntheticBackend:
                     base, shifts = self._drawn(job.ids[: _ID_BYTES * (at + 1)], job.adapter)
                     fill(bits, base.bits, shifts)
                     logits, log_z = widen_bf16(bits)[None], np.array([base.log_z], np.float32)
-                    parts.append(query.of(logits, log_z, tokens[at + 1 : at + 2]).copy().ravel())
+                    parts.append(query.of(logits, log_z, range(at, at + 1), tokens[at + 1 : at + 2]).copy().ravel())
                 vectors[job.digest] = np.concatenate(parts)
             except QUERY_ERRORS as error:
                 failures[job.digest] = failure_of(error)

@@ -138,7 +138,12 @@ def up(
         advice = "unset it, or join the server that it names with `lmpool worker`"
         raise SettingsError(f"{URL_VARIABLE}: it is set, so {reason}; {advice}")
     settings, chosen = _configure(model, backend, given)
-    plan = plan_workers(workers, backend, given.get("device"), getattr(chosen, "ranks", 1))
+    ranks: int = getattr(chosen, "ranks", 1)
+    local_ranks: int = getattr(chosen, "local_ranks", ranks)
+    plan = plan_workers(workers, backend, given.get("device"), local_ranks)
+    if len(plan) > 1 and local_ranks < ranks:
+        reason = f"{len(plan)} workers with the same nnodes would use the same master_port"
+        raise SettingsError(f"workers: {reason}: take --workers 1, or start each with `lmpool worker` and its own port")
     if len(plan) > 1 and given.get("device_map"):
         reason = "it spreads one worker over all devices of the machine"
         raise SettingsError(f"device_map: {reason}, so {len(plan)} workers have none left: leave out --workers")

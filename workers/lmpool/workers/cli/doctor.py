@@ -26,7 +26,7 @@ from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
 from lmpool.rows import segment, shared_memory
 from lmpool.settings import check_name, count_cores
-from lmpool.workers.cli.supervisor import query_gpus
+from lmpool.workers.cli.supervisor import named_gpus, query_gpus
 
 _TIMEOUT_S = 10.0  # Max seconds for a reply of the server, which may be slow when it is first used.
 _MIN_SHARED_BYTES = 1 << 28  # Min bytes of shared memory: with less, most rows are replaced before clients read them.
@@ -34,7 +34,7 @@ _TRIED_VOCABULARY, _TRIED_BYTES = 1024, 1 << 20  # Vocabulary size and bytes of 
 _TENSORS, _MIN_TENSOR_BYTES = Path("/dev/shm"), 1 << 30  # Two ranks of vLLM use 664 MiB; Docker gives only 64 MiB.
 _ENGINES = ("vllm", "sglang")
 _MAX_MODELS = 20  # Max models in the list, about one line of a terminal.
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pth")
+_WEIGHTS = (".safetensors", ".bin", ".gguf", ".pth")
 _HEADROOM = 1.2  # Min memory of GPUs, as a multiple of a model's weights: the rest is for keys, values and activations.
 _TOO_LARGE = "free memory, take --dtype bfloat16, a smaller model, or another machine"
 _LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "numpy")  # Packages listed with version.
@@ -57,15 +57,16 @@ class Finding(NamedTuple):
 
 
 def doctor(
-    model: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="A model's folder or GGUF file.")] = None,
+    model: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="A model's folder, GGUF file or name on the hub.")
+    ] = None,
     redis: RedisUrl = None,
     prefix: Annotated[str, typer.Option(help="Prefix of all Redis keys.")] = "lmpool",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")] = False,
 ) -> None:
-    """Check this machine, the server and a model's folder, and print advice; exits 1 when something is wrong."""
+    """Check this machine, the server and a model, and print advice; exits 1 when something is wrong."""
     check_name("prefix", prefix)
-    listed = query_gpus("name", "memory.total", "memory.free")  # The amounts of memory are in MiB.
-    gpus = [(name, int(total) << 20, int(free) << 20) for name, total, free in listed if (total + free).isdecimal()]
+    gpus = list(_visible_gpus())
     findings = [*_installed(), *asyncio.run(_server(redis, Keys(prefix))), *_machine(), _gpu(gpus)]
     if model is not None:
         findings.append(_model(model, gpus))
@@ -195,8 +196,18 @@ def _free_bytes() -> int | None:
         return None
 
 
+def _visible_gpus() -> Iterator[tuple[str, int, int]]:
+    """Name, bytes of memory and free bytes of each GPU that a worker would use."""
+    named = named_gpus()
+    for name, index, uuid, total, free in query_gpus("name", "index", "uuid", "memory.total", "memory.free"):
+        # nvidia-smi does not report which GPU a MIG instance is a part of.
+        is_visible = named is None or any(gpu == index or uuid.startswith(gpu) or gpu[:3] == "MIG" for gpu in named)
+        if is_visible and (total + free).isdecimal():
+            yield name, int(total) << 20, int(free) << 20  # nvidia-smi reports MiB.
+
+
 def _gpu(gpus: list[tuple[str, int, int]]) -> Finding:
-    if not gpus and any(Path("/dev").glob("nvidia[0-9]*")):
+    if not gpus and named_gpus() is None and any(Path("/dev").glob("nvidia[0-9]*")):
         return Finding("GPU", "look", "nvidia-smi does not list the GPU of this machine", "check its driver")
     listed = (f"{name}, {_size(free)} of {_size(total)} free" for name, total, free in gpus)
     found = "; ".join(listed) or "none: models run on the CPU"
@@ -206,27 +217,29 @@ def _gpu(gpus: list[tuple[str, int, int]]) -> Finding:
 
 
 def _model(model: str, gpus: list[tuple[str, int, int]]) -> Finding:
-    from lmpool.workers.backends.checkpoint import check_model_folder, local_path
+    from lmpool.workers.backends.checkpoint import MODEL_CONFIGS, checkpoint_folder, hub_sizes, local_path
 
     path = local_path("model", model)
     is_gguf = path.suffix == ".gguf" and path.is_file()
     try:
-        if not is_gguf:
-            check_model_folder(model)
+        folder = path if is_gguf else checkpoint_folder("model", model, only=MODEL_CONFIGS)
     except SettingsError as error:
         return Finding("model", "wrong", error.problem, "name the folder of a model")
-    if not path.exists():
-        found = f"{model} is no folder here"
-        if os.environ.get("HF_HUB_OFFLINE") != "1":
-            return Finding("model", "look", found, "a worker downloads it from the hub")
-        advice = "HF_HUB_OFFLINE is set: only copies in its cache are used"
-        return Finding("model", "look" if model.count("/") == 1 else "wrong", found, advice)
-    # Count the weights in the first format that the folder has.
-    formats = [[path]] if is_gguf else [[file for file in path.glob(end) if file.is_file()] for end in _WEIGHTS]
-    size = sum(file.stat().st_size for file in next(filter(None, formats), []))
+    except ModuleNotFoundError as error:
+        found = f"{model} is no folder here, and only {error.name} can read its size on the hub"
+        return Finding("model", "look", found, f"pip install {error.name}")
+    sizes = {} if path.exists() else hub_sizes(model)
+    files = [path] if is_gguf else folder.iterdir()
+    sizes = sizes or {file.name: file.stat().st_size for file in files if file.is_file()}
+    # Count the weights in the first format that the model has.
+    formats = (sum(size for name, size in sizes.items() if name.endswith(end)) for end in _WEIGHTS)
+    size = next(filter(None, formats), 0)
+    if not size and not path.exists():
+        found = f"neither the hub nor its cache provides weights of {model}"
+        return Finding("model", "wrong", found, f"run `hf download {model}` where the hub can be reached")
     if not size:
         return Finding("model", "wrong", f"{model} has no weights", "copy them there: *.safetensors")
-    return _gpus_for(path, size, gpus) if gpus else _memory_for(size)
+    return _gpus_for(folder, size, gpus) if gpus else _memory_for(size)
 
 
 def _memory_for(size: int) -> Finding:

@@ -89,9 +89,16 @@ def plan_workers(wanted: str, backend: str, device: str | None, ranks: int = 1) 
 
 def _visible_gpus() -> list[str]:
     """A value of CUDA_VISIBLE_DEVICES for each GPU that this process may use."""
-    if (visible := os.environ.get(_VISIBLE)) is None:
+    if (named := named_gpus()) is None:
         return [index for (index,) in query_gpus("index") if index.isdecimal()]
-    # Names of GPUs are numbers, UUIDs or MIG instances; CUDA ignores the names after an invalid name.
+    return named
+
+
+def named_gpus() -> list[str] | None:
+    """The GPUs in CUDA_VISIBLE_DEVICES: their numbers, UUIDs or MIG instances; None if the variable is not set."""
+    if (visible := os.environ.get(_VISIBLE)) is None:
+        return None
+    # CUDA ignores the names after an invalid name.
     return list(takewhile(lambda gpu: gpu not in ("", "-1"), map(str.strip, visible.split(","))))
 
 

@@ -266,8 +266,10 @@ class TellsDevices(Protocol):
 class TellsHead(Protocol):
     """An extra method of a backend whose info says that it returns hidden states."""
 
-    def head(self, query: HeadQuery) -> NDArray[np.float32]:
-        """The requested part of the model's head, float32 of any length; called between steps.
+    def head(self, query: HeadQuery, adapter: str) -> NDArray[np.float32]:
+        """The requested part of the head of the model, or of an adapter, float32 of any length; called between steps.
+
+        `adapter` is "" for a part of the model's head.
 
         An exception fails the query; a device error (`is_device_error`) ends the worker.
         """

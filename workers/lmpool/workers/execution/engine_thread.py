@@ -412,17 +412,18 @@ class _Engine:
         if rows:
             self.yielding.interactive_at = time.monotonic()
         is_mixed = rows < len(prompts)
-        if of_head := {prompt: prompt.head for prompt in prompts if prompt.head is not None}:
+        served = {"", *self.backend.adapters}
+        if of_head := {prompt: prompt.head for prompt in prompts if prompt.head and prompt.adapter in served}:
             answers: dict[bytes, NDArray[np.float32]] = {}
             failures: dict[bytes, str] = {}
             for prompt, head in of_head.items():
                 try:
-                    answers[prompt.digest] = cast(contract.TellsHead, self.backend).head(head)
+                    answers[prompt.digest] = cast(contract.TellsHead, self.backend).head(head, prompt.adapter)
                 except Exception as error:  # noqa: BLE001  a query must not end the worker, whatever its backend raises
                     failures[prompt.digest] = contract.failure_of(error)
             vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
             self.send(StepResult(contract.Finished([], failures, vectors), list(of_head)))
-            prompts = [prompt for prompt in prompts if prompt.head is None]
+            prompts = [prompt for prompt in prompts if prompt not in of_head]
         self._submit(self.yielding.keep(prompts) if is_mixed else prompts)
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:

@@ -205,8 +205,7 @@ class AnswerMemory:
         elif prompt.generate is not None:
             numbers = 2 * prompt.generate.most
         elif prompt.head is not None:
-            is_bias = prompt.head.part == "bias"
-            numbers = info.vocab_size if is_bias else prompt.head.count * width_of(info.hidden, info.dtype)
+            numbers = prompt.head.numbers(info.vocab_size, width_of(info.hidden, info.dtype))
         return _NUMBER_BYTES * numbers
 
 

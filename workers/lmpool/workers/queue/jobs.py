@@ -115,7 +115,9 @@ class JobReader:
             case queries.GenerateQuery():
                 prompt.generate = query
             case queries.HeadQuery():
-                prompt.head, prompt.adapter = query, ""
+                prompt.head = query
+                if not query.is_of_adapter:
+                    prompt.adapter = ""
             case queries.FreshQuery():
                 prompt.fresh = True
             case _:
@@ -197,9 +199,12 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
             if not info.hidden:
                 raise SourceMissing("this worker does not return the model's head")
             is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= vocab_size)
-            if not is_inside or query.count * width_of(info.hidden, info.dtype) > queries.MAX_ANSWER:
+            numbers = query.numbers(vocab_size, width_of(info.hidden, info.dtype))
+            if not is_inside or not numbers or (numbers > queries.MAX_ANSWER and query.part != "bias"):
                 limit = f"it has {vocab_size}, or they are too many"
-                raise ProtocolError(f"{query.count} rows of the head from {query.first} on: {limit}")
+                raise ProtocolError(f"{query.count} rows or numbers of the head from {query.first} on: {limit}")
+            if query.is_of_adapter and not job.adapter:
+                raise ProtocolError("a query for a part of an adapter's head names no adapter")
         case queries.PositionsQuery():
             if not info.positions:
                 advice = "request the rows of all prefixes"
@@ -211,7 +216,12 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
                 raise ProtocolError(f"positions from {query.start} on, of a prompt of {length} tokens")
             if count > max_positions:
                 raise ProtocolError(f"{count} positions in one job: at most {max_positions} for these values")
-            largest = max(query.top - 1, int(query.target_ids.max(initial=0)))
+            targets = query.target_ids
+            if query.each and len(targets) != count:
+                raise ProtocolError(f"targets for {len(targets)} of {count} positions")
+            if query.choices:
+                raise ProtocolError("a query for positions names its choices, which only workers do")
+            largest = max(query.top - 1, int(targets.max(initial=0, where=(targets != queries.NO_TOKEN))))
             if largest >= vocab_size:
                 raise ProtocolError(f"entry {largest} of rows that have {vocab_size}")
 

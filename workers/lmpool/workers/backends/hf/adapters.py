@@ -87,6 +87,11 @@ class HfAdapters:
             if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
                 module.enable_adapters(False)
 
+    def replaces_head(self, adapter: str) -> bool:
+        """Whether an adapter has a head of its own; "" for no adapter."""
+        layer: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return self._handles.get(adapter) in getattr(layer, "modules_to_save", ())
+
     def _insert(self, folder: Path, handle: str) -> None:
         """Have peft insert the adapter in a folder into the model, under the name `handle`."""
         from peft import PeftConfig, PeftModel, set_peft_model_state_dict

@@ -17,14 +17,19 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import RowBlock, VectorBlock, pack_numbers
+from lmpool.protocol.row import RowBlock, VectorBlock
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
-from lmpool.workers.backends.hf.model import FORWARD_ERRORS, check_model, find_head, load_model, numbers_of
+from lmpool.workers.backends.hf.model import (
+    FORWARD_ERRORS,
+    check_model,
+    find_head,
+    hidden_in_place_of_logits,
+    load_model,
+)
 from lmpool.workers.backends.hf.placement import is_offloaded
 from lmpool.workers.backends.lora import weights_of
 from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
@@ -37,9 +42,8 @@ _NO_LIMIT = 2**62  # A number of tokens that no batch reaches.
 
 # Default max tokens of one prompt in a step, on a CPU and on other devices: more tokens hardly save time per token.
 _CPU_CHUNK, _CHUNK = 512, 2048
-# Max logits that a forward returns, on a CPU and on other devices, unless a batch of rows needs more: 128 MiB in
-# float32, and 512 MiB in bfloat16. With fewer logits, a GPU would compute two texts at a time for V = 128,000.
-_MAX_LOGITS_CPU, _MAX_LOGITS = 1 << 25, 1 << 28
+# Max logits that a forward returns or the head computes at once (128 MiB in float32). A batch of rows may need more.
+_MAX_LOGITS = 1 << 25
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +116,7 @@ class HfBackend(EngineBackend):
         chunk = settings.chunked_prefill_size or (_CPU_CHUNK if is_cpu or abilities.attention else _CHUNK)
         self._rules = BatchRules(
             tokens=settings.max_batch_tokens,
-            logits=max(settings.max_batch, (_MAX_LOGITS_CPU if is_cpu else _MAX_LOGITS) // vocab_size),
+            logits=max(settings.max_batch, _MAX_LOGITS // vocab_size),
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
@@ -134,7 +138,6 @@ class HfBackend(EngineBackend):
             max_prompt_tokens=max_prompt_tokens,
             revision=revision,
             positions=True,
-            hidden=0 if self._head is None else self._head.layer.in_features,
             gguf_file=settings.gguf_file or "",
         )
         self._roots: dict[str, int] = {}
@@ -197,11 +200,6 @@ class HfBackend(EngineBackend):
         del self._forward, self._adapters
         self._free_memory()
 
-    def head(self, query: HeadQuery) -> NDArray[np.float32]:
-        """See `TellsHead.head`."""
-        assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
-        return self._head.answer(query)
-
     @torch.inference_mode()
     def step(self) -> Finished:
         """Run one batch: the oldest prompt and similar prompts, or (at most every second step) a much shorter batch.
@@ -251,11 +249,12 @@ class HfBackend(EngineBackend):
         length = end = len(state.ids)
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
         if job.positions is not None:
-            kind = "hidden" if job.positions.values == "hidden" else "vector"
+            # Logits of many positions take much memory: compute them from hidden states, some positions at a time.
+            kind = "vector" if self._head is None or self._adapters.replaces_head(job.adapter) else "states"
             span = job.positions.span(length)
             start = span.start + sum(map(len, state.parts))
             longest = min(rules.horizon, pool.capacity) if pool is not None else 0
-            most = rules.tokens if kind == "hidden" else rules.logits  # Hidden states need no logits.
+            most = rules.tokens if kind == "states" else rules.logits
             max_kept = most if length > longest else min(most, rules.chunk)
             end = min(span.stop, start + max_kept)
             if start < rules.horizon:
@@ -325,11 +324,9 @@ class HfBackend(EngineBackend):
         root = first.root or ROOT
         if first.adapter != self._adapters.active:
             self._adapters.activate(first.adapter)
-        if first.kind == "hidden" and self._head is not None:
-            with self._head.hidden_in_place_of_logits(max(kept)) as taken:
+        if first.kind == "states":
+            with hidden_in_place_of_logits(self._forward.model, max(kept)) as taken:
                 self._forward.last_logits(prompts, kept, paths, pool, root)
-            if not taken:
-                raise ValueError("this adapter has a head of its own: hidden states are not returned")
             (logits,) = taken
         else:
             logits = self._forward.last_logits(prompts, kept, paths, pool, root)
@@ -340,7 +337,7 @@ class HfBackend(EngineBackend):
                     pool.slots.remember(job.ids[: 4 * chunk.end], path, root)
         if first.kind == PREFILL:
             jobs[0].state.reached = first.end
-        elif first.kind in ("vector", "hidden"):
+        elif first.kind in ("vector", "states"):
             self._take(jobs, chunks, logits, results)
         else:
             encoded = self._encoder.encode(digests, logits[:, -1])
@@ -361,28 +358,46 @@ class HfBackend(EngineBackend):
                 reused += max(0, chunk.end - state.computed)
         self._stats = BackendStats(steps + 1, rows, tokens, reused)
 
-    def _take(self, jobs: list[BackendJob], chunks: list[PromptChunk], logits: Tensor, results: _Results) -> None:
-        """Compute the requested values at the positions of each chunk; add the complete vectors to `results`."""
+    def _take(self, jobs: list[BackendJob], chunks: list[PromptChunk], states: Tensor, results: _Results) -> None:
+        """Compute the requested values at the positions of each chunk; add the complete vectors to `results`.
+
+        `states` holds the logits of the last positions (n, kept, V) for chunks of the kind "vector", else their hidden
+        states (n, kept, d).
+        """
+        is_logits, row, spans = chunks[0].kind == "vector", 0, list[range]()
+        for job, chunk in zip(jobs, chunks, strict=True):
+            if is_logits and job.positions is not None and job.positions.values == "hidden":
+                raise ValueError("this adapter has a head of its own: hidden states are not returned")
+            spans.append(range(row, row := row + chunk.kept))
+        kept = torch.cat([rows[-chunk.kept :] for chunk, rows in zip(chunks, states, strict=True)])
         # Compute the values of all chunks before recording any values: if memory runs out, the batch runs again.
-        taken = []
-        for job, chunk, rows in zip(jobs, chunks, logits, strict=True):
-            kept = rows[-chunk.kept :]
-            assert job.positions is not None
-            following = job.state.ids[chunk.end - chunk.kept + 1 : chunk.end + 1].tolist()  # The token after each one.
-            if chunk.kind == "hidden":
-                is_sound = bool(kept.isfinite().all())  # Check before packing, which may yield NaN.
-                part = pack_numbers(numbers_of(kept.cpu()))
-            else:
-                part = values_at_positions(kept, job.positions, following)
-                is_sound = not np.isnan(part).any()
-            taken.append((part, is_sound))
-        for job, chunk, (part, is_sound) in zip(jobs, chunks, taken, strict=True):
-            if not is_sound:
+        taken: list[list[NDArray[np.float32] | None]] = [[] for _ in jobs]
+        at_once = max(1, _MAX_LOGITS // self._info.vocab_size)
+        for first in range(0, row, at_once):
+            part = kept[first : first + at_once]
+            logits = part if is_logits else None
+            for job, chunk, span, parts in zip(jobs, chunks, spans, taken, strict=True):
+                query, begin, end = job.positions, max(span.start, first), min(span.stop, first + len(part))
+                if query is None or begin >= end:
+                    continue
+                if query.values != "hidden" and logits is None:
+                    logits = self._logits(part)
+                source = part if logits is None or query.values == "hidden" else logits
+                position = chunk.end - chunk.kept + begin - span.start
+                parts.append(values_at_positions(source[begin - first : end - first], query, job.ids, position))
+        for job, chunk, parts in zip(jobs, chunks, taken, strict=True):
+            if any(part is None for part in parts):
                 results.failures[job.digest] = NO_DISTRIBUTION
                 continue
-            job.state.parts.append(part)
+            job.state.parts += parts
             if not chunk.later:
                 results.vectors[job.digest] = np.concatenate(job.state.parts).ravel()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """The logits (m, V) of hidden states (m, d), with the adapter of the forward in progress."""
+        assert self._head is not None
+        layer: Any = self._forward.model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        return self._head.finished(layer(hidden))
 
     def _free_memory(self) -> None:
         if self._pool is not None:

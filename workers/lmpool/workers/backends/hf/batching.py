@@ -76,7 +76,7 @@ class BatchRules(NamedTuple):
     """Limits of a batch."""
 
     tokens: int  # Max tokens that a step computes, padding included.
-    logits: int  # Max tokens whose logits a step returns, padding included; no limit for hidden states.
+    logits: int  # Max tokens whose logits a forward returns, padding included; no limit for hidden states.
     kv_tokens: int  # Max tokens whose keys and values a step uses, padding included.
     pads: bool  # Whether prompts of different lengths may run together.
     horizon: int  # Max tokens of a prompt that runs with others.
@@ -112,7 +112,7 @@ def choose(waiting: Chunks, max_rows: int, rules: BatchRules, leader: bytes | No
             chunk is first
             or chunk.end > rules.horizon
             or (chunk.end != longest and not rules.pads)
-            or (count * max(kept, chunk.kept) > rules.logits and first.kind != "hidden")
+            or (count * max(kept, chunk.kept) > rules.logits and first.kind != "states")
             or padded > rules.tokens
             or count * max(longest, chunk.end) > rules.kv_tokens
             or padded - needed - chunk.new > max(_FREE_PADDING, needed // 4)

@@ -15,17 +15,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer
 from transformers.utils.logging import disable_progress_bar
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.query import HeadQuery
-from lmpool.protocol.row import pack_facts, pack_numbers
 from lmpool.settings import check_choice
 from lmpool.workers.backends.checkpoint import checkpoint_folder, quantisation_of, stable
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
@@ -37,6 +33,7 @@ from lmpool.workers.backends.hf.placement import (
     loaded,
     placement_options,
 )
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
@@ -67,9 +64,6 @@ _CHUNK = 1 << 24
 """Max elements of a tensor that are summed at once: as int64 numbers, these elements take 128 MiB."""
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-_HEAD_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Dtype -> largest difference of the head's and the model's logits, as a share of their standard deviation."""
 
 _PACKAGES = {
     "gptq": ("optimum", "gptqmodel"),
@@ -219,79 +213,51 @@ def _stored(named: tuple[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     return chain.from_iterable(_stored((f"{name}.{part}", getattr(tensor, part))) for part in inner)
 
 
-@dataclass(frozen=True, slots=True)
-class OutputHead:
-    """A model's output head: its last linear layer, a factor of the output, and the cap c in c * tanh(logits / c)."""
+@contextmanager
+def hidden_in_place_of_logits(model: PreTrainedModel, kept: int) -> Iterator[list[Tensor]]:
+    """In this context, each forward appends the last positions' hidden states (n, kept, d) to the yielded list.
 
-    layer: torch.nn.Linear
-    scale: float
-    soft_cap: float | None
+    These forwards compute logits of the last position only: logits of all positions would cost the most time.
+    """
+    taken: list[Tensor] = []
 
-    @contextmanager
-    def hidden_in_place_of_logits(self, kept: int) -> Iterator[list[Tensor]]:
-        """In this context, each forward appends the last positions' hidden states (n, kept, d) to the yielded list.
+    def take(_: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        taken.append(given[0][:, -kept:].clone())
+        return (given[0][:, -1:], *given[1:])
 
-        These forwards compute logits of the last position only: logits of all positions would cost the most time.
-        """
-        taken: list[Tensor] = []
-
-        def take(_: torch.nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
-            taken.append(given[0][:, -kept:].clone())
-            return (given[0][:, -1:], *given[1:])
-
-        handle = self.layer.register_forward_pre_hook(take)
-        try:
-            yield taken
-        finally:
-            handle.remove()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states, computed from the layer, the factor and the cap, as clients compute logits."""
-        logits = self.layer(hidden) * self.scale
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
-
-    def answer(self, query: HeadQuery) -> NDArray[np.float32]:
-        """The part of the head that a query requests, as float32 numbers."""
-        bias = self.layer.bias
-        if query.part == "facts":
-            return pack_facts(self.scale, self.soft_cap, bias is not None)
-        if query.part == "bias":
-            # A client may request the bias of a head without a bias; return zeros.
-            if bias is None:
-                return np.zeros(self.layer.out_features, np.float32)
-            return np.asarray(loaded(self.layer, "bias", bias).detach().float().cpu().numpy())
-        weights = loaded(self.layer, "weight", self.layer.weight)[query.first : query.first + query.count]
-        weights = weights.detach().cpu().contiguous()
-        return pack_numbers(numbers_of(weights)).ravel()
-
-
-def numbers_of(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as a numpy array; bfloat16 as uint16 bit patterns, because numpy has no bfloat16."""
-    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers is partly untyped
+    # If an adapter has replaced the head, peft does not call the model's own layer, and nothing is taken.
+    layer = getattr(layer, "original_module", layer)
+    handle = layer.register_forward_pre_hook(take)
+    try:
+        yield taken
+    finally:
+        handle.remove()
 
 
 def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
     """The output head of a model; None, with a log line, if it does not reproduce the model's logits."""
-    layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # transformers is partly untyped
+    layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     is_plain = type(layer) is torch.nn.Linear and layer.out_features == vocab_size
-    if not is_plain or layer.weight.dtype is not model.dtype or model.dtype not in _HEAD_TOLERANCE:
+    if not is_plain or layer.weight.dtype is not model.dtype:
         _log.info("the model has no plain linear head: its hidden states are not served")
         return None
     config = model.config.get_text_config(decoder=True)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    head = OutputHead(layer, scale, getattr(config, "final_logit_softcapping", None))
+
+    def weights(first: int, count: int) -> Tensor:
+        return loaded(layer, "weight", layer.weight)[first : first + count]
+
+    bias = None if layer.bias is None else loaded(layer, "bias", layer.bias).detach()
+    head = OutputHead(layer.in_features, weights, bias, scale, getattr(config, "final_logit_softcapping", None))
     ids = torch.tensor([[0, vocab_size // 2, vocab_size - 1]], device=input_device(model))
     with torch.inference_mode():
-        expected = model(input_ids=ids).logits.float()
-        with head.hidden_in_place_of_logits(3) as taken:
+        expected = model(input_ids=ids).logits[0]
+        with hidden_in_place_of_logits(model, 3) as taken:
             model(input_ids=ids)
-        # The layers before the head may be on another device.
-        found = head.logits(taken[0]).float().to(expected.device) if len(taken) == 1 else expected[:, :0]
-    # Compare relative to the standard deviation, because the logits of an untrained model are tiny.
-    limit = _HEAD_TOLERANCE[model.dtype] * expected.std()
-    if found.shape != expected.shape or not (found - expected).abs().max() <= limit:
-        _log.info("the head does not give the model's logits: the hidden states are not served")
-        return None
+        if len(taken) != 1 or not head.gives(expected, taken[0][0]):
+            _log.info("the head does not give the model's logits: the hidden states are not served")
+            return None
     return head
 
 

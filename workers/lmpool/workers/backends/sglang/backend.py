@@ -26,7 +26,7 @@ from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision, quantisation_of
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
-from lmpool.workers.backends.settings import SglangSettings, check_engine_args, parse_engine_args
+from lmpool.workers.backends.settings import LOOPBACK, SglangSettings, check_engine_args, parse_engine_args
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
@@ -129,6 +129,8 @@ class SglangBackend(EngineBackend):
         sources = settings.adapter_folders.values()
         adapters = [plain_adapter(lora.check_adapter(source, folder))[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
+        for name, value in LOOPBACK.items():
+            os.environ.setdefault(name, value)
         # Set the variable before the import, during which SGLang reads the environment and loads its kernels.
         if device == "cpu":
             os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")

@@ -41,9 +41,9 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.workers.backends.ranks import Followers
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
 from lmpool.workers.execution.contract import BackendJob
+from lmpool.workers.execution.ranks import Followers
 
 _CLOSE_S = 30.0  # Max seconds to wait for the forward in progress when the engine is closed.
 _LOAD_CHECK_S = 1.0  # Seconds between two checks that the scheduler's thread is alive, while an adapter is loaded.
@@ -111,6 +111,8 @@ class SglangEngine:
             setting = "kv_cache_bytes" if is_too_little else "model"
             # Leave out the long lists of accepted values.
             reason = first_line(failure).partition(" Must be one of [")[0]
+            if "EADDRINUSE" in reason:
+                reason = "another program has taken the port of SGLang's processes: start the worker again"
             raise SettingsError(f"{setting}: {context}: {reason}") from failure
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lmpool.workers.backends.ranks import following
+from lmpool.workers.execution.ranks import following
 
 
 def main(prepare: Callable[[], None] = lambda: None) -> None:

@@ -53,6 +53,7 @@ class VllmBackend(EngineBackend):
         self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = engine = VllmEngine(settings, self._folder)
         self._encoder = engine.captured.encoder
+        self._head = engine.head
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))

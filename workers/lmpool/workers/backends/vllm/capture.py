@@ -4,14 +4,16 @@ Rows and values are captured for both of vLLM's model runners, V1 and V2. A logi
 changes of its batch by index (`update_state`); V2 gives each request a slot (`add_request`). Both runners pass float32
 logits of whole batches to the processor before a token is sampled, also of partly computed prompts.
 
-Values at positions are computed from a step's hidden states, just before vLLM computes its own `prompt_logprobs`.
+Values at positions are computed from a step's hidden states, just before vLLM computes its own `prompt_logprobs`. These
+hidden states, the input of the model's `compute_logits`, are also returned themselves.
 `prompt_logprobs` provide less: the top-k or all tokens sorted, and no last position. With LoRA, `prompt_logprobs` are
 wrong or fail, because the output head expects one adapter per prompt (`punica_wrapper.sampler_indices`), not per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +26,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 from lmpool.errors import WorkerError
 from lmpool.protocol.row import RowBlock
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers, RowEncoder
+from lmpool.workers.backends.vllm.head import HeadPart, find_head
+from lmpool.workers.execution.contract import BackendJob
 
 KEY = "lmpool"
 """The entry of `SamplingParams.extra_args` that holds a prompt's digest."""
@@ -148,13 +152,18 @@ class CaptureProcessor(LogitsProcessorV1, LogitsProcessorV2):  # type: ignore[mi
 class PositionCapture(PositionAnswers):
     """Answers of positions queries, computed from the hidden states of the steps of a model runner in this process.
 
-    `lora_id` is a function that returns vLLM's number of a job's adapter.
+    Args:
+        vocab_size: V.
+        lora_id: function that returns vLLM's number of a job's adapter.
+        is_output: whether the answers are used. A rank whose answers are not used computes the same logits as the other
+            ranks, because the ranks compute them together, but no values.
     """
 
-    def __init__(self, vocab_size: int, lora_id: Callable[[str], int]) -> None:
+    def __init__(self, vocab_size: int, lora_id: Callable[[str], int], *, is_output: bool = True) -> None:
         super().__init__()
         self._vocab_size = vocab_size
         self._lora_id = lora_id
+        self._is_output = is_output
 
     def attach(self, runner: Any) -> None:
         """Hook into a model runner, so that each step passes its hidden states to this object.
@@ -164,7 +173,7 @@ class PositionCapture(PositionAnswers):
         """
         self._runner = runner
         modules = runner.get_model().modules()
-        self._head = next((module for module in modules if isinstance(module, LogitsProcessorWithLoRA)), None)
+        self._lora_head = next((module for module in modules if isinstance(module, LogitsProcessorWithLoRA)), None)
         worker = getattr(runner, "prompt_logprobs_worker", None)
         if worker is None:
             self._original = runner._get_prompt_logprobs_dict
@@ -172,6 +181,17 @@ class PositionCapture(PositionAnswers):
         else:
             self._original = worker.compute_prompt_logprobs
             worker.compute_prompt_logprobs = self._after_step_of_v2
+
+    def find_head(self) -> HeadPart | str:
+        """See `lmpool.workers.backends.vllm.head.find_head`; call `attach` first."""
+        with self._one_adapter(""):
+            return find_head(self._runner, self._runner.model.compute_logits)
+
+    def open(self, request: str, job: BackendJob) -> None:
+        """See `PositionAnswers.open`."""
+        super().open(request, job)
+        if not self._is_output:
+            self._open[request].failure = "the output rank computes the values"
 
     def _after_step_of_v1(self, hidden: Tensor, scheduled: dict[str, int]) -> Any:
         runner, pieces = self._runner, list[Piece]()
@@ -190,28 +210,43 @@ class PositionCapture(PositionAnswers):
         return self._original(compute_logits, hidden, batch, *more)
 
     def _add_all(self, hidden: Tensor, wanted: Iterable[Piece]) -> None:
-        """Compute the logits of a step's wanted positions, one adapter after another, and add values to the answers."""
-        by_adapter: dict[str, list[Piece]] = {}
+        """Add the values of a step's wanted positions to the answers: hidden states, or values computed from logits.
+
+        Logits are computed for one adapter after another.
+        """
+        by_adapter: dict[str | None, list[Piece]] = {}  # The key None stands for all hidden states.
         for piece in wanted:
-            by_adapter.setdefault(self._open[piece.request].job.adapter, []).append(piece)
+            adapter = None if self.wants_states(piece.request) else self._open[piece.request].job.adapter
+            by_adapter.setdefault(adapter, []).append(piece)
         for adapter, found in by_adapter.items():
             pieces, rows = list[Piece](), list[int]()
             for piece in found:
                 pieces.append(piece._replace(row=len(rows)))
                 rows += range(piece.row, piece.row + len(piece.positions))
-            if self._head is not None:
-                slots = self._runner.lora_manager._adapter_manager.lora_index_to_id
-                slot = slots.index(self._lora_id(adapter)) if adapter else None
-                original, self._head.punica_wrapper = self._head.punica_wrapper, _OneAdapter(slot)
-            try:
+            taken = torch.tensor(rows, device=hidden.device)
+            if adapter is None:
+                self.add(pieces, 0, hidden[taken])
+                continue
+            with self._one_adapter(adapter):
                 first = 0
-                rows_at_once = max(1, _MAX_LOGITS // self._vocab_size)
-                for part in torch.split(torch.tensor(rows, device=hidden.device), rows_at_once):
+                for part in torch.split(taken, max(1, _MAX_LOGITS // self._vocab_size)):
                     self.add(pieces, first, self._logits(hidden[part]))
                     first += len(part)
-            finally:
-                if self._head is not None:
-                    self._head.punica_wrapper = original
+
+    @contextmanager
+    def _one_adapter(self, adapter: str) -> Iterator[None]:
+        """In this context, `compute_logits` applies one adapter's part of the head, or none for the adapter ""."""
+        if (layer := self._lora_head) is None:
+            yield
+            return
+        slot = None
+        if adapter:
+            slot = self._runner.lora_manager._adapter_manager.lora_index_to_id.index(self._lora_id(adapter))
+        original, layer.punica_wrapper = layer.punica_wrapper, _OneAdapter(slot)
+        try:
+            yield
+        finally:
+            layer.punica_wrapper = original
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self._runner.model.compute_logits(hidden)

@@ -29,9 +29,11 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture, compute_wanted_positions
+from lmpool.workers.backends.vllm.head import HeadPart
 from lmpool.workers.backends.vllm.ranks import (
     RANK_ARGUMENTS,
     PositionsOfRanks,
@@ -106,7 +108,10 @@ def refusing(context: str, *passed: type[Exception]) -> Iterator[None]:
             found = error.errors()[0]
             reason = ValueError(": ".join([*map(str, found["loc"]), str(found["msg"]).removeprefix("Value error, ")]))
         # Leave out the long lists of accepted values.
-        raise SettingsError(f"{context}: {first_line(reason).partition(' Must be one of [')[0]}") from error
+        text = first_line(reason).partition(" Must be one of [")[0]
+        if "EADDRINUSE" in text:
+            text = "another program has the port master_port: start all machines again, with another master_port"
+        raise SettingsError(f"{context}: {text}") from error
 
 
 class VllmEngine:
@@ -155,8 +160,13 @@ class VllmEngine:
         return int(self.loras[adapter].lora_int_id)
 
     def capture_positions(self, is_possible: bool = True) -> bool:
-        """Start to capture values at positions; False if vLLM does not compute all positions as it computes rows."""
+        """Start to capture values at positions; False if vLLM does not compute all positions as it computes rows.
+
+        Sets `head`.
+        """
         core: Any = self.core.engine_core
+        self.head: OutputHead | None = None
+        found: OutputHead | HeadPart | str = ""
         # Fast prefill skips positions in the last layers, and transferred keys and values skip positions in all layers.
         if self.config.cache_config.kv_sharing_fast_prefill or self.config.kv_transfer_config is not None:
             is_possible = False
@@ -164,12 +174,18 @@ class VllmEngine:
             if is_possible:
                 compute_wanted_positions(core.scheduler, self.positions)
             if isinstance(self.positions, PositionsOfRanks):
-                core.model_executor.attach(core.scheduler, self.captured, self.positions if is_possible else None)
+                positions = self.positions if is_possible else None
+                found = core.model_executor.attach(core.scheduler, self.captured, positions)
             elif is_possible:
                 self.positions.attach(core.model_executor.driver_worker.worker.model_runner)
+                found = self.positions.find_head()
         except AttributeError as error:
             _log.warning("vLLM %s: values at positions are computed as rows: %s", vllm_version, first_line(error))
             return False
+        if is_possible and isinstance(found, str):
+            _log.info("the hidden states are not served: %s", found)
+        elif not isinstance(found, str):
+            self.head = found.head if isinstance(found, HeadPart) else found
         return is_possible
 
     @property

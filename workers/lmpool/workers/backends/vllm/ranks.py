@@ -41,11 +41,13 @@ from lmpool.embedded import ending
 from lmpool.errors import WorkerError, first_line
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, RowBlock, no_new_rows
-from lmpool.workers.backends.ranks import stay_with
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor, PositionCapture
+from lmpool.workers.backends.vllm.head import HeadFacts, HeadPart, joined_head
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.folders import locked_folder
+from lmpool.workers.execution.ranks import stay_with
 
 RANK_ARGUMENTS = {
     "logits_processors": [f"{__name__}:RankCapture"],
@@ -79,6 +81,7 @@ class RankFacts(NamedTuple):
 
     device: str  # Its torch device, such as "cuda:1".
     missing: str  # Error message about a method for positions queries that this release of vLLM lacks; "" if none is.
+    head: HeadFacts | str  # Its part of the output head, or the reason why clients cannot use the head.
 
 
 class Place(NamedTuple):
@@ -146,19 +149,26 @@ class RankExtension:
                 batch_size=runner.max_num_tokens, dtype=model.dtype, device=runner.device
             )
         self._lmpool_positions = None
+        self._lmpool_head: HeadPart | str = ""
         self._lmpool_memory: NDArray[np.uint8] | None = None
         self._lmpool_is_output = get_pp_group().is_last_rank and get_tp_group().rank_in_group == 0
         missing = ""
         if get_pp_group().is_last_rank:
             RankCapture.current.captured.encoder = RowEncoder(model.dtype, lossy=lossy)
             if has_positions:
-                positions = PositionCapture(model.get_vocab_size(), int)
+                positions = PositionCapture(model.get_vocab_size(), int, is_output=self._lmpool_is_output)
                 try:
                     positions.attach(runner)
                     self._lmpool_positions = positions
+                    self._lmpool_head = positions.find_head()
                 except AttributeError as error:
                     missing = first_line(error)
-        return RankFacts(str(runner.device), missing)
+        head = self._lmpool_head
+        return RankFacts(str(runner.device), missing, head.facts if isinstance(head, HeadPart) else head)
+
+    def lmpool_head(self, first: int, count: int) -> NDArray[np.uint8] | None:
+        """See `HeadPart.weights`; None if this rank holds no part of the head."""
+        return self._lmpool_head.weights(first, count) if isinstance(self._lmpool_head, HeadPart) else None
 
     def lmpool_add_lora(self, request: Any) -> str:
         """Load an adapter; returns the error, or ""."""
@@ -270,8 +280,10 @@ def remove_names_of_collectives() -> None:
 class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
     """vLLM's executor for several processes; it also passes on the rows and values that the output rank sends."""
 
-    def attach(self, scheduler: Any, captured: Captured, positions: PositionsOfRanks | None) -> None:
+    def attach(self, scheduler: Any, captured: Captured, positions: PositionsOfRanks | None) -> OutputHead | str:
         """Prepare all ranks for steps, with positions queries unless `positions` is None.
+
+        Returns the model's head, or the reason why clients cannot use it.
 
         Raises:
             AttributeError: this release of vLLM lacks a method for positions queries; rows are captured.
@@ -286,14 +298,28 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
         if missing := next((fact.missing for fact in facts if fact.missing), ""):
             self._positions = None
             raise AttributeError(missing)
+        heads = [fact.head for fact in facts[self.output_rank :]]  # The ranks of the last pipeline stage.
+        parts = [head for head in heads if not isinstance(head, str)]
+        if len(parts) < len(heads):
+            return next(head for head in heads if isinstance(head, str))
+        return joined_head(parts, self.model_config, self._fetch_weights)
+
+    def _fetch_weights(self, first: int, count: int) -> Iterator[NDArray[np.uint8]]:
+        found = self.collective_rpc("lmpool_head", args=(first, count))
+        return (part for part in found if part is not None)
 
     def _init_executor(self) -> None:
         """Start the ranks; called by vLLM's constructor."""
         self._error: WorkerError | None = None  # The error, if a rank has ended too early.
         self._has_ended = Event()
         self._is_starting = True
+        # The ranks of one machine meet at this memory: a port would be open on all interfaces, and a file would remain
+        # if all processes were killed. Keep the memory, because process groups that are created later need it too.
+        self._store = os.fdopen(os.memfd_create("lmpool-store"), "rb")
+        path = f"file:///proc/{os.getpid()}/fd/{self._store.fileno()}"
         try:
-            super()._init_executor()
+            with patch.object(multiproc_executor, "get_file_store_init_method", lambda: path):
+                super()._init_executor()
         except Exception as error:
             if self._error:
                 raise self._error from error
@@ -517,9 +543,7 @@ def starting() -> Iterator[None]:
         # A forked rank would inherit the worker's connections, and would not import this module again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
-            # Let the first rank listen on a port: a file in place of the port must exist as long as the ranks run.
-            with patch.object(multiproc_executor, "aiter_requires_tcp_store", lambda: True):
-                yield
+            yield
         except WorkerError:
             raise
         except Exception as error:

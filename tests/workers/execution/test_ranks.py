@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from lmpool.errors import WorkerError
-from lmpool.workers.backends.ranks import Followers, _SendingHandler
+from lmpool.workers.execution.ranks import Followers, _SendingHandler
 from tests.support.pool import until
 
 FOLLOWER = """
 import logging, os, signal
-from lmpool.workers.backends.ranks import following
+from lmpool.workers.execution.ranks import following
 with following() as setup:
     print("this line does not disturb the log")
     logging.getLogger("engine").warning("pid %d", os.getpid())
@@ -34,7 +34,7 @@ COMMAND = [sys.executable, "-c", FOLLOWER]
 KILLED_WHILE_IT_WRITES = """
 import logging, os, signal
 os.write(1, b"a library's \\xff\\n")
-from lmpool.workers.backends.ranks import following
+from lmpool.workers.execution.ranks import following
 with following():
     pipe = logging.getLogger().handlers[-1]._pipe
     pipe.write('["engine", 30, "half a li')
@@ -136,7 +136,7 @@ def test_followers_ignore_signals_that_stop_the_worker(caplog: pytest.LogCapture
 def test_a_follower_ends_with_its_worker_even_if_it_is_stopped() -> None:
     worker = f"""
 import logging, signal, sys
-from lmpool.workers.backends.ranks import Followers
+from lmpool.workers.execution.ranks import Followers
 logging.basicConfig(stream=sys.stdout, level=logging.INFO, format="%(message)s")
 followers = Followers({COMMAND!r}, [{RUNS!r}], print)
 signal.pause()

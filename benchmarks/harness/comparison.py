@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from benchmarks.harness.pairs import Take, alternate
 from benchmarks.harness.processes import BenchmarkError, Child
 from benchmarks.harness.testbed import Testbed
-from benchmarks.measures.transport import FULL_V
 
 Ids = list[int]
 
+FULL_V = 49_152  # Vocabulary size of SmolLM2.
 PROMPT_TOKENS = 32  # Tokens per random prompt.
 _FIRST_ORDINARY_ID = 3  # Lowest ordinary token id of SmolLM2; smaller ids are special tokens.
 _TOLERANCE = 1e-2  # Max difference between the two sides' float32 log-probabilities of a token.
