@@ -26,7 +26,7 @@ from lmpool.metrics import prometheus
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.protocol.keys import Keys
 from lmpool.web.guard import Refused, Sessions, check_token, is_address
-from lmpool.web.models import Models
+from lmpool.web.models import CACHE_BYTES, Models
 from lmpool.web.server import HttpConnection, open_port, run_server
 
 MAX_CONNECTIONS = 4096
@@ -48,6 +48,7 @@ class GatewaySettings:
         hosts: host names for clients without a token, in addition to `localhost` and IP addresses.
         model: the model of requests that name none; "" for the only one.
         limits: the limits of requests.
+        cache_bytes: max bytes of rows of one model in the gateway's own memory.
     """
 
     redis: str | None = None
@@ -56,6 +57,7 @@ class GatewaySettings:
     hosts: Sequence[str] = ()
     model: str = ""
     limits: Limits = field(default_factory=Limits)
+    cache_bytes: int = CACHE_BYTES
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` if the token is malformed."""
@@ -65,7 +67,8 @@ class GatewaySettings:
 def gateway(settings: GatewaySettings) -> Gateway:
     """Make the application of a gateway, which closes its producers when it stops."""
     server, keys = Server(settings.redis), Keys(settings.prefix)
-    models = Models(GatewayModel, settings.redis, settings.prefix, timeout=settings.limits.timeout_s)
+    options = {"timeout": settings.limits.timeout_s, "cache_bytes": settings.cache_bytes}
+    models = Models(GatewayModel, settings.redis, settings.prefix, **options)
     targets = Targets(models, settings.model)
 
     @asynccontextmanager

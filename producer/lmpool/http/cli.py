@@ -17,6 +17,7 @@ Hosts = Annotated[list[str] | None, typer.Option("--allow-host", help="Host name
 Model = Annotated[str, typer.Option(help="Model of requests that name none (default: the only one).")]
 MaxInflight = Annotated[int, typer.Option(min=1, help="Max requests in flight; more get status 429.")]
 Timeout = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds of a request that states no time.")]
+CacheBytes = Annotated[int, typer.Option(min=0, help="Max bytes of each model's rows in the gateway's memory.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,6 +36,7 @@ def http(
     model: Model = "",
     max_inflight: MaxInflight = 512,
     timeout: Timeout = 60.0,
+    cache_bytes: CacheBytes = 64 * 1024 * 1024,
 ) -> None:
     """Serve the pool over HTTP to programs that speak OpenAI's, vLLM's, TRL's or SGLang's protocol. Ctrl-C ends it."""
     try:
@@ -43,5 +45,5 @@ def http(
     except ImportError as error:
         raise SettingsError(f"http: the package {error.name} is not installed: pip install 'lmpool[http]'") from error
     limits = Limits(max_inflight, timeout_s=timeout)
-    settings = GatewaySettings(at.redis, at.keys.prefix, token, allow_host or (), model, limits)
+    settings = GatewaySettings(at.redis, at.keys.prefix, token, allow_host or (), model, limits, cache_bytes)
     serve(settings, host, port, is_open=no_token)

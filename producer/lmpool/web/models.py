@@ -16,7 +16,9 @@ from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 MAX_MODELS = 8
 """Max models whose producers stay open while they have no requests in flight."""
 
-_CACHE_BYTES = 64 * 1024 * 1024  # Max bytes of cached rows per model.
+CACHE_BYTES = 64 * 1024 * 1024
+"""Max bytes of cached rows per model, unless the service has another limit."""
+
 _TIMEOUT_S = 30.0  # Seconds until a request fails.
 
 
@@ -64,7 +66,7 @@ class Models(Generic[M]):
     def __init__(self, kind: Callable[[Producer], M], redis: str | None, prefix: str, **options: Any) -> None:
         self._kind = kind
         self._options: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": _TIMEOUT_S}
-        self._options |= {"cache_bytes": _CACHE_BYTES, "when_full": "raise", **options}
+        self._options |= {"cache_bytes": CACHE_BYTES, "when_full": "raise", **options}
         self._models: OrderedDict[str | None, M] = OrderedDict()
 
     def __iter__(self) -> Iterator[M]:
