@@ -71,6 +71,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.admin"},
     # lmpool.distill computes with arrays that a producer has returned, and sends no requests.
     "lmpool.distill": SHARED_UNITS,
+    # The gateway is a second web service: it shares the server and the open models with the first.
+    "lmpool.http": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.client", "lmpool.web"},
+    "lmpool.http.dialects": SHARED_UNITS | {"lmpool.http", "lmpool.web"},
+    "lmpool.http.app": SHARED_UNITS | {"lmpool.producer.metrics", "lmpool.web", "lmpool.http", "lmpool.http.dialects"},
+    "lmpool.http.cli": SHARED_UNITS | {"lmpool.producer.cli", "lmpool.http", "lmpool.http.app"},
     # lmpool.lm_eval sends the requests of lm-evaluation-harness, and may import the producer as a user's program does.
     "lmpool.lm_eval": SHARED_UNITS | {"lmpool.producer"},
     "lmpool.workers.settings": SHARED_UNITS,
@@ -261,7 +266,18 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/batch/run.py": {"rich"},
         # Inside functions, batch code imports packages for jobs, for Parquet files, for URLs and for zstd.
         "producer/lmpool/batch/jobs.py": {"arq"},
-        "producer/lmpool/web/app.py": {"starlette", "uvicorn"},
+        "producer/lmpool/http/app.py": {"starlette", "prometheus_client"},
+        "producer/lmpool/http/cli.py": {"typer"},
+        "producer/lmpool/http/errors.py": {"starlette"},
+        "producer/lmpool/http/limits.py": {"starlette"},
+        "producer/lmpool/http/models.py": {"huggingface_hub"},
+        "producer/lmpool/http/arrays.py": {"pyarrow"},
+        **{
+            f"producer/lmpool/http/dialects/{name}.py": {"starlette"}
+            for name in ("generate", "native", "openai", "sglang", "trl")
+        },
+        "producer/lmpool/web/app.py": {"starlette"},
+        "producer/lmpool/web/server.py": {"starlette", "uvicorn"},
         "producer/lmpool/web/cli.py": {"typer"},
         "producer/lmpool/web/explorer.py": {"starlette"},
         "producer/lmpool/web/guard.py": {"starlette"},

@@ -17,8 +17,7 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, expect
 
-from lmpool.web import app as web_app
-from lmpool.web import guard
+from lmpool.web import guard, server
 from tests.support.pool import DEADLINE_S, Pool, run_lmpool, until
 from tests.web.browser import CHROMIUM, CHROMIUM_ARGUMENTS
 from tests.web.service import TOKEN, Stream, WebService, static_files
@@ -391,7 +390,7 @@ def test_idle_connections_are_closed_when_there_are_too_many(service: WebService
     with contextlib.ExitStack() as stack:
         stream = Stream(service)
         stack.callback(stream.close)
-        for number in range(web_app.MAX_CONNECTIONS + 200):
+        for number in range(server.MAX_CONNECTIONS + 200):
             connection = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), DEADLINE_S))
             # Send nothing, a part of a request's head, or a head without its body.
             head = "POST /api/session HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n"
@@ -399,7 +398,7 @@ def test_idle_connections_are_closed_when_there_are_too_many(service: WebService
         assert service.request("/healthz").status == 200
         assert service.request("/api/models").status == 200
         open_now = len(list(Path(f"/proc/{service.process.process.pid}/fd").iterdir()))
-        assert open_now < web_app.MAX_CONNECTIONS + 100, "other descriptors remain for Redis and files"
+        assert open_now < server.MAX_CONNECTIONS + 100, "other descriptors remain for Redis and files"
         before = stream.frame()["number"]
         assert stream.frame()["number"] > before, "the page still gets frames"
 
@@ -412,14 +411,14 @@ WITH_TOKEN = HEAD + f"Authorization: Bearer {TOKEN}\r\n\r\n".encode()
 def served(app: Any) -> Iterator[Any]:
     """Serve an application with the connection limits of `lmpool web`; return the address."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
-        protocol: Any = functools.partial(web_app._Connection, guard.Sessions(TOKEN))
-        server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        protocol: Any = functools.partial(server.HttpConnection, guard.Sessions(TOKEN).is_allowed)
+        serving = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_level="error"))
+        thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
             yield listening.getsockname()
         finally:
-            server.should_exit = True
+            serving.should_exit = True
             thread.join()
 
 
@@ -429,12 +428,12 @@ async def answer_none(scope: Any, receive: Any, send: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "request_sent"), [("REQUEST_S", HEAD), ("REQUEST_S", HEAD + b"\r\n"), ("RESPONSE_S", WITH_TOKEN)]
+    ("limit", "request_sent"), [("request_s", HEAD), ("request_s", HEAD + b"\r\n"), ("response_s", WITH_TOKEN)]
 )
 def test_a_request_and_its_response_have_time_limits(
     monkeypatch: pytest.MonkeyPatch, limit: str, request_sent: bytes
 ) -> None:
-    monkeypatch.setattr(web_app, limit, 0.2)
+    monkeypatch.setattr(server.HttpConnection, limit, 0.2)
     with served(answer_none) as address, socket.create_connection(address, DEADLINE_S) as connection:
         connection.sendall(request_sent)
         with contextlib.suppress(ConnectionError):
@@ -442,7 +441,7 @@ def test_a_request_and_its_response_have_time_limits(
 
 
 def test_connections_without_token_are_closed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(web_app._Connection, "_limit", 3)
+    monkeypatch.setattr(server.HttpConnection, "max_connections", 3)
     arrived = threading.Semaphore(0)
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

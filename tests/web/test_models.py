@@ -13,8 +13,9 @@ import pytest
 from lmpool.errors import UnknownModel
 from lmpool.producer import Producer
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.web import explorer
-from lmpool.web.explorer import MAX_MODELS, Models
+from lmpool.web import models as web_models
+from lmpool.web.explorer import ExploredModel
+from lmpool.web.models import MAX_MODELS, Models
 from tests.support.gate import Gate
 from tests.support.pool import Pool, until
 from tests.web.service import WebService
@@ -44,7 +45,7 @@ class CountedProducer(Producer):
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[CountedProducer]:
     """Let the explorer use `CountedProducer`, with its counts at zero."""
-    monkeypatch.setattr(explorer, "Producer", CountedProducer)
+    monkeypatch.setattr(web_models, "Producer", CountedProducer)
     CountedProducer.made = 0
     CountedProducer.now_open = set()
     return CountedProducer
@@ -82,7 +83,7 @@ def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> N
 
 async def test_concurrent_requests_share_one_producer(pool: Pool, counted: type[CountedProducer]) -> None:
     await asyncio.to_thread(pool.start)
-    models = Models(pool.url, pool.prefix)
+    models = Models(ExploredModel, pool.url, pool.prefix)
 
     async def use() -> int:
         async with models.use("syn") as model:
@@ -102,7 +103,7 @@ async def test_the_least_recently_used_models_without_requests_are_closed(
     # Use a long lease: after a third of the lease, workers remove the infos of models without workers.
     await asyncio.to_thread(pool.start, "--lease-s", 600)
     others = await asyncio.to_thread(register_others, pool, MAX_MODELS + 1)
-    models = Models(pool.url, pool.prefix)
+    models = Models(ExploredModel, pool.url, pool.prefix)
     try:
         async with models.use("syn"):
             for name in others:
@@ -121,7 +122,7 @@ async def test_the_least_recently_used_models_without_requests_are_closed(
 async def test_a_failed_model_is_opened_again_and_a_cancelled_request_cancels_no_other(
     pool: Pool, counted: type[CountedProducer]
 ) -> None:
-    models = Models(pool.url, pool.prefix)
+    models = Models(ExploredModel, pool.url, pool.prefix)
 
     async def use() -> None:
         async with models.use("syn"):

@@ -1,24 +1,16 @@
-"""The web service of `lmpool web`: its pages, its routes for dead letters and autoscalers, and its time limits."""
+"""The web service of `lmpool web`: its pages, and its routes for dead letters and autoscalers."""
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import gzip
 import math
-import os
-import re
-import resource
-import socket
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.resources import files
-from types import FrameType
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple
 
-import uvicorn
 from msgspec import Meta, Struct
 from redis.asyncio import Redis
 from starlette.applications import Starlette
@@ -26,40 +18,28 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmpool.admin.queue import DeadLetters, contents, summary
 from lmpool.admin.survey import number
 from lmpool.aio import end_tasks
 from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
 from lmpool.broker.server import Server
-from lmpool.cli import INTERRUPTED, say
-from lmpool.errors import LMPoolError, SettingsError
+from lmpool.cli import say
+from lmpool.errors import LMPoolError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
 from lmpool.settings import check_name
-from lmpool.web.explorer import Models, explorer_routes
+from lmpool.web.explorer import ExploredModel, explorer_routes
 from lmpool.web.feed import MAX_STREAMS, Feed
-from lmpool.web.guard import HEALTH_PATHS, Guard, Refused, Sessions, answers, read_body
-
-MAX_CONNECTIONS = 512
-"""Max open connections, to limit memory and file descriptors. A page that watches the pool has two connections."""
-
-REQUEST_S = 20.0
-"""Max seconds from a connection's start or last response until the next request is complete: enough for the largest
-request at 13 kB/s. A response that refuses a request must end in this time too."""
-
-RESPONSE_S = 300.0
-"""Max seconds to send a response other than a stream: enough for the largest history at 12 kB/s."""
+from lmpool.web.guard import HEALTH_PATHS, Guard, Refused, Sessions, answers, check_token, read_body
+from lmpool.web.models import Models
+from lmpool.web.server import HttpConnection, open_port, run_server
 
 NEVER_S = 86_400.0
 """`drain_seconds` of a queue that has no worker: a large number, because JSON has no infinity."""
 
-_STREAM_PATH = "/api/stream"
 _PAGES = {"pool.html": "/", "explorer.html": "/explorer"}
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-_GRACE_S = 2  # Seconds that open requests get to finish when the service stops.
-_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed; headers exclude other characters.
 _PIECE_BYTES = 64 * 1024  # Bytes per write of a response, so that large responses are not buffered for a slow client.
 _MAX_LETTERS = 50  # Max dead letters that a page lists.
 _MAX_IDS = 256  # Max token ids of one dead letter that a page shows.
@@ -89,8 +69,7 @@ class WebSettings:
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` if the token is too short, or contains characters that a header cannot contain."""
-        if self.token and not _TOKEN.fullmatch(self.token):
-            raise SettingsError("token: it must have at least 16 letters, digits and -_.~: try `openssl rand -hex 32`")
+        check_token(self.token)
 
 
 def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
@@ -101,7 +80,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
     """
     server, keys = Server(settings.redis), Keys(settings.prefix)
     sessions = Sessions(settings.token)
-    feed, models = Feed(server, keys, settings.interval_s), Models(settings.redis, settings.prefix)
+    feed, models = Feed(server, keys, settings.interval_s), Models(ExploredModel, settings.redis, settings.prefix)
 
     @asynccontextmanager
     async def run(app: Starlette) -> AsyncIterator[None]:
@@ -149,7 +128,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
     pages = _pages()
     routes: list[BaseRoute] = [
         *(Route(path, healthy) for path in HEALTH_PATHS),
-        Route(_STREAM_PATH, stream),
+        Route(HttpConnection.endless, stream),
         Route("/api/history", history),
         Route("/api/models", answers(lambda _: feed.served())),
         Route("/api/settings", answers(shown_settings)),
@@ -293,111 +272,12 @@ def _pages() -> list[Route]:
 
 def serve(settings: WebSettings, host: str, port: int) -> None:
     """Serve until Ctrl-C or SIGTERM. Once the port (0: a free one) is open, print the address and how to sign in."""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family, backlog=1024)
-    except OSError as error:
-        reason = str(error.strerror)
-        if error.errno == errno.EADDRINUSE:
-            reason = "another program uses it. If it is another `lmpool web`, open the URL that it printed, or pass "
-            reason += "--port N (0 for a free one)"
-        raise SettingsError(f"--port: cannot listen on {host}:{port}: {reason}") from error
+    listening, url = open_port(host, port, "lmpool web")
     app, sessions, feed = web_service(settings)
-    config = uvicorn.Config(
-        app,
-        http=cast("type[asyncio.Protocol]", partial(_Connection, sessions)),
-        # Do not log addresses, because they contain tokens.
-        access_log=False,
-        ws="none",
-        log_level="warning",
-        server_header=False,
-        timeout_graceful_shutdown=_GRACE_S,
-    )
-    name = "localhost" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    with listening:
-        url = f"http://{name}:{listening.getsockname()[1]}/"
-        # Do not print a configured token, because logs keep these lines.
-        if sessions.is_own_token:
-            say(f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)")
-            say(f"other browsers sign in at {url} with the token {sessions.token}")
-        else:
-            say(f"the pool is shown at {url} : sign in with the token of LMPOOL_WEB_TOKEN or --token")
-        _Server(config, feed).run(sockets=[listening])
-
-
-class _Connection(H11Protocol):
-    """A connection with time limits for requests and responses.
-
-    Opening a connection needs no token. When too many connections are open, the service closes the connection that has
-    waited longest for a complete, allowed request. Refused requests do not count: otherwise a client that does not
-    read the responses could keep its connections.
-    """
-
-    # Connections without a complete, allowed request, the oldest first; in one dict, because a process has one server.
-    _idle: dict[_Connection, None] = {}  # noqa: RUF012
-    # Leave half of the process's file descriptors for Redis and files. A negative number means no limit.
-    _descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    _limit = MAX_CONNECTIONS if _descriptors < 0 else min(MAX_CONNECTIONS, _descriptors // 2)
-
-    def __init__(self, sessions: Sessions, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._sessions = sessions
-        self._timer: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """If too many connections are open, close the oldest idle connection, or the new one if all others are busy."""
-        super().connection_made(transport)
-        if len(self.connections) > self._limit:
-            oldest = next(iter(self._idle), self)
-            self._idle.pop(oldest, None)
-            oldest.transport.abort()
-        self._await_request()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer of the connection."""
-        self._idle.pop(self, None)
-        self._end_in(None)
-        super().connection_lost(exc)
-
-    def handle_events(self) -> None:
-        """Handle events as uvicorn does; stop the request timer when an allowed request is complete."""
-        super().handle_events()
-        is_complete = self.cycle and not self.cycle.more_body and not self.cycle.response_complete
-        if is_complete and self in self._idle and self._sessions.is_allowed(cast(Any, self.scope)):
-            del self._idle[self]
-            self._end_in(None if self.scope["path"].endswith(_STREAM_PATH) else RESPONSE_S)
-
-    def on_response_complete(self) -> None:
-        """Start the timer that limits the time until the next request is complete."""
-        self._await_request()
-        super().on_response_complete()
-
-    def _await_request(self) -> None:
-        self._idle.pop(self, None)
-        self._idle[self] = None
-        self._end_in(REQUEST_S)
-
-    def _end_in(self, seconds: float | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        # Abort the connection: `close` would wait until the client has read the whole response.
-        self._timer = None if seconds is None else self.loop.call_later(seconds, self.transport.abort)
-
-
-class _Server(uvicorn.Server):
-    """Ends the streams of pages before it shuts down, because the shutdown would wait for the streams."""
-
-    def __init__(self, config: uvicorn.Config, feed: Feed) -> None:
-        super().__init__(config)
-        self._feed = feed
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Stop at the first signal. Exit at once at the second signal, because uvicorn would print tracebacks."""
-        if self.should_exit:
-            os._exit(INTERRUPTED)
-        super().handle_exit(sig, frame)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams of all pages, then stop the server."""
-        await self._feed.end()
-        await super().shutdown(sockets)
+    # Do not print a configured token, because logs keep these lines.
+    if sessions.is_own_token:
+        say(f"the pool is shown at {url}?token={sessions.link_token} (this address signs in one browser, once)")
+        say(f"other browsers sign in at {url} with the token {sessions.token}")
+    else:
+        say(f"the pool is shown at {url} : sign in with the token of LMPOOL_WEB_TOKEN or --token")
+    run_server(app, listening, sessions.is_allowed, end_streams=feed.end)

@@ -1,16 +1,12 @@
 """The routes of the explorer page, which shows a text's tokens with alternatives, one row, and the byte trie.
 
-`Models` holds one producer per model. `explorer_routes` makes the routes of the page.
+`explorer_routes` makes the routes of the page; `Models` holds one producer per model.
 """
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -20,28 +16,22 @@ from starlette.requests import Request
 from starlette.routing import Route
 
 from lmpool import errors
-from lmpool.aio import finish
-from lmpool.producer import Producer
 from lmpool.producer.options import read_sampling
-from lmpool.producer.tokenizer import TOKENIZERS, Tokenizer, find_tokenizer
+from lmpool.producer.tokenizer import TOKENIZERS
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import kept, top
 from lmpool.web.guard import answers, read_body
+from lmpool.web.models import Models, OpenModel
 
 MAX_ALTERNATIVES = 50  # Max alternatives listed per token: a page cannot show more alternatives.
 
 MAX_TOKENS = 4096
 """Max tokens of a text: a page with more tokens is unusable."""
 
-MAX_MODELS = 8
-"""Max models whose producers stay open while they have no requests in flight."""
-
 _MAX_CHILDREN = 64  # Max children of a trie node that a page shows.
 _MAX_PREFIX = 256  # Max bytes of a requested prefix; no token is longer.
 _MAX_TEXT = 60  # Max characters of a token that a page shows.
-_CACHE_BYTES = 64 * 1024 * 1024  # Max bytes of cached rows per model.
-_TIMEOUT_S = 30.0  # Seconds until a request of a page fails.
 _ENCODE_S = 10.0  # Max seconds to encode a text: only a hostile tokenizer needs more than milliseconds.
 _NO_TRIES = "no trie worker is running: start one with `lmpool trie-worker`, or the model's workers with --with-trie"
 
@@ -76,29 +66,8 @@ class _TrieRequest(_ModelRequest):
     under: Annotated[str, Meta(pattern="^([0-9a-fA-F]{2})*$", max_length=2 * _MAX_PREFIX)] = ""
 
 
-class ExploredModel:
-    """A model with its producer, its tokenizer and the trie over its vocabulary."""
-
-    def __init__(self, producer: Producer) -> None:
-        self.producer = producer
-        self.is_open = False
-        self.users = 0  # Number of requests that use the model or wait for it.
-        self._made: dict[tuple[str, str], Any] = {}
-        self._making = asyncio.Lock()
-
-    async def _once(self, kind: str, make: Callable[[], Awaitable[Any]]) -> Any:
-        """Make a value once per fingerprint: another model may be served under the name later."""
-        async with self._making:
-            key = self.producer.model.fingerprint, kind
-            if key not in self._made:
-                self._made[key] = await make()
-            return self._made[key]
-
-    async def tokenizer(self) -> Tokenizer:
-        """Return the tokenizer that the workers publish, else a local tokenizer; see `find_tokenizer`."""
-        find = partial(find_tokenizer, self.producer, otherwise="type token ids such as 1,2,3")
-        tokenizer: Tokenizer = await self._once("tokenizer", find)
-        return tokenizer
+class ExploredModel(OpenModel):
+    """A model with the trie over its vocabulary, and texts for the page."""
 
     async def decode(self, ids: Sequence[int]) -> str | None:
         """Return the text of token ids, or None if the model has no tokenizer."""
@@ -114,7 +83,7 @@ class ExploredModel:
 
     async def trie(self) -> PooledTrie:
         """Return the trie over the model's vocabulary; raises as `Producer.trie`."""
-        trie: PooledTrie = await self._once("trie", self.producer.trie)
+        trie: PooledTrie = await self.once("trie", self.producer.trie)
         return trie
 
     async def texts(self, ids: Iterable[int]) -> dict[int, str]:
@@ -130,45 +99,7 @@ class ExploredModel:
         return {token: shown_bytes(vocabulary[token]) if token < len(vocabulary) else "" for token in wanted}
 
 
-class Models:
-    """The models of the explorer, least recently used first.
-
-    Concurrent requests share one producer per model. When more than `MAX_MODELS` models are open, the least recently
-    used models without requests are closed.
-    """
-
-    def __init__(self, redis: str | None, prefix: str) -> None:
-        self._options: dict[str, Any] = {"redis": redis, "prefix": prefix, "timeout": _TIMEOUT_S}
-        self._options |= {"cache_bytes": _CACHE_BYTES, "when_full": "raise"}
-        self._models: OrderedDict[str, ExploredModel] = OrderedDict()
-
-    @asynccontextmanager
-    async def use(self, name: str) -> AsyncIterator[ExploredModel]:
-        """Open a model and keep it open during the block; raises as `Producer` and `Producer.open`."""
-        model = self._models.get(name)
-        if model is None:
-            model = self._models[name] = ExploredModel(Producer(name, **self._options))
-        self._models.move_to_end(name)
-        model.users += 1
-        try:
-            await model.producer.open()
-            model.is_open = True
-            yield model
-        finally:
-            model.users -= 1
-            while unneeded := [name for name, model in self._models.items() if self._is_unneeded(model)]:
-                await finish(self._models.pop(unneeded[0]).producer.close())
-
-    def _is_unneeded(self, model: ExploredModel) -> bool:
-        return not model.users and (len(self._models) > MAX_MODELS or not model.is_open)
-
-    async def close(self) -> None:
-        """Close all models."""
-        while self._models:
-            await self._models.popitem()[1].producer.close()
-
-
-def explorer_routes(models: Models) -> list[Route]:
+def explorer_routes(models: Models[ExploredModel]) -> list[Route]:
     """Return the routes of the explorer."""
 
     async def show_text(request: Request) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 import secrets
 import time
 from collections import OrderedDict
@@ -53,6 +54,7 @@ _HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+_TOKEN = re.compile(r"[A-Za-z0-9._~-]{16,}")  # A shorter token could be guessed; headers exclude other characters.
 _COOKIE = "lmpool-web"
 _HOW = "sign in on the page with the token of `lmpool web`, or send Authorization: Bearer TOKEN"
 _WRONG_TOKEN = (
@@ -76,6 +78,13 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
     (errors.DeadlineExceeded, 504),
     (errors.ServerError, 503),
 )
+
+
+def check_token(token: str) -> None:
+    """Raise `SettingsError` if a token is too short, or contains characters that a header cannot contain."""
+    if token and not _TOKEN.fullmatch(token):
+        text = "token: it must have at least 16 letters, digits and -_.~: try `openssl rand -hex 32`"
+        raise errors.SettingsError(text)
 
 
 class Refused(errors.LMPoolError):
@@ -259,8 +268,8 @@ class Guard:
         if self._sessions.is_program(scope):
             return None
         headers, is_reading = Headers(scope=scope), scope["method"] in ("GET", "HEAD")
-        name, _ = _host_and_port(headers.get("host", ""))
-        if name not in self._hosts and not _is_address(name):
+        name, _ = host_and_port(headers.get("host", ""))
+        if name not in self._hosts and not is_address(name):
             text = "this host name is not allowed: start `lmpool web` with --allow-host NAME to allow it"
             return PlainTextResponse(text, 421)
         is_signing_in = scope["path"] == _SESSION_PATH and scope["method"] == "POST"
@@ -276,7 +285,7 @@ class Guard:
         return None
 
 
-def _is_address(name: str) -> bool:
+def is_address(name: str) -> bool:
     """Whether a host is an IP address; all addresses are allowed: another site can point only a DNS name here."""
     try:
         return bool(ipaddress.ip_address(name))
@@ -304,11 +313,11 @@ def _cookie_name(scope: Scope) -> str:
     tunnels or in containers on different ports. A name made from the token would leave one cookie per start.
     """
     _, own_port = scope.get("server") or ("", None)
-    _, requested_port = _host_and_port(Headers(scope=scope).get("host", ""))
+    _, requested_port = host_and_port(Headers(scope=scope).get("host", ""))
     return f"{_COOKIE}-{own_port or 0}-{requested_port}"
 
 
-def _host_and_port(host: str) -> tuple[str, int]:
+def host_and_port(host: str) -> tuple[str, int]:
     """Return the lowercase name and the port of a `Host` header; "" for a missing name, 0 for a missing port."""
     try:
         parts = urlsplit(f"//{host}")

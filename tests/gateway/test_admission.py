@@ -1,0 +1,159 @@
+"""The gateway admits requests within its limits, and ends the work of clients that hang up."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lmpool.synthetic import synthetic_row
+from tests.gateway.service import GatewayService
+from tests.support.gate import Gate
+from tests.support.pool import DEADLINE_S, Pool, V, run_lmpool, until
+from tests.web.service import TOKEN
+
+IN_FLIGHT = "lmpool_http_requests_in_flight"
+HUNG_UP = 'lmpool_http_requests_total{path="/v1/rows",status="499"}'
+
+
+@pytest.fixture
+def gate(pool: Pool, tmp_path: Path) -> Iterator[Gate]:
+    """A gate at which the steps of a pool's worker wait."""
+    gate = Gate(tmp_path / "open")
+    pool.start("--max-batch", 1, "--queue-limit", 8, command=gate.command)
+    yield gate
+    gate.open()
+
+
+def begin(service: GatewayService, token: int) -> socket.socket:
+    """Send a request for a row, and return its connection."""
+    connection = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
+    body = json.dumps({"ids": [token]}).encode()
+    head = f"POST /v1/rows HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    return connection
+
+
+def end(connection: socket.socket) -> bytes:
+    """Read the response of a connection; return its body."""
+    connection.settimeout(DEADLINE_S)
+    with connection, connection.makefile("rb") as file:
+        length = 0
+        while line := file.readline().strip():
+            if line.lower().startswith(b"content-length:"):
+                length = int(line.partition(b":")[2])
+        return file.read(length)
+
+
+def test_clients_that_hang_up_cancel_their_requests_and_no_others(pool: Pool, gate: Gate) -> None:
+    service = GatewayService(pool)
+    kept, gone = begin(service, 1), [begin(service, token) for token in (1, 2, 3)]
+    until(lambda: service.metric(IN_FLIGHT) == 4, "the requests are in flight")
+    until(lambda: pool.jobs() == 3, "the prompts are queued")
+    for connection in gone:
+        connection.close()
+    until(lambda: service.metric(HUNG_UP) == 3, "the gateway notices that the clients have hung up")
+    assert service.metric(IN_FLIGHT) == 1
+    gate.open()
+    assert np.array_equal(np.load(io.BytesIO(end(kept))), synthetic_row([1], vocab_size=V))
+    until(lambda: service.metric("lmpool_http_held_bytes") == 0, "the requests hold no memory")
+    until(lambda: pool.jobs() == 0, "no prompts are left")
+    # A stream that nobody reads ends too: the gateway asks the pool for no more tokens.
+    request = {"prompt": [1], "max_tokens": 100_000, "stream": True, "temperature": 0}
+    connection = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
+    body = json.dumps(request).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
+    with connection:
+        connection.sendall(head.encode() + body)
+        assert connection.recv(1) == b"H"
+    until(lambda: service.metric(IN_FLIGHT) == 0, "the stream ends")
+
+
+def test_too_many_requests_get_status_429_and_are_served_later(pool: Pool, gate: Gate) -> None:
+    service = GatewayService(pool, "--max-inflight", "2")
+    with ExitStack() as stack:
+        waiting = [stack.enter_context(begin(service, token)) for token in (1, 2)]
+        until(lambda: service.metric(IN_FLIGHT) == 2, "the requests are in flight")
+        refused = service.post("/v1/completions", {"prompt": [3]})
+        assert (refused.status, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json["error"]["message"].startswith("2 requests are in flight, the limit of this gateway")
+        # Another gateway has its own limit, but the model's queue is one.
+        other = GatewayService(pool)
+        waiting += [stack.enter_context(begin(other, token)) for token in range(3, 9)]
+        until(lambda: pool.jobs() == 8, "the queue is full")
+        full = other.post("/v1/rows", {"ids": [9]})
+        assert (full.status, full.headers["retry-after"], full.json["error"]["type"]) == (429, "1", "QueueFull")
+        gate.open()
+        for token, connection in enumerate(waiting, 1):
+            assert np.array_equal(np.load(io.BytesIO(end(connection))), synthetic_row([token], vocab_size=V))
+    assert service.post("/v1/rows", {"ids": [9]}).status == 200
+
+
+def test_requests_have_a_deadline_and_bounded_sizes(pool: Pool, gate: Gate) -> None:
+    service = GatewayService(pool)
+    late = service.post("/v1/rows", {"ids": [1]}, X_Lmpool_Timeout="0.1")
+    assert (late.status, late.json["error"]["type"]) == (504, "DeadlineExceeded")
+    late = service.post("/v1/rows", {"ids": [1], "timeout": 0.1})
+    assert late.json["error"]["message"].startswith("no row within 0.")
+    wrong = service.post("/v1/rows", {"ids": [1]}, X_Lmpool_Timeout="soon")
+    assert (wrong.status, "x-lmpool-timeout: 'soon'" in wrong.json["error"]["message"]) == (400, True)
+    many = service.post("/v1/completions", {"prompt": [[1]] * 1000, "n": 5})
+    assert (many.status, many.json["error"]["message"][:36]) == (400, "the request has 5000 continuations; ")
+    for body in (
+        b"",
+        b"[1]",
+        b"{",
+        b"\x93NUMPY",
+        b'{"ids": "text"}',
+        b'{"ids": []}',
+        b'{"ids": [[]]}',
+        b'{"ids": [[1.5]]}',
+    ):
+        assert service.post("/v1/rows", body).status == 400, body
+    with socket.create_connection(("127.0.0.1", service.port), DEADLINE_S) as connection:
+        connection.sendall(b"POST /v1/rows HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 99999999\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_gateway_needs_its_token_and_refuses_web_pages_without_one(pool: Pool) -> None:
+    guarded, open_ = GatewayService(pool, token=TOKEN), GatewayService(pool)
+    for token, text in ((None, "the token is missing"), ("x", "the token is wrong")):
+        refused = guarded.request("/v1/rows", {"ids": [1]}, token=token)
+        assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+        assert refused.json["error"]["message"].startswith(text)
+        assert guarded.request("/metrics", token=token).status == 401
+    assert guarded.request("/v1/models", token=TOKEN).json == {"object": "list", "data": []}
+    for path in ("/health", "/healthz", "/readyz"):
+        assert guarded.request(path, token=None).status == 200
+    assert open_.post("/v1/rows", {"ids": [1]}).status == 404, "no model is served"
+    assert open_.post("/v1/rows", {"ids": [1]}, Host="evil.example").status == 403
+    assert open_.post("/v1/rows", {"ids": [1]}, Origin="http://evil.example").status == 403
+    refused_start = run_lmpool("http", "--host", "0.0.0.0", "--port", "0")
+    assert refused_start.returncode == 2
+    assert refused_start.stderr.startswith("lmpool: token: other machines could use the pool through 0.0.0.0: ")
+    assert TOKEN not in guarded.process.text
+
+
+async def test_several_models_are_served_behind_one_gateway(pool: Pool) -> None:
+    await asyncio.to_thread(pool.start, "--seed", 1, model="one")
+    await asyncio.to_thread(pool.start, "--seed", 2, model="two:b")
+    service = GatewayService(pool)
+
+    def row(model: str, **headers: str) -> list[float]:
+        answer = service.post("/v1/rows", {"model": model, "ids": [5]}, **headers)
+        assert answer.status == 200, answer
+        found: list[float] = np.load(io.BytesIO(answer.body)).tolist()
+        return found
+
+    one, two = (synthetic_row([5], vocab_size=V, seed=seed).tolist() for seed in (1, 2))
+    found = await asyncio.gather(*[asyncio.to_thread(row, model) for model in ("one", "two:b") * 8])
+    assert found == [one, two] * 8
+    assert row("", X_Lmpool_Model="two:b") == two
+    assert service.post("/v1/rows", {"ids": [5]}).json["error"]["type"] == "AmbiguousModel"
