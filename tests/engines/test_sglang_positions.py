@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,11 @@ def test_one_forward_computes_hidden_states_and_values_of_logits(
         np.testing.assert_allclose(driver.scores[job.digest], right.ravel(), atol=3e-4)
 
 
+def _uncapped(make: Any, *facts: Any) -> Any:
+    """Make a head without its cap."""
+    return make(*facts[:-1], None)
+
+
 def test_a_head_that_does_not_give_the_logits_is_not_served(
     driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -113,7 +119,7 @@ def test_a_head_that_does_not_give_the_logits_is_not_served(
     monkeypatch.setattr(logits_processor, "final_logit_softcapping", 3.0)
     for wrong, message in (
         ({}, ""),
-        ({"OutputHead": lambda *facts: OutputHead(*facts[:-1], None)}, "the head does not give the model's logits"),
+        ({"OutputHead": partial(_uncapped, OutputHead)}, "the head does not give the model's logits"),
         ({"VocabParallelEmbedding": torch.nn.Linear}, "the model has no plain linear head"),
         ({"dtype": torch.bfloat16}, "the model has no plain linear head"),
     ):
