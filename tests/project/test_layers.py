@@ -27,6 +27,7 @@ ENGINES = {
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm", "safetensors"},
     "row_encoder.py": {"torch"},
+    "output_head.py": {"torch"},
     "lora.py": {"torch", "safetensors"},
     "settings.py": {"packaging"},
     "checkpoint.py": {"huggingface_hub"},
@@ -452,7 +453,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
 
 
 def test_the_public_names_of_the_client_are_pinned() -> None:
-    names = "ByteMass Continuation GenerateOptions PooledTrie PositionOptions Positions Producer ProducerStats"
+    names = "ByteMass Continuation GenerateOptions PooledTrie PositionOptions Predictions Producer ProducerStats"
     names += " SampleOptions SyncProducer SyncTrie TopK TrieOptions"
     assert sorted(lmpool.producer.__all__) == names.split()
     public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}
