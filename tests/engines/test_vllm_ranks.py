@@ -9,7 +9,6 @@ import os
 import signal
 import socket
 import tempfile
-from dataclasses import replace
 from importlib import reload
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,21 +40,16 @@ async def test_ctrl_c_lets_the_ranks_of_two_machines_finish_their_prompts(model_
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    subject = replace(PIPELINE_PARALLEL, options=_without_reference)
     worker, other = (
         start(
-            pool, subject, model_folder,
+            pool, PIPELINE_PARALLEL, model_folder,
             "--engine-args", f"nnodes=2 node_rank={machine} master_addr=127.0.0.1 master_port={port}",
         )
         for machine in (0, 1)
     )  # fmt: skip
-    await check_ctrl_c(pool, subject, worker, other)
+    await check_ctrl_c(pool, PIPELINE_PARALLEL, worker, other)
     assert "still loading" not in other.text, "the second machine does not use Redis"
     assert "the worker on 127.0.0.1 has ended" in other.text
-
-
-def _without_reference(folder: Path, adapters: dict[str, Path]) -> list[str]:
-    return [option for option in PIPELINE_PARALLEL.options(folder, adapters) if option != "--verify"]
 
 
 def test_the_start_fails_with_the_error_of_a_rank() -> None:
