@@ -108,12 +108,16 @@ def test_a_head_that_does_not_give_the_logits_is_not_served(
     found, model = scheduler_of(driver).output_head, scheduler_of(driver).model_config
     logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
     caplog.set_level("INFO", head.__name__)
+
+    def without_cap(*facts: Any) -> OutputHead:
+        return OutputHead(*facts[:-1], None)
+
     # SGLang multiplies by the scale before it applies the cap, as clients do.
     monkeypatch.setattr(logits_processor, "logit_scale", 0.5)
     monkeypatch.setattr(logits_processor, "final_logit_softcapping", 3.0)
     for wrong, message in (
         ({}, ""),
-        ({"OutputHead": lambda *facts: OutputHead(*facts[:-1], None)}, "the head does not give the model's logits"),
+        ({"OutputHead": without_cap}, "the head does not give the model's logits"),
         ({"VocabParallelEmbedding": torch.nn.Linear}, "the model has no plain linear head"),
         ({"dtype": torch.bfloat16}, "the model has no plain linear head"),
     ):
