@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,23 +102,22 @@ def test_one_forward_computes_hidden_states_and_values_of_logits(
         np.testing.assert_allclose(driver.scores[job.digest], right.ravel(), atol=3e-4)
 
 
-def _uncapped(make: Any, *facts: Any) -> Any:
-    """Make a head without its cap."""
-    return make(*facts[:-1], None)
-
-
 def test_a_head_that_does_not_give_the_logits_is_not_served(
     driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     found, model = scheduler_of(driver).output_head, scheduler_of(driver).model_config
     logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
     caplog.set_level("INFO", head.__name__)
+
+    def without_cap(*facts: Any) -> OutputHead:
+        return OutputHead(*facts[:-1], None)
+
     # SGLang multiplies by the scale before it applies the cap, as clients do.
     monkeypatch.setattr(logits_processor, "logit_scale", 0.5)
     monkeypatch.setattr(logits_processor, "final_logit_softcapping", 3.0)
     for wrong, message in (
         ({}, ""),
-        ({"OutputHead": partial(_uncapped, OutputHead)}, "the head does not give the model's logits"),
+        ({"OutputHead": without_cap}, "the head does not give the model's logits"),
         ({"VocabParallelEmbedding": torch.nn.Linear}, "the model has no plain linear head"),
         ({"dtype": torch.bfloat16}, "the model has no plain linear head"),
     ):

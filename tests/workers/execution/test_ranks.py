@@ -125,7 +125,7 @@ def test_two_threads_do_not_mix_their_lines() -> None:
 
 STARTS_A_RANK = """
 import atexit, signal, sys, traceback
-from lmpool.workers.backends.ranks import RankProcess
+from lmpool.workers.execution.ranks import RankProcess
 
 class Slow:
     def __reduce__(self):
