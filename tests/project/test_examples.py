@@ -354,7 +354,8 @@ def test_the_programs_of_the_page_of_divergences_agree(url: str) -> None:
     config = LlamaConfig(
         vocab_size=49_152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
-    model, ids = LlamaForCausalLM(config), [504, 2767, 282, 4649, 314]
+    untyped: Any = LlamaForCausalLM
+    model, ids = untyped(config), [504, 2767, 282, 4649, 314]
     scope: dict[str, Any] = {"model": model, "ids": ids, "input_ids": torch.tensor([ids])}
     scope["is_completion"] = np.arange(len(ids)) > 2
     page = (ROOT / "docs/distillation.md").read_text("utf-8")

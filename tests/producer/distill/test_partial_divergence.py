@@ -18,7 +18,9 @@ RANDOM = np.random.default_rng(1)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of at most 3 positions and 16 tokens, so that small inputs have several tiles."""
+    """Tiles of at most 3 positions and 16 tokens, so that small inputs have several tiles; and equal random numbers."""
+    monkeypatch.setitem(globals(), "RANDOM", np.random.default_rng(1))
+    torch.manual_seed(0)
     monkeypatch.setattr(tiles, "TILE_NUMBERS", 48)
     monkeypatch.setattr(tiles, "MAX_ROWS", 3)
 
@@ -95,6 +97,9 @@ def test_a_repeated_token_counts_once() -> None:
 
 def test_the_bounds_are_reached() -> None:
     """Forward KL by a tail on the student's least likely token; Jensen-Shannon by tails with no token in common."""
+    teacher, student = np.log(np.array([[0.6, 0.2, 0.2], [0.5, 0.3, 0.2]], np.float32))[:, None]
+    error = partial_divergence_error(*known_of(teacher, np.array([[0, 1]])), student, is_top=True)
+    np.testing.assert_allclose(error, 0, atol=1e-6)
     student = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
     teacher = np.log(np.array([[0.9, 1e-30, 1e-30, 0.1]], np.float32))
     known, tail = known_of(teacher, np.array([[0]]))
