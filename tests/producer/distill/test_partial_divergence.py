@@ -143,6 +143,18 @@ def test_gradients_are_those_of_finite_differences(beta: float) -> None:
     )
 
 
+def test_gradients_without_a_tail_are_finite() -> None:
+    """If all tokens are named, or if all others are excluded, also by the student."""
+    teacher, student = logits(2, 9), logits(2, 9)
+    teacher[1, 5:] = student[1, 5:] = -np.inf
+    ids = np.array([[*range(9)], [*range(5), -1, -1, -1, -1]])
+    rows = torch.tensor(student, requires_grad=True)
+    partial_divergence(*known_of(teacher, ids), rows, reduction="sum").backward()
+    assert rows.grad is not None
+    expected = np.exp(reference.log_softmax(student)) - np.exp(reference.log_softmax(teacher))
+    np.testing.assert_allclose(rows.grad, expected, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("ids", "text"),
     [
