@@ -183,9 +183,7 @@ def test_a_student_learns_from_the_teacher(
     # The saved student model is nearer to the teacher than an untrained student model.
     divergence = runpy.run_path(str(ROOT / "examples" / "distill.py"), run_name="distill")["divergence"]
     ids = tokenizer.encode(TEXT)[:24]
-    best = producer.positions(ids, top=8).top
-    assert best is not None
-    values, tokens = best
+    values, tokens = producer.positions(ids, top=8)
     student: Any = LlamaForCausalLM.from_pretrained(tmp_path / "student")
     untaught: Any = type(student)(student.config)
     losses = []
@@ -356,8 +354,8 @@ def test_the_programs_of_the_page_of_divergences_agree(url: str) -> None:
     config = LlamaConfig(
         vocab_size=49_152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
     )
-    model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
-    ids = [504, 2767, 282, 4649, 314]
+    untyped: Any = LlamaForCausalLM
+    model, ids = untyped(config), [504, 2767, 282, 4649, 314]
     scope: dict[str, Any] = {"model": model, "ids": ids, "input_ids": torch.tensor([ids])}
     scope["is_completion"] = np.arange(len(ids)) > 2
     page = (ROOT / "docs/distillation.md").read_text("utf-8")

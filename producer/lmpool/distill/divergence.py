@@ -81,7 +81,7 @@ def values_of(teacher: Source, student: Source, beta: float, grid: Grid) -> Arra
     teacher = grid.prepared(teacher)
     if grid.xp is np:
         # Logits of -inf are valid, and their differences are replaced.
-        with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        with np.errstate(all="ignore"):
             return passes.divergences(teacher, student, beta, grid).values[:, 0]
     from lmpool.distill import gradients
 

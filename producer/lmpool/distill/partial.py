@@ -51,7 +51,7 @@ def partial_divergence(
     check_number("beta", beta, 0, 1, whole=False)
     of_student, values, ids, grid = _read(known, tail, student, temperature, vocab_size)
     if grid.xp is np:
-        with np.errstate(invalid="ignore", divide="ignore"):
+        with np.errstate(all="ignore"):
             rows = passes.coarsen(of_student, ids, grid).logits
     else:
         from lmpool.distill import gradients

@@ -97,6 +97,7 @@ def _expected(logprobs: Array, values: Array, xp: Any) -> Array:
 
 
 def part(of: Normaliser, rows: slice) -> Normaliser:
+    """The normaliser of some positions."""
     return Normaliser(of.largest[rows], of.log_sum[rows])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -111,7 +112,8 @@ class Normaliser(NamedTuple):
         """Turn a tile of logits into probabilities times a factor (n, 1), in place."""
         logits -= self.largest
         xp.exp(logits, out=logits)
-        logits *= factor / xp.exp(self.log_sum)
+        # Without any token, as in an empty tail, all probabilities are 0.
+        logits *= xp.where(self.log_sum == -math.inf, 0.0, factor / xp.exp(self.log_sum))
         return logits
 
 

@@ -18,7 +18,9 @@ RANDOM = np.random.default_rng(1)
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles of at most 3 positions and 16 tokens, so that small inputs have several tiles."""
+    """Tiles of at most 3 positions and 16 tokens, so that small inputs have several tiles; and equal random numbers."""
+    monkeypatch.setitem(globals(), "RANDOM", np.random.default_rng(1))
+    torch.manual_seed(0)
     monkeypatch.setattr(tiles, "TILE_NUMBERS", 48)
     monkeypatch.setattr(tiles, "MAX_ROWS", 3)
 
@@ -95,6 +97,9 @@ def test_a_repeated_token_counts_once() -> None:
 
 def test_the_bounds_are_reached() -> None:
     """Forward KL by a tail on the student's least likely token; Jensen-Shannon by tails with no token in common."""
+    teacher, student = np.log(np.array([[0.6, 0.2, 0.2], [0.5, 0.3, 0.2]], np.float32))[:, None]
+    error = partial_divergence_error(*known_of(teacher, np.array([[0, 1]])), student, is_top=True)
+    np.testing.assert_allclose(error, 0, atol=1e-6)
     student = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
     teacher = np.log(np.array([[0.9, 1e-30, 1e-30, 0.1]], np.float32))
     known, tail = known_of(teacher, np.array([[0]]))
@@ -136,6 +141,18 @@ def test_gradients_are_those_of_finite_differences(beta: float) -> None:
     assert torch.autograd.gradcheck(
         lambda *arrays: partial_divergence(known, tail, States(*arrays), **options), (hidden, weights)
     )
+
+
+def test_gradients_without_a_tail_are_finite() -> None:
+    """If all tokens are named, or if all others are excluded, also by the student."""
+    teacher, student = logits(2, 9), logits(2, 9)
+    teacher[1, 5:] = student[1, 5:] = -np.inf
+    ids = np.array([[*range(9)], [*range(5), -1, -1, -1, -1]])
+    rows = torch.tensor(student, requires_grad=True)
+    partial_divergence(*known_of(teacher, ids), rows, reduction="sum").backward()
+    assert rows.grad is not None
+    expected = np.exp(reference.log_softmax(student)) - np.exp(reference.log_softmax(teacher))
+    np.testing.assert_allclose(rows.grad, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
