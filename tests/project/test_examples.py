@@ -183,7 +183,9 @@ def test_a_student_learns_from_the_teacher(
     # The saved student model is nearer to the teacher than an untrained student model.
     divergence = runpy.run_path(str(ROOT / "examples" / "distill.py"), run_name="distill")["divergence"]
     ids = tokenizer.encode(TEXT)[:24]
-    values, tokens = producer.positions(ids, top=8)
+    best = producer.positions(ids, top=8).top
+    assert best is not None
+    values, tokens = best
     student: Any = LlamaForCausalLM.from_pretrained(tmp_path / "student")
     untaught: Any = type(student)(student.config)
     losses = []
