@@ -30,7 +30,7 @@ from benchmarks.measures import (
     tries,
 )
 from benchmarks.peers.environment import peers_python, versions
-from benchmarks.teacher import divergences
+from benchmarks.teacher import divergences, positions
 from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Testbed], list[Result]]] = {
@@ -86,7 +86,11 @@ _GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "positions": picks.positions,
     "smc": smc.smc,
 }
-_TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {"divergence": divergences.divergence}
+_TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {
+    "divergence": divergences.divergence,
+    "teacher-hf": positions.hf,
+    "teacher-vllm": positions.vllm,
+}
 _DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
 _GROUPS = {
     "pool": _POOL,
