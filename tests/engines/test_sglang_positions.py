@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_a_head_that_does_not_give_the_logits_is_not_served(
     caplog.set_level("INFO", head.__name__)
 
     def without_cap(*facts: Any) -> OutputHead:
-        return OutputHead(*facts[:-1], None)
+        return replace(OutputHead(*facts), soft_cap=None)
 
     # SGLang multiplies by the scale before it applies the cap, as clients do.
     monkeypatch.setattr(logits_processor, "logit_scale", 0.5)
