@@ -11,10 +11,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import openai
 import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
@@ -25,6 +24,10 @@ from lmpool.synthetic import synthetic_row
 from tests.gateway.service import GatewayService
 from tests.support.pool import DEADLINE_S, Pool, V
 from tests.web.service import TOKEN
+
+# Import the clients where they are used: collecting the tests would take seconds more.
+if TYPE_CHECKING:
+    import openai
 
 ROOT = Path(__file__).parents[2]
 TEXT = "The capital of France is"
@@ -71,6 +74,8 @@ def producer(served: Pool) -> Iterator[SyncProducer]:
 @pytest.fixture(scope="module")
 def client(gateway: GatewayService) -> Iterator[openai.OpenAI]:
     """OpenAI's client."""
+    import openai
+
     with openai.OpenAI(base_url=f"{gateway.base}/v1", api_key=TOKEN, max_retries=0) as client:
         yield client
 
@@ -108,6 +113,19 @@ def test_openai_client_gets_the_tokens_and_logprobs_of_a_producer(
     assert max(logprobs.top_logprobs[2].items(), key=lambda item: item[1])[0] == producer.decode(ids)
     assert logprobs.text_offset == [0, 3, 11, 14, 21]
 
+    # As lm-evaluation-harness requests it: one greedy token after the echoed text.
+    options: Any = {"model": "smollm2", "prompt": [IDS], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
+    (both,) = client.completions.create(**options, extra_body={"prompt_logprobs": 3}).choices
+    top = producer.topk(IDS, 2)
+    assert both.text == TEXT + producer.decode(top.ids[:1])
+    logprobs = both.logprobs
+    assert len(logprobs.tokens) == len(IDS) + 1
+    assert list(logprobs.top_logprobs[-1]) == [producer.decode([token]) for token in top.ids]
+    assert np.allclose(list(logprobs.top_logprobs[-1].values()), top.values, **CLOSE)
+    assert logprobs.token_logprobs[-1] == logprobs.top_logprobs[-1][logprobs.tokens[-1]]
+    listed: Any = both.model_extra
+    assert [len(entries) for entries in listed["prompt_logprobs"][1:]] >= [3] * 4
+
 
 def test_openai_client_streams_the_same_text_and_stops_at_stop_texts(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "smollm2", "prompt": TEXT, "max_tokens": 12, "temperature": 0}
@@ -129,6 +147,8 @@ def test_openai_client_streams_the_same_text_and_stops_at_stop_texts(client: ope
 
 
 def test_openai_client_lists_models_and_raises_its_own_errors(client: openai.OpenAI, gateway: GatewayService) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["smollm2", "syn", "syn:poet"]
     assert client.models.retrieve("syn:poet").id == "syn:poet"
     with pytest.raises(openai.NotFoundError, match="'absent' is not served; served are: smollm2, syn"):
@@ -154,6 +174,8 @@ def test_openai_client_lists_models_and_raises_its_own_errors(client: openai.Ope
 def test_trl_client_scores_sequences(
     monkeypatch: pytest.MonkeyPatch, open_gateway: GatewayService, producer: SyncProducer
 ) -> None:
+    from trl.generation import vllm_client
+
     # TRL's client checks that vLLM is installed, but needs vLLM only to send weights.
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
     client = vllm_client.VLLMClient(base_url=open_gateway.base)
