@@ -62,6 +62,9 @@ IMAGES ?= $(abspath $(ENGINES))/images
 # The browser for the tests of the web page. Debian's package, so that Playwright need not download its own.
 export LMPOOL_TEST_BROWSER ?= /usr/bin/chromium
 SMOLLM2 := $(MODELS)/smollm2-float32/config.json
+# Tests of a model in several processes, next to the tests of its rows.
+SPREAD := tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct \
+	tests/contract/test_scores.py tests/contract/test_spread.py
 # The longest run first, because runs start in this order.
 VLLM_RUNS := $(addprefix test-vllm-,v2 v1)
 
@@ -145,34 +148,38 @@ fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_STEPS=$(FUZZ_STEPS) LMPOOL_FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest tests/shared/broker/scripts/stateful/test_queue_protocol.py -n 2 --timeout 3600
 
-## test-vllm: the backend contract and the engine tests, with vLLM
+## test-vllm: the backend contract and the engine tests, with vLLM, also with a model in two processes
 # Both model runners of vLLM, each with synchronous and with asynchronous scheduling. Triton reads TRITON_INTERPRET when
-# it is imported.
+# it is imported. A model in two processes is opened once per run: $(SPREAD) and -k choose the one test that ends it.
 test-vllm: $(VLLM_RUNS)
 
 test-vllm-v1: $(VLLM_INSTALLED) $(QUANTISED)
 	$(VLLM)/bin/python -m tests.engines vllm tests/contract tests/engines \
-		-- vllm-async tests/contract/test_rows.py tests/engines
-	$(VLLM)/bin/python -m tests.engines vllm-tensor tests/engines/test_vllm_ranks.py \
-		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct \
-		tests/contract/test_scores.py -- vllm-tensor-async tests/contract/test_rows.py
-	LMPOOL_CONTRACT=vllm-pipeline $(VLLM)/bin/python -m pytest tests/contract/test_rows.py tests/contract/test_scores.py
+		-- vllm-async tests/contract/test_rows.py tests/engines \
+		-- vllm-tensor $(SPREAD) -k "not reports_the_end" \
+		-- vllm-tensor-async tests/contract/test_rows.py \
+		-- vllm-pipeline tests/contract/test_rows.py $(SPREAD) tests/engines/test_vllm_ranks.py -k "not during_forwards"
 
 test-vllm-v2: $(VLLM_INSTALLED)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
 		vllm-v2 tests/contract/test_rows.py tests/contract/test_scores.py tests/contract/test_reopening.py tests/engines \
 		-- vllm-v2-async tests/contract/test_rows.py
 
-## test-sglang: the same with SGLang, also with a model in two processes
+## test-sglang: the same with SGLang
 test-sglang: $(SGLANG_INSTALLED) $(QUANTISED)
-	LMPOOL_CONTRACT=sglang OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract tests/engines
-	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest \
-		tests/contract/test_adapters.py::test_loading_and_dropping_adapters_leaves_rows_correct \
-		tests/contract/test_rows.py tests/contract/test_scores.py
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m tests.engines sglang tests/contract tests/engines \
+		-- sglang-tp2 tests/contract/test_rows.py $(SPREAD) tests/engines/test_sglang_ranks.py -k "not reports_the_end"
 
-## test-ranks: kill processes of spread models under load, and compare rows of five architectures with transformers
-# Takes about half an hour.
+## test-ranks: kill processes of spread models under load, and compare rows with transformers: V2 runner, architectures
+# Takes about half an hour. Over several GPUs, vLLM uses its model runner V2 and asynchronous scheduling by default. Some
+# of these claims have faster tests in tests/workers/execution/test_ranks.py and tests/engines/test_vllm_ranks.py, which
+# `make test` runs: a frozen rank, a killed worker, and a rank that cannot load.
 test-ranks: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
+		vllm-v2-tensor-async tests/contract/test_rows.py tests/contract/test_scores.py \
+		-- vllm-v2-tensor tests/contract/test_rows.py -- vllm-v2-pipeline-async tests/contract/test_rows.py
+	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m pytest tests/contract/test_spread.py tests/engines/test_vllm_rank_faults.py
+	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract/test_spread.py
 	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 20
 	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 4 --freeze --step-timeout-s 5
 	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m tests.faults.rank_kills --faults 20

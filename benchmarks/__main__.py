@@ -30,6 +30,7 @@ from benchmarks.measures import (
     tries,
 )
 from benchmarks.peers.environment import peers_python, versions
+from benchmarks.teacher import divergences, positions
 from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Testbed], list[Result]]] = {
@@ -85,6 +86,11 @@ _GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "positions": picks.positions,
     "smc": smc.smc,
 }
+_TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {
+    "divergence": divergences.divergence,
+    "teacher-hf": positions.hf,
+    "teacher-vllm": positions.vllm,
+}
 _DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
 _GROUPS = {
     "pool": _POOL,
@@ -92,9 +98,10 @@ _GROUPS = {
     "engines": _ENGINES,
     "tries": _TRIES,
     "genlm": _GENLM,
+    "teacher": _TEACHER,
     "devices": _DEVICES,
 }
-_MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM, **_DEVICES}
+_MEASURES = {**_POOL, **_SCALING, **_ENGINES, **_TRIES, **_GENLM, **_TEACHER, **_DEVICES}
 # The measures that need the environment of the compared projects (peers).
 _WITH_PEERS = ("arq", "hf-random", "hf-shared", "trie-kernels", "trie-build", "trie-cuda", "smc")
 _REPEATS, _QUICK_REPEATS = 5, 2  # Number of samples of each side, in a full run and in a quick run.

@@ -36,7 +36,14 @@ PAGES = {
     "examples/surprise.ipynb": "tutorials/surprise.ipynb",
 }
 """Pages outside `docs/`: path in the checkout -> path in the site. `docs/index.md` is appended to the README."""
-PUBLIC = ("lmpool.producer", "lmpool.producer.genlm", "lmpool.batch", "lmpool.testing", "lmpool.errors")
+PUBLIC = (
+    "lmpool.producer",
+    "lmpool.producer.genlm",
+    "lmpool.batch",
+    "lmpool.distill",
+    "lmpool.testing",
+    "lmpool.errors",
+)
 """Modules whose public names the reference must have."""
 GENERATED: dict[str, Callable[[], str]] = {
     "% The site lists all commands here.": command_line.page,

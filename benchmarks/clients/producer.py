@@ -11,6 +11,7 @@ import uvloop
 
 from benchmarks.clients.compare_client import PROMPT_TOKENS, Bursts, Ids, main, probe
 from benchmarks.harness.line_protocol import Handler
+from benchmarks.teacher.targets import tokens_at
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
 
@@ -29,6 +30,7 @@ class Client(Bursts):
             self.top_tokens,
             self.top_tokens_by_prefix,
             self.hidden_states,
+            self.given_tokens,
             self.grow,
             self.with_short_prompts,
             self.particles,
@@ -101,6 +103,14 @@ class Client(Bursts):
         last: Any = (await self._producer.batch_positions(texts, top=top))[-1]
         values, _ = getattr(last, "top", last)  # Older releases return the values and ids themselves.
         return {"seconds": time.perf_counter() - start, "probe": probe(values[-1])}
+
+    async def given_tokens(self, texts: list[Ids], count: int) -> dict[str, Any]:
+        """Request `count` other tokens at each position, the next token, logZ and the tail; return seconds."""
+        targets = [tokens_at(ids, count, self._producer.model.vocab_size) for ids in texts]
+        start = time.perf_counter()
+        wanted: Any = {"targets": targets, "next_token": True, "logz": True, "tail": True}
+        found: Any = (await self._producer.batch_positions(texts, **wanted))[-1]
+        return {"seconds": time.perf_counter() - start, "probe": probe(found.targets[-1])}
 
     async def hidden_states(self, texts: list[Ids]) -> dict[str, Any]:
         """Request the last hidden state of every position of texts, all at once; return seconds."""

@@ -30,7 +30,7 @@ _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which ea
 _LONG_TOKENS = 256  # Initial tokens per context, so many that a recomputed context stands out in the count of tokens.
 _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
 _SERVER_READY_S = 180.0  # Max seconds until vLLM's own server is ready.
-_VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
+VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
 _RANKS = 2  # Processes over which a model is spread.
 _RANKS_REST_S = 2.0  # Seconds until vLLM's ranks rest: they spin for one second after each step.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1"}
@@ -41,7 +41,7 @@ def vllm_random(testbed: Testbed) -> list[Result]:
     """Compare vLLM behind the pool with vLLM called directly."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
-        ours = _pool(stack, testbed, "vllm", model, *_VLLM)
+        ours = pool(stack, testbed, "vllm", model, *VLLM)
         peer = stack.enter_context(testbed.child("peers.vllm_peer", model, "float32", python=engine_python("vllm")))
         samples = compare(testbed, ours, peer, testbed.scaled(_VLLM_PROMPTS, 64))
     meaning = (
@@ -55,10 +55,10 @@ def vllm_grow(testbed: Testbed) -> list[Result]:
     """Compare sessions (resumable requests) with prefix caching alone, for contexts that grow by a token per step."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
-        options = (*_VLLM, "--dtype", "bfloat16")
+        options = (*VLLM, "--dtype", "bfloat16")
         sides = {
-            "sessions": _pool(stack, testbed, "sessions", model, *options),
-            "prefix caching": _pool(stack, testbed, "prefixes", model, *options, "--sessions", "0"),
+            "sessions": pool(stack, testbed, "sessions", model, *options),
+            "prefix caching": pool(stack, testbed, "prefixes", model, *options, "--sessions", "0"),
         }
         source = PromptSource()
         takes = {name: _growing(side, source) for name, side in sides.items()}
@@ -74,7 +74,7 @@ def vllm_sessions(testbed: Testbed) -> list[Result]:
     """Measure which share of prompts finds its session, for contexts in lock step on a pool of two workers."""
     name, model, ports = "two", str(_dummy_model(testbed.folder)), [free_port() for _ in range(2)]
     # Disable prefix caching, so that only sessions can save computation.
-    options = (*_VLLM, "--engine-args", "load_format=dummy enable_prefix_caching=false")
+    options = (*VLLM, "--engine-args", "load_format=dummy enable_prefix_caching=false")
     with ExitStack() as stack:
         for port in ports:
             command, environment = _command("vllm")
@@ -130,8 +130,8 @@ def _computed_tokens(port: int) -> int:
 def vllm_http(testbed: Testbed) -> list[Result]:
     """Compare vLLM behind the pool with vLLM behind its own OpenAI server."""
     with ExitStack() as stack:
-        ours = _pool(stack, testbed, "vllm", str(smollm2_folder()), *_VLLM)
-        peer = _server(stack, testbed)
+        ours = pool(stack, testbed, "vllm", str(smollm2_folder()), *VLLM)
+        peer = server(stack, testbed)
         number = testbed.scaled(_HTTP_PROMPTS, 4)
         samples = compare(testbed, ours, peer, number, repeats=min(testbed.repeats, _HTTP_REPEATS))
     meaning = (
@@ -145,8 +145,8 @@ def vllm_http(testbed: Testbed) -> list[Result]:
 def vllm_positions(testbed: Testbed) -> list[Result]:
     """Compare vLLM behind the pool with vLLM's own OpenAI server, for top-k tokens at every position of texts."""
     with ExitStack() as stack:
-        ours = _pool(stack, testbed, "vllm", str(smollm2_folder()), *_VLLM)
-        peer, top_tokens = _server(stack, testbed), TopTokens(testbed)
+        ours = pool(stack, testbed, "vllm", str(smollm2_folder()), *VLLM)
+        peer, top_tokens = server(stack, testbed), TopTokens(testbed)
         samples = alternated({"pool": top_tokens.new(ours), "server": top_tokens.same(peer)}, testbed.repeats)
     meaning = (
         f"{top_tokens.meaning}, vLLM through the pool ÷ vLLM's OpenAI server with as many `prompt_logprobs`, 16 "
@@ -159,8 +159,8 @@ def vllm_overhead(testbed: Testbed) -> list[Result]:
     """Measure the overhead of the pool with a model that takes almost no time."""
     with ExitStack() as stack:
         model = str(_dummy_model(testbed.folder))
-        options = (*_VLLM, "--dtype", "bfloat16", "--engine-args", "load_format=dummy")
-        ours = _pool(stack, testbed, "dummy", model, *options)
+        options = (*VLLM, "--dtype", "bfloat16", "--engine-args", "load_format=dummy")
+        ours = pool(stack, testbed, "dummy", model, *options)
         peer = stack.enter_context(
             testbed.child("peers.vllm_peer", model, "bfloat16", "dummy", python=engine_python("vllm"))
         )
@@ -176,7 +176,7 @@ def vllm_tensor(testbed: Testbed) -> list[Result]:
     """Measure the overhead of the pool with a narrow model that is spread over two processes."""
     with ExitStack() as stack:
         model = str(write_llama(testbed.folder / "narrow", vocab_size=FULL_V, width=64, heads=2, layers=1))
-        ours = _pool(stack, testbed, "ranks", model, *_VLLM, "--tensor-parallel-size", str(_RANKS), **_ONE_THREAD)
+        ours = pool(stack, testbed, "ranks", model, *VLLM, "--tensor-parallel-size", str(_RANKS), **_ONE_THREAD)
         testbed.wait_for_shared_memory("ranks")
         arguments, python = (model, "float32", "auto", str(_RANKS)), engine_python("vllm")
         peer = stack.enter_context(testbed.child("peers.vllm_peer", *arguments, python=python, **_ONE_THREAD))
@@ -193,7 +193,7 @@ def sglang_random(testbed: Testbed) -> list[Result]:
     """Compare SGLang behind the pool with SGLang's scheduler called directly."""
     with ExitStack() as stack:
         model = str(smollm2_folder())
-        ours = _pool(stack, testbed, "sglang", model, *_SGLANG)
+        ours = pool(stack, testbed, "sglang", model, *_SGLANG)
         peer = stack.enter_context(
             testbed.child("peers.sglang_peer", model, python=engine_python("sglang"), **_ONE_THREAD)
         )
@@ -208,7 +208,7 @@ def sglang_random(testbed: Testbed) -> list[Result]:
 def sglang_grow(testbed: Testbed) -> list[Result]:
     """Compare prompts that grow by one token with new prompts of the same length, both through the pool."""
     with ExitStack() as stack:
-        ours = _pool(stack, testbed, "sglang", str(smollm2_folder()), *_SGLANG)
+        ours = pool(stack, testbed, "sglang", str(smollm2_folder()), *_SGLANG)
         source = PromptSource()
         length = _PROMPT_TOKENS + 1
         takes = {
@@ -232,7 +232,7 @@ def engine_python(engine: str) -> str:
     return str(python)
 
 
-def _pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: str, **variables: str) -> Child:
+def pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: str, **variables: str) -> Child:
     """Start a worker with an engine and more environment variables, and a producer for its model.
 
     The producer caches no rows: until a cache is full, each row allocates new memory, which takes additional time.
@@ -242,7 +242,7 @@ def _pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: s
     return stack.enter_context(testbed.producer(name, "--cache-bytes", "0"))
 
 
-def _server(stack: ExitStack, testbed: Testbed) -> Child:
+def server(stack: ExitStack, testbed: Testbed) -> Child:
     """A client of vLLM's own server, which serves SmolLM2."""
     port = free_port()
     command = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2_folder()),

@@ -142,7 +142,17 @@ class TopTokens:
     @property
     def meaning(self) -> str:
         """The beginning of the sentence that defines a measure."""
-        return f"positions/s with top-{_TOP} of {_TEXTS} texts of {_TEXT_TOKENS} tokens, SmolLM2-135M f32"
+        return f"positions/s with top-{_TOP} of {self.texts_meaning}"
+
+    @property
+    def texts_meaning(self) -> str:
+        """What the texts and the model are."""
+        return f"{_TEXTS} texts of {_TEXT_TOKENS} tokens, SmolLM2-135M f32"
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The texts that were drawn last."""
+        return self._source.last
 
     def new(self, side: Child, do: str = "top_tokens") -> Take:
         """Positions per second of new texts."""
@@ -155,12 +165,13 @@ class TopTokens:
 
         return take
 
-    def same(self, side: Child, do: str = "top_tokens") -> Take:
-        """Positions per second of the texts that the other side received last."""
+    def same(self, side: Child, do: str = "top_tokens", *, agreeing: bool = True) -> Take:
+        """Positions per second of the texts that the other side received last; `agreeing`: compare the values."""
 
         def take() -> float:
             answer = self._request(side, do)
-            agree(self._probe, answer["probe"])
+            if agreeing:
+                agree(self._probe, answer["probe"])
             return self._rate(answer)
 
         return take

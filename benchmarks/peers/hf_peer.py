@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.harness.line_protocol import serve
+from benchmarks.teacher.targets import tokens_at
 
 Ids = list[int]
 
@@ -48,6 +49,23 @@ class Peer:
                 found += zip(values.cpu().numpy(), tokens.cpu().numpy(), strict=True)
         return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in found[-1][0][-1][:8]]}
 
+    async def given_tokens(self, texts: list[Ids], count: int) -> dict[str, Any]:
+        """Seconds for `count` other tokens at each position of texts, the next token, logZ and the tail."""
+        targets = torch.tensor([tokens_at(ids, count, self._model.config.vocab_size).tolist() for ids in texts])
+        start, last = time.perf_counter(), torch.empty(0)
+        with torch.inference_mode():
+            for at in range(0, len(texts), _TEXTS):
+                ids = torch.tensor(texts[at : at + _TEXTS], device=self._device)
+                given = targets[at : at + _TEXTS].to(self._device)
+                logits = self._model(input_ids=ids, use_cache=False).logits.float()
+                rows = torch.log_softmax(logits, -1)
+                found = rows.gather(-1, given).cpu()
+                rows[:, :-1].gather(-1, ids[:, 1:, None]).cpu()
+                (logits.amax(-1) - rows.amax(-1)).cpu()
+                rows.scatter_(-1, given, -torch.inf).logsumexp(-1).cpu()
+                last = found[-1, -1]
+        return {"seconds": time.perf_counter() - start, "probe": [float(value) for value in last[:8]]}
+
     async def hidden_states(self, texts: list[Ids]) -> dict[str, Any]:
         """Seconds for the last hidden state of each position of equally long texts, on the host."""
         start = time.perf_counter()
@@ -75,6 +93,7 @@ async def main() -> None:
             "together": peer.together,
             "top_tokens": peer.top_tokens,
             "hidden_states": peer.hidden_states,
+            "given_tokens": peer.given_tokens,
             "copied": peer.copied,
         }
     )

@@ -18,13 +18,17 @@ _seeds = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests in files that a subject does not name in `files`."""
-    items[:] = [item for item in items if item.path.name in _files_of(item) or not _files_of(item)]
+    """Leave out tests in files that a subject does not name in `files`, and tests of ranks if it has none."""
+    items[:] = [item for item in items if _is_wanted(item)]
 
 
-def _files_of(item: pytest.Item) -> tuple[str, ...]:
+def _is_wanted(item: pytest.Item) -> bool:
     subject = item.callspec.params.get("subject") if hasattr(item, "callspec") else None
-    return subject.files if isinstance(subject, Subject) else ()
+    if not isinstance(subject, Subject):
+        return True
+    if item.path.name == "test_spread.py" and subject.processes == 1:
+        return False
+    return item.path.name in subject.files or not subject.files
 
 
 @pytest.fixture
@@ -70,7 +74,23 @@ def _scope_of_opened(fixture_name: str, config: pytest.Config) -> Literal["sessi
 
 
 @pytest.fixture(scope=_scope_of_opened)
-def opened(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Opened]:
+def with_adapters(subject: Subject, model_folder: Path, adapter_folders: dict[str, Path]) -> Iterator[Opened]:
     """The subject's backend in float32, opened once per module."""
     with Opened(subject, model_folder, "float32", adapter_folders) as opened:
+        yield opened
+
+
+@pytest.fixture
+def opened(with_adapters: Opened) -> Opened:
+    """The same; a module may define a backend with other adapters."""
+    return with_adapters
+
+
+@pytest.fixture
+def changing(request: pytest.FixtureRequest, subject: Subject, model_folder: Path) -> Iterator[Opened]:
+    """A backend that begins without adapters. An engine with several processes begins with those of the other tests."""
+    if subject.processes > 1:
+        yield request.getfixturevalue("with_adapters")
+        return
+    with Opened(subject, model_folder, "float32", {}) as opened:
         yield opened

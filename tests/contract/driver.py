@@ -81,6 +81,7 @@ class Opened:
         failures: digest of each failed job -> message.
         scores: digest of each job with a positions query -> its values.
         blocks: blocks of rows of the last step that returned rows.
+        is_expended: whether a test has ended the backend.
     """
 
     def __init__(self, subject: Subject, model: Path, dtype: str, adapters: dict[str, Path]) -> None:
@@ -89,6 +90,7 @@ class Opened:
         self.failures: dict[bytes, str] = {}
         self.scores: dict[bytes, Row] = {}
         self.blocks: Sequence[RowBlock] = ()
+        self.is_expended = False
         self._make: Callable[[], Backend] = lambda: subject.make(model, dtype, adapters if subject.has_adapters else {})
 
     def __enter__(self) -> Self:

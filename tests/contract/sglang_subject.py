@@ -36,7 +36,7 @@ def settings_of(folder: Path, dtype: str, adapters: dict[str, Path], ranks: int 
         # rank has its share of the heads.
         "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * (4 if dtype == "float32" else 2) // ranks,
         "tensor_parallel_size": ranks,
-        "max_adapters": 2,
+        "max_adapters": 2 * ranks,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 
@@ -74,7 +74,7 @@ def _command() -> list[str]:
 
 
 SUBJECT = Subject(
-    "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, command=_command,
-    refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
+    "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, has_hidden=True,
+    command=_command, refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
 )  # fmt: skip
 TENSOR_PARALLEL = replace(SUBJECT, make=partial(_make, ranks=2), options=partial(_options, ranks=2), processes=2)

@@ -26,35 +26,31 @@ def opened(
 
 
 def test_loading_and_dropping_adapters_leaves_rows_correct(
-    subject: Subject, model_folder: Path, adapter_folders: dict[str, Path], draw: random.Random
+    changing: Opened, adapter_folders: dict[str, Path], draw: random.Random
 ) -> None:
-    if not subject.loads_adapters:
-        with Opened(subject, model_folder, "float32", {}) as opened, pytest.raises(SettingsError, match="^adapters: "):
-            opened.backend.load_adapter("warm", str(adapter_folders["warm"]))
+    backend, (first, second) = changing.backend, ADAPTERS
+    if not changing.subject.loads_adapters:
+        with pytest.raises(SettingsError, match="^adapters: "):
+            backend.load_adapter("warm", str(adapter_folders["warm"]))
         return
-    first, second = ADAPTERS
-    with Opened(subject, model_folder, "float32", {}) as opened:
-        backend = opened.backend
-        prompts = [prompt(draw, length) for length in (3, 33, 40, 70)]
-        # Load two adapters under one name first, so that only their revisions differ.
-        revisions = {name: backend.load_adapter("a", str(adapter_folders[name])) for name in (first, second)}
-        assert set(backend.adapters) == {qualify("a", revision) for revision in revisions.values()}
-        for revision in revisions.values():
-            backend.drop_adapter(qualify("a", revision))
-        assert not backend.adapters
-        for name in (first, second, first):
-            assert backend.load_adapter(name, str(adapter_folders[name])) == revisions[name]
-            for _ in range(3):
-                wanted = {"": opened.submit(prompts), name: opened.submit(prompts, name)}
-                for adapter, digests in wanted.items():
-                    opened.check(prompts, opened.finish(digests), adapter)
-                prompts = [[*ids, draw.randrange(V)] for ids in prompts]
-            left = opened.submit(prompts, name)
-            backend.abort(left)
-            (loaded,) = (adapter for adapter in backend.adapters if name_of(adapter) == name)
-            backend.drop_adapter(loaded)
-            assert not backend.adapters
-            opened.check(prompts, opened.ask(prompts))
+    before, prompts = set(backend.adapters), [prompt(draw, length) for length in (3, 33, 40, 70)]
+    # Load two adapters under one name first, so that only their revisions differ.
+    revisions = {name: backend.load_adapter("a", str(adapter_folders[name])) for name in (first, second)}
+    assert set(backend.adapters) == before | {qualify("a", revision) for revision in revisions.values()}
+    for revision in revisions.values():
+        backend.drop_adapter(qualify("a", revision))
+    assert set(backend.adapters) == before
+    for name in (first, second, first):
+        assert backend.load_adapter("later", str(adapter_folders[name])) == revisions[name]
+        for _ in range(3):
+            wanted = {"": changing.submit(prompts), name: changing.submit(prompts, "later")}
+            for adapter, digests in wanted.items():
+                changing.check(prompts, changing.finish(digests), adapter)
+            prompts = [[*ids, draw.randrange(V)] for ids in prompts]
+        backend.abort(changing.submit(prompts, "later"))
+        backend.drop_adapter(qualify("later", revisions[name]))
+        assert set(backend.adapters) == before
+        changing.check(prompts, changing.ask(prompts))
 
 
 def test_loading_a_present_or_a_bad_adapter_changes_nothing(

@@ -34,7 +34,7 @@ def _settings(folder: Path, dtype: str, adapters: dict[str, Path], tensor: int, 
         "pipeline_parallel_size": pipeline,
         "sessions": MAX_BATCH,
         # vLLM has no adapters of GPT-2, and none of experts on a CPU.
-        "max_adapters": 0 if config.is_file() and re.search("GPT2|Moe", config.read_text()) else 2,
+        "max_adapters": 0 if config.is_file() and re.search("GPT2|Moe", config.read_text()) else 2 * tensor * pipeline,
         "adapters": [f"{name}={place}" for name, place in adapters.items()],
     }
 

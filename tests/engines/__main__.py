@@ -17,15 +17,14 @@ from importlib import import_module
 
 import pytest
 
+from lmpool.workers.backends.settings import importing
 from tests.contract.subjects import chosen
 
-_IMPORTED_FIRST = (
-    "tests.contract.model",
-    "vllm.v1.engine.core",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.worker.gpu_worker",
-)
-"""Modules that are imported before the fork. They must start no thread, because threads do not survive a fork."""
+_IMPORTED_FIRST = {
+    "vllm": ("vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "vllm.v1.worker.gpu_worker"),
+    "sglang": ("lmpool.workers.backends.sglang.engine",),
+}
+"""Engine -> modules to import before the fork. They must start no thread, because threads do not survive a fork."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,8 +37,9 @@ def main(arguments: Sequence[str]) -> int:
             runs[-1].append(word)
     os.environ["LMPOOL_CONTRACT"] = runs[0][0]
     chosen()  # Call `chosen` for its side effect: it installs the shims.
-    for name in _IMPORTED_FIRST:
-        import_module(name)
+    with importing():
+        for name in ("tests.contract.model", *_IMPORTED_FIRST[runs[0][0].partition("-")[0]]):
+            import_module(name)
     gc.freeze()
     return max([_run(variant, paths) for variant, *paths in runs])
 

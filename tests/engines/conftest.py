@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.model import ADAPTERS, write_adapter, write_model
+from tests.contract.model import ADAPTERS, write_adapter, write_model, write_reference
 from tests.contract.subjects import chosen
 
 _ENGINE = os.environ.get("LMPOOL_CONTRACT", "").partition("-")[0]
@@ -17,14 +17,16 @@ if _ENGINE:
 
 collect_ignore_glob = [f"test_{name}*.py" for name in ("vllm", "sglang") if name != _ENGINE]
 
-# Variants of one process do not change ranks: the shims are not installed in the ranks.
-collect_ignore_glob += ["test_vllm_ranks.py"]
+# Tests of models in several processes run once, not once per variant of a model in one process.
+collect_ignore_glob += ["test_*_rank*.py"]
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny Llama model of the contract tests."""
-    return write_model(tmp_path_factory.mktemp("engine") / "llama")
+    """The tiny Llama model of the contract tests, with its reference."""
+    folder = write_model(tmp_path_factory.mktemp("engine") / "llama")
+    write_reference(folder, {"": None})
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import PhiConfig, PhiForCausalLM
 
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
@@ -497,6 +498,16 @@ def test_a_port_of_another_program_is_reported_in_one_line(folder: Path) -> None
         with pytest.raises(SettingsError, match="program has taken the port of .*: start the worker again$") as caught:
             opened(folder, engine_args=given).__enter__()
     assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_bias_sglang_leaves_out_is_refused(tmp_path: Path) -> None:
+    config = PhiConfig(vocab_size=V, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    model = PhiForCausalLM(config)  # type: ignore[no-untyped-call]  # transformers is partly untyped
+    torch.nn.init.normal_(model.lm_head.bias)
+    model.save_pretrained(tmp_path)
+    message = "^model: .* cannot be served by sglang: SGLang leaves out the bias of the model's head; use --backend hf"
+    with pytest.raises(SettingsError, match=message), opened(tmp_path):
+        pass
 
 
 def test_a_failed_start_does_not_affect_the_next_one(folder: Path, tmp_path: Path, draw: random.Random) -> None:

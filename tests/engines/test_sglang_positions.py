@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,17 @@ import torch
 
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
+from lmpool.workers.backends.output_head import OutputHead
+from lmpool.workers.backends.sglang import head
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
-from tests.contract.model import reference_row
+from tests.contract.model import reference_row, reference_states
 from tests.contract.sglang_subject import SUBJECT
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
 LONG = 3 * MAX_BATCH_TOKENS + 5
 TARGETS = PositionsQuery(0, targets=np.arange(4, dtype="<u4").tobytes())
+HIDDEN = PositionsQuery(2, values="hidden", size=128)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +76,62 @@ def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monk
         np.testing.assert_allclose(rows, expected(ids, 2), atol=3e-4)
     driver.check(prompts, driver.finish(rows_of_prompts))
     assert no_answer_is_open(driver)
+
+
+def test_hidden_states_need_no_logits(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
+    monkeypatch.setattr(logits_processor, "_get_logits", None)
+    prompts = [prompt(draw, length) for length in (9, LONG)]
+    for ids, states in zip(prompts, driver.expect(prompts, HIDDEN), strict=True):
+        np.testing.assert_allclose(states, reference_states(ids)[2:], atol=3e-4)
+    assert no_answer_is_open(driver)
+
+
+def test_one_forward_computes_hidden_states_and_values_of_logits(
+    driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processor_of(driver), "logprobs_chunk_size", 7)
+    prompts = [prompt(draw, length) for length in (12, 8, LONG, 19, 9)]
+    queries = [HIDDEN, PositionsQuery(2), HIDDEN, PositionsQuery(2), HIDDEN]
+    jobs = [positions_job(driver, ids, query) for ids, query in zip(prompts, queries, strict=True)]
+    driver.backend.submit(jobs)
+    driver.check([[1, 2, 3]], driver.ask([[1, 2, 3]]))
+    while not all(job.digest in driver.scores for job in jobs):
+        driver.step()
+    for ids, query, job in zip(prompts, queries, jobs, strict=True):
+        right = reference_states(ids)[2:] if query is HIDDEN else expected(ids, 2)
+        np.testing.assert_allclose(driver.scores[job.digest], right.ravel(), atol=3e-4)
+
+
+def test_a_head_that_does_not_give_the_logits_is_not_served(
+    driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, model = scheduler_of(driver).output_head, scheduler_of(driver).model_config
+    logits_processor = scheduler_of(driver).tp_worker.model_runner.model.logits_processor
+    caplog.set_level("INFO", head.__name__)
+
+    def without_cap(*facts: Any) -> OutputHead:
+        return replace(OutputHead(*facts), soft_cap=None)
+
+    # SGLang multiplies by the scale before it applies the cap, as clients do.
+    monkeypatch.setattr(logits_processor, "logit_scale", 0.5)
+    monkeypatch.setattr(logits_processor, "final_logit_softcapping", 3.0)
+    for wrong, message in (
+        ({}, ""),
+        ({"OutputHead": without_cap}, "the head does not give the model's logits"),
+        ({"VocabParallelEmbedding": torch.nn.Linear}, "the model has no plain linear head"),
+        ({"dtype": torch.bfloat16}, "the model has no plain linear head"),
+    ):
+        caplog.clear()
+        with monkeypatch.context() as changed:
+            for name, value in wrong.items():
+                changed.setattr(model if name == "dtype" else head, name, value)
+            # The next forward checks the head as the first one does.
+            found.part, found._is_checked = None, False
+            driver.ask([prompt(draw, 9)])
+        assert (found.part is None) == bool(message)
+        assert caplog.messages == [f"{message}: its hidden states are not served"][: len(wrong)]
+    found._is_checked = False
 
 
 def test_the_radix_cache_is_read_up_to_the_first_wanted_position(driver: Opened, draw: random.Random) -> None:

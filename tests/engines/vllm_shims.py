@@ -6,6 +6,7 @@ Call `use_v2_runner` before vllm is imported, and `use_async_scheduling` before 
 from __future__ import annotations
 
 import os
+from multiprocessing import spawn
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,8 @@ from typing import Any
 def use_v2_runner() -> None:
     """Use the model runner V2, which is the default on CUDA; its Triton kernels run in Triton's interpreter.
 
-    Set TRITON_INTERPRET=1 in the environment before Python starts, because Triton reads it when it is imported.
+    Ranks that this process starts use it too. Set TRITON_INTERPRET=1 in the environment before Python starts, because
+    Triton reads it when it is imported.
     """
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("set TRITON_INTERPRET=1 before Python starts: Triton reads it when it is imported")
@@ -26,6 +28,16 @@ def use_v2_runner() -> None:
             return False
 
     triton.backends.backends["cpu"] = SimpleNamespace(compiler=None, driver=Driver)
+
+    prepare = spawn.get_preparation_data
+
+    def prepare_rank(name: str) -> dict[str, Any]:
+        """Have a rank run this file in place of the main module, before it imports vLLM."""
+        data = prepare(name)
+        data.pop("init_main_from_path", None)
+        return data | {"init_main_from_name": __name__}
+
+    spawn.get_preparation_data = prepare_rank
 
 
 def use_async_scheduling() -> None:
@@ -41,3 +53,7 @@ def use_async_scheduling() -> None:
         config.scheduler_config.async_scheduling = True
 
     platform.check_and_update_config = classmethod(check_but_stay_async)
+
+
+if __name__ == "__mp_main__":  # This process is a rank.
+    use_v2_runner()

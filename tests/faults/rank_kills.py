@@ -32,7 +32,16 @@ from lmpool.producer import Producer
 from tests.contract.driver import prompt
 from tests.contract.model import write_model, write_reference
 from tests.contract.subjects import Subject, chosen
-from tests.support.pool import DEADLINE_S, WorkerProcess, children_of, is_running, shared_by, until, until_async
+from tests.support.pool import (
+    DEADLINE_S,
+    WorkerProcess,
+    children_of,
+    is_running,
+    ranks_below,
+    shared_by,
+    until,
+    until_async,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 _PR_SET_CHILD_SUBREAPER = 36  # Option of prctl, from <sys/prctl.h>.
@@ -111,7 +120,7 @@ async def strike(load: Load, up: WorkerProcess, turn: int, number: signal.Signal
 
     await until_async(is_loaded, f"rows before the next fault; it printed:\n{up.text}")
     (worker,) = (pid for pid, command in children_of(up.process.pid).items() if b"worker" in command.split(b"\0"))
-    ranks = [pid for pid, command in children_of(worker).items() if _is_rank(command)]
+    ranks = ranks_below(worker)
     assert len(ranks) in (1, 2), f"these are no ranks: {children_of(worker)}"
     # The watchdog process ends a worker whose interpreter is frozen, but not a stopped worker.
     turns = ranks if number == signal.SIGSTOP else [*ranks, worker]
@@ -133,10 +142,6 @@ async def strike(load: Load, up: WorkerProcess, turn: int, number: signal.Signal
 
     await until_async(is_answered, "the prompts in flight have rows")
     return Struck(ended, answered, names)
-
-
-def _is_rank(command: bytes) -> bool:
-    return any(word in command for word in (b"VLLM", b"spawn_main", b"follower"))
 
 
 async def run(subject: Subject, folder: Path, faults: int, number: signal.Signals, step_timeout_s: float) -> list[str]:

@@ -316,7 +316,7 @@ def test_the_programs_on_the_pages_run(open_gateway: GatewayService, producer: S
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    shown = run("bash", "-euc", programs("clients/curl.md", "bash")).splitlines()
+    shown = run("bash", "-euc", programs("tutorials/curl.md", "bash")).splitlines()
     best = int(producer.topk(IDS, 1).ids[0])
     assert shown[0].startswith('{"id":"cmpl-')
     assert f"(49152,) {best}" in "\n".join(shown)

@@ -360,8 +360,6 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("sample", {"seed": -1}, SettingsError, "seed: -1 must be a whole number from 0 to"),
     ("sample", {"seed": 1.5}, SettingsError, "seed: 1.5 must be a whole number"),
     ("sample", {"top_k": 5}, SettingsError, "top_k: not an option; there are"),
-    ("positions", {}, SettingsError, r"give just one of top=k, targets=\[ids\], full=True and logz=True"),
-    ("positions", {"top": 1, "full": True}, SettingsError, "give just one of"),
     ("positions", {"top": 0}, SettingsError, f"top: 0 must be a whole number from 1 to {V}"),
     ("positions", {"top": V + 1}, SettingsError, f"top: {V + 1} must be"),
     ("positions", {"full": 1}, SettingsError, "full: 1 must be True or False"),

@@ -344,6 +344,43 @@ def test_a_tutorial_runs_to_its_end(
     assert len(cells) >= 4
 
 
+def test_the_programs_of_the_page_of_divergences_agree(url: str) -> None:
+    """Run the Python blocks of the page with a small student: all forms of the teacher give one divergence."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from lmpool.distill import divergence, partial_divergence, partial_divergence_error
+    from lmpool.producer import Producer
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=49_152, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+    )
+    untyped: Any = LlamaForCausalLM
+    model, ids = untyped(config), [504, 2767, 282, 4649, 314]
+    scope: dict[str, Any] = {"model": model, "ids": ids, "input_ids": torch.tensor([ids])}
+    scope["is_completion"] = np.arange(len(ids)) > 2
+    page = (ROOT / "docs/distillation.md").read_text("utf-8")
+
+    async def run() -> None:
+        async with Producer("smollm2", redis=url) as scope["producer"]:
+            for block in re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE):
+                awaited = eval(compile(block, "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT), scope)  # noqa: S307
+                if inspect.iscoroutine(awaited):
+                    await awaited
+
+    asyncio.run(run())
+    assert model.lm_head.weight.grad is not None
+    assert scope["loss"].requires_grad
+    options: dict[str, Any] = {"temperature": 2.0, "reduction": "none"}
+    logits, known, tail = scope["logits"].detach(), scope["predictions"].top, scope["predictions"].tail
+    exact = divergence(scope["teacher"], logits, **options)
+    torch.testing.assert_close(divergence(scope["full"], logits, **options), exact, rtol=1e-4, atol=1e-5)
+    low = partial_divergence(known, tail, logits, **options)
+    error = partial_divergence_error(known, tail, logits, temperature=2.0, is_top=True)
+    assert ((low <= exact + 1e-5) & (exact <= low + error + 1e-5)).all()
+
+
 async def _the(awaited: Any) -> None:
     await awaited
 

@@ -27,6 +27,7 @@ ENGINES = {
     "vllm": {"torch", "vllm", "pydantic", "safetensors"},
     "sglang": {"torch", "sglang", "tqdm", "safetensors"},
     "row_encoder.py": {"torch"},
+    "output_head.py": {"torch"},
     "lora.py": {"torch", "safetensors"},
     "settings.py": {"packaging"},
     "checkpoint.py": {"huggingface_hub"},
@@ -36,6 +37,7 @@ ENGINES = {
 FILES_WITH_MORE = {
     "shared/lmpool/trie/cpu.py": {"numba"},
     "shared/lmpool/trie/torch_device.py": {"torch"},
+    "producer/lmpool/distill/gradients.py": {"torch"},
     "producer/lmpool/producer/genlm/tries.py": {"genlm"},
     "producer/lmpool/producer/genlm/language_model.py": {"torch", "genlm"},
 }
@@ -68,6 +70,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lmpool.batch.cli": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.batch"},
     "lmpool.admin": SHARED_UNITS | {"lmpool.producer.client"},
     "lmpool.web": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.cli", "lmpool.producer.client", "lmpool.admin"},
+    # lmpool.distill computes with arrays that a producer has returned, and sends no requests.
+    "lmpool.distill": SHARED_UNITS,
     # The gateway is a second web service: it shares the server and the open models with the first.
     "lmpool.http": SHARED_UNITS | {"lmpool.producer", "lmpool.producer.client", "lmpool.web"},
     "lmpool.http.dialects": SHARED_UNITS | {"lmpool.http", "lmpool.web"},
@@ -309,7 +313,7 @@ def loaded_after(statement: str) -> set[str]:
 
 def test_importing_the_client_brings_in_no_engine_and_no_command_line() -> None:
     unwanted = HEAVY | {"typer", "rich", "click", "uvloop"}
-    for module in ("producer", "batch", "synthetic", "embedded", "trie.kernels"):
+    for module in ("producer", "batch", "distill", "synthetic", "embedded", "trie.kernels"):
         assert loaded_after(f"import lmpool.{module}") & unwanted == set()
     modules = "import lmpool.producer, sys; assert not [m for m in sys.modules if m.startswith('lmpool.workers')]"
     loaded_after(modules)
@@ -449,7 +453,7 @@ def test_all_lua_lies_in_its_folder_and_every_script_is_loaded() -> None:
 
 
 def test_the_public_names_of_the_client_are_pinned() -> None:
-    names = "ByteMass Continuation GenerateOptions PooledTrie PositionOptions Positions Producer ProducerStats"
+    names = "ByteMass Continuation GenerateOptions PooledTrie PositionOptions Predictions Producer ProducerStats"
     names += " SampleOptions SyncProducer SyncTrie TopK TrieOptions"
     assert sorted(lmpool.producer.__all__) == names.split()
     public = {name for name, value in vars(lmpool.producer).items() if name[0] != "_" and not inspect.ismodule(value)}

@@ -83,6 +83,12 @@ def children_of(pid: int) -> dict[int, bytes]:
     return children
 
 
+def ranks_below(pid: int) -> list[int]:
+    """Process ids of the ranks that a worker has started for a model in several processes, in their order."""
+    words = (b"VLLM", b"spawn_main", b"follower")
+    return sorted(child for child, command in children_of(pid).items() if any(word in command for word in words))
+
+
 def shared_by(pid: int) -> set[Path]:
     """Paths of the shared memory and of the semaphores that a process has mapped, if they still have a name."""
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()

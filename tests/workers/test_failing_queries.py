@@ -178,4 +178,4 @@ def test_positions_that_raise_fail_their_prompt_and_not_the_engines_step() -> No
     assert np.allclose(answers.take("good"), -np.log(V))
     failure = answers.take("bad")
     assert isinstance(failure, str)
-    assert failure.startswith("IndexError: ")
+    assert failure.startswith("RuntimeError: index 512 is out of bounds")

@@ -454,7 +454,8 @@ class Head:
             logits += self.bias
         logits = self._rounded(logits)
         if self.down is not None and self.up is not None:
-            logits = self._rounded(logits + hidden.astype(np.float32) @ self.down.T @ self.up.T)
+            added = hidden.astype(np.float32) @ self.down.T @ self.up.T
+            logits = self._rounded(np.asarray(logits + added, np.float32))
         if self.scale != 1:
             logits = self._rounded(logits * np.float32(self.scale))
         if self.soft_cap is not None:

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -71,6 +71,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def signals_ignored_by(pid: int) -> int:
+    """A number in which the bit `number - 1` is set for each signal that a process ignores."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("SigIgn:")).split()[1], 16)
+
+
 def test_log_entries_carry_the_rank(caplog: pytest.LogCaptureFixture) -> None:
     with followers(RUNS, RUNS):
         first, second = pids(caplog, 2)
@@ -117,6 +123,63 @@ def test_two_threads_do_not_mix_their_lines() -> None:
     assert pipe.getvalue().count("\n") == 2
 
 
+STARTS_A_RANK = """
+import atexit, signal, sys, traceback
+from lmpool.workers.execution.ranks import RankProcess
+
+class Slow:
+    def __reduce__(self):
+        return signal.pause, ()
+
+def work(*given):
+    atexit.register(print, "Python has ended slowly", flush=True)
+    print(*given)
+    1 / given[0]
+
+if __name__ == "__main__":
+    rank = RankProcess(target=work, args=({argument},))
+    rank.start()
+    print(rank.pid, flush=True)
+    rank.join()
+    print(rank.exitcode)
+"""
+
+
+@pytest.fixture
+def starts_a_rank(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts a process that starts a rank with an argument; the argument is an expression."""
+    started = []
+
+    def start(argument: str) -> subprocess.Popen[str]:
+        program = tmp_path / "worker.py"
+        program.write_text(STARTS_A_RANK.replace("{argument}", argument))
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen([sys.executable, str(program)], stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_a_rank_that_still_imports_its_engine_ends_with_its_worker(starts_a_rank: Any) -> None:
+    worker = starts_a_rank("Slow()")
+    rank = int(worker.stdout.readline())
+    ignored = 1 << signal.SIGTERM - 1
+    until(lambda: signals_ignored_by(rank) & ignored, "the rank has begun")
+    worker.kill()
+    until(lambda: not is_running(rank), "the rank ends")
+
+
+def test_a_rank_that_has_finished_ends_at_once_and_an_error_is_printed(starts_a_rank: Any) -> None:
+    out, error = starts_a_rank("5").communicate()
+    assert out.splitlines()[1:] == ["5", "0"], error
+    out, error = starts_a_rank("0").communicate()
+    assert out.splitlines()[-1] == "1"
+    assert "ZeroDivisionError" in error
+
+
 def test_closing_reports_no_end(caplog: pytest.LogCaptureFixture) -> None:
     with followers(RUNS) as (started, errors):
         pids(caplog, 1)
@@ -128,8 +191,7 @@ def test_closing_reports_no_end(caplog: pytest.LogCaptureFixture) -> None:
 def test_followers_ignore_signals_that_stop_the_worker(caplog: pytest.LogCaptureFixture) -> None:
     with followers(RUNS):
         (pid,) = pids(caplog, 1)
-        status = Path(f"/proc/{pid}/status").read_text()
-        ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn:")).split()[1], 16)
+        ignored = signals_ignored_by(pid)
         assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 

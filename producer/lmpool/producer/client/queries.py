@@ -437,7 +437,8 @@ class Queries:
         async def ask(part: Literal["rank", "down", "up"], first: int = 0, count: int = 0) -> Row:
             query = wire.HeadQuery(part, first, count)
             read = partial(unpack_numbers, count=1, size=count or 1, dtype="float32")
-            return (await self._result(prompt.with_query(query.pack(), count or 1), read, private=True))[0]
+            numbers: Row = (await self._result(prompt.with_query(query.pack(), count or 1), read, private=True))[0]
+            return numbers
 
         async def ask_all(part: Literal["down", "up"], shape: tuple[int, int]) -> Row:
             size = shape[0] * shape[1]

@@ -100,7 +100,9 @@ def test_hidden_states_and_the_head_make_the_rows_of_every_architecture(tmp_path
     backend._rules = backend._rules._replace(logits=20, chunk=20, tokens=60)
     prompts = random_prompts(3, (30, 45))
     size = width_of(info.hidden, info.dtype)
-    hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))
+    # The first run fills the cache of keys and values. Later runs compute the same chunks, so they round alike.
+    for _ in range(2):
+        hidden = answers(backend, prompts, PositionsQuery(2, values="hidden", size=size))
     rows = answers(backend, prompts, PositionsQuery(2))
     head = head_of(backend)
     for packed, expected in zip(hidden, rows, strict=True):
@@ -150,7 +152,7 @@ def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, mon
         assert producer.stats().requests == 1 + -(-VOCAB_SIZE // 20), "its facts and its parts have come once"
         hidden: NDArray[Any] = producer.hidden(text, 4)
         assert hidden.shape == (26, 33)
-        rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True))
+        rows: NDArray[Any] = np.asarray(producer.positions(text, 4, full=True).full)
         made: NDArray[Any] = head.logprobs(hidden)
         assert np.abs((np.exp(rows) * (rows - made)).sum(axis=1)).max() < MIN_KL
         # A client may request the bias even if the model's head has no bias.

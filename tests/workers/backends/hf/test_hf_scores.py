@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lmpool.protocol.query import PositionsQuery
 from lmpool.workers.backends.hf import backend as hf_backend
-from lmpool.workers.backends.hf.forward import Forward
+from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.row_encoder import values_at_positions
 from lmpool.workers.execution.contract import Finished
 from tests.support.models.tiny_models import CONFIGS
@@ -31,11 +32,28 @@ def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
     return vectors
 
 
+def limit_logits(backend: HfBackend, positions: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Let the backend compute the logits of few positions at once; returns the list of the numbers of positions."""
+    monkeypatch.setattr(hf_backend, "_MAX_LOGITS", positions * backend.info.vocab_size)
+    backend._rules = backend._rules._replace(logits=positions)
+    seen = list[int]()
+    at_positions = values_at_positions
+
+    def note(states: Tensor, *more: Any) -> Logprobs | None:
+        seen.append(len(states))
+        return at_positions(states, *more)
+
+    monkeypatch.setattr(hf_backend, "values_at_positions", note)
+    return seen
+
+
 @pytest.mark.parametrize("logits", [7, 1 << 20])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind: str, logits: int) -> None:
+def test_every_architecture_scores_at_once_or_a_part_at_a_time(
+    tiny: Tiny, kind: str, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = tiny.backend(kind)
-    backend._rules = backend._rules._replace(logits=logits)
+    seen = limit_logits(backend, logits, monkeypatch)
     prompts, starts = random_prompts(3, (40, 50)), (2, 30, 1)
     jobs = [
         job(ids)._replace(positions=PositionsQuery.scores_from(start))
@@ -43,7 +61,8 @@ def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind:
     ]
     backend.submit(jobs)
     steps = drain(backend)
-    assert len(steps) > 7 if logits == 7 else len(steps) <= 4
+    assert max(seen) <= logits
+    assert len(seen) > 7 if logits == 7 else len(steps) <= 4
     scores = vectors_of(steps)
     for scored, ids, start in zip(jobs, prompts, starts, strict=True):
         expected = [tiny.reference(kind).row(ids[:at])[ids[at]] for at in range(start, len(ids))]
@@ -52,9 +71,11 @@ def test_every_architecture_scores_at_once_or_a_part_at_a_time(tiny: Tiny, kind:
 
 @pytest.mark.parametrize("logits", [7, 1 << 20])
 @pytest.mark.parametrize("kind", sorted(CONFIGS))
-def test_every_architecture_answers_for_every_position(tiny: Tiny, kind: str, logits: int) -> None:
+def test_every_architecture_answers_for_every_position(
+    tiny: Tiny, kind: str, logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     backend = tiny.backend(kind)
-    backend._rules = backend._rules._replace(logits=logits)
+    limit_logits(backend, logits, monkeypatch)
     prompts, starts = random_prompts(3, (40, 50)), (0, 30, 1)
     jobs = [job(ids)._replace(positions=PositionsQuery(start)) for ids, start in zip(prompts, starts, strict=True)]
     backend.submit(jobs)
@@ -66,8 +87,8 @@ def test_every_architecture_answers_for_every_position(tiny: Tiny, kind: str, lo
 
 def test_logits_that_are_no_distribution_score_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     backend = tiny.backend()
-    forward = Forward.last_logits
-    monkeypatch.setattr(Forward, "last_logits", lambda self, *rest: forward(self, *rest) * float("nan"))
+    logits = HfBackend._logits
+    monkeypatch.setattr(HfBackend, "_logits", lambda self, states: logits(self, states) * float("nan"))
     scored = job((1, 2, 3))._replace(positions=PositionsQuery.scores_from(1))
     backend.submit([scored])
     (finished,) = drain(backend)

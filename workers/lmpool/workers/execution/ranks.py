@@ -6,6 +6,7 @@ A follower is a child process of the worker. It ends when the worker ends, and t
 from __future__ import annotations
 
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -15,6 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import util
+from multiprocessing.context import SpawnProcess
 from typing import IO, Any
 
 from lmpool.embedded import ending
@@ -22,6 +25,7 @@ from lmpool.errors import WorkerError, first_line
 
 _PR_SET_PDEATHSIG = 1  # Option of prctl, from <sys/prctl.h>.
 _END_S = 5.0  # Max seconds to wait for a follower to end before SIGKILL.
+_LAST = -1000  # Priority of the function that `multiprocessing` calls last in a process.
 _REPORT_S = 1.0  # Max seconds from an error of rank 0 to the report of the follower that caused the error.
 
 
@@ -37,6 +41,27 @@ def stay_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
         os._exit(1)
+
+
+class RankProcess(SpawnProcess):
+    """A rank that `multiprocessing` starts: it ends with the worker from the beginning, and without delay."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The new process calls `_begin` before it loads the other values, whose classes import an engine for seconds.
+        return _begin, (os.getpid(),), vars(self)
+
+    def run(self) -> None:
+        """Run the rank."""
+        super().run()
+        # Exit at once: Python would free all modules of the engine first, which takes 2 s. The priority is lower than
+        # that of the functions which remove temporary files.
+        util.Finalize(None, os._exit, args=(0,), exitpriority=_LAST)
+
+
+def _begin(worker: int) -> RankProcess:
+    stay_with(worker)
+    gc.disable()  # See `importing`; the rank enables it when it has imported its engine.
+    return RankProcess.__new__(RankProcess)
 
 
 class Followers:

@@ -20,13 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.row import VectorBlock
+from lmpool.protocol.row import Encoding, VectorBlock
 from lmpool.settings import shown
 from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision, quantisation_of
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
-from lmpool.workers.backends.settings import LOOPBACK, SglangSettings, check_engine_args, parse_engine_args
+from lmpool.workers.backends.settings import LOOPBACK, SglangSettings, check_engine_args, importing, parse_engine_args
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 if TYPE_CHECKING:
@@ -143,15 +143,16 @@ class SglangBackend(EngineBackend):
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", cores_of_ranks(settings.ranks))
         set_log_level("warning")
         try:
-            from sglang.version import __version__ as version
+            with importing():
+                from sglang.version import __version__ as version
 
-            from lmpool.workers.backends.sglang.engine import (
-                SglangEngine,
-                known_options,
-                lacks_quantised_kernels,
-                option_names,
-                read_facts,
-            )
+                from lmpool.workers.backends.sglang.engine import (
+                    SglangEngine,
+                    known_options,
+                    lacks_quantised_kernels,
+                    option_names,
+                    read_facts,
+                )
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
         given = user_options(settings, known_options(), version, option_names())
@@ -175,6 +176,10 @@ class SglangBackend(EngineBackend):
         self.device, self._options = device_of(options), options
         self._revision = checkpoint_revision(folder, also=row_deciding(given))
         return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
+
+    def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
+        self._head = self._engine.head  # None before the first forward.
+        super()._set_info(dtype, encoding, **facts)
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""

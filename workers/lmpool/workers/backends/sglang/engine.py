@@ -12,12 +12,13 @@ from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from itertools import count, groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
 
 import numpy as np
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from sglang.srt import runtime_context
 from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 from sglang.srt.layers.logits_processor import LogitsProcessor
+from sglang.srt.layers.logprob_processor import LogprobResult
 from sglang.srt.layers.quantization import QUANTIZATION_METHODS
 from sglang.srt.managers import io_struct
 from sglang.srt.managers import scheduler as scheduler_module
@@ -41,17 +43,20 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
+from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
+from lmpool.workers.backends.sglang.head import RankHead
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.ranks import Followers
 
 _CLOSE_S = 30.0  # Max seconds to wait for the forward in progress when the engine is closed.
-_LOAD_CHECK_S = 1.0  # Seconds between two checks that the scheduler's thread is alive, while an adapter is loaded.
+_CHECK_S = 1.0  # Seconds between two checks that the scheduler's thread is alive, while another thread waits for it.
 # Seconds between two broadcasts of rank 0 while it is idle: the followers wait for a broadcast, at most for torch's
 # timeout of a collective, which is minutes.
 _IDLE_S = 1.0
 _TOO_LITTLE_MEMORY = re.compile("(?i)out of memory|not enough memory|allocate memory|memory pool|memory capacity")
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 class EngineBatch(NamedTuple):
@@ -71,7 +76,7 @@ class SglangEngine:
 
     Values at positions are captured where SGLang computes logprobs of prompts. A request with a positions query sets
     `return_logprob` from the first requested position on. SGLang then uses its prefix cache up to this position only,
-    and computes the logits of the remaining tokens, some rows at a time.
+    and computes the logits of the remaining tokens, some rows at a time. Hidden states are captured in the same place.
 
     With tensor parallelism, this scheduler is rank 0. The other ranks are followers, which run SGLang's own loop with
     the requests that rank 0 broadcasts. Each pass of rank 0's loop makes one broadcast.
@@ -80,6 +85,7 @@ class SglangEngine:
 
     Attributes:
         end: the error that ends the engine, as soon as one does.
+        head: the output head, if the first forward has shown that it gives the model's logits.
     """
 
     def __init__(self, options: Mapping[str, Any], context: str, command: Sequence[str]) -> None:
@@ -87,6 +93,7 @@ class SglangEngine:
         self.answers_positions = False
         self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
         self._loads: dict[str, Future[Any]] = {}  # SGLang's id of each adapter that is being loaded -> SGLang's result.
+        self._weights: Future[Tensor] = Future()  # The weights of the head that another thread waits for.
         self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped, but is not yet unloaded.
         # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
@@ -101,6 +108,7 @@ class SglangEngine:
         self._command = command
         self._followers: Followers | None = None
         self.end: Future[BaseException] = Future()
+        self.head: OutputHead | None = None
         # Make the thread a daemon, so that a forward that hangs does not keep the process alive.
         self._thread = threading.Thread(target=self._run, args=(options,), name="lmpool-sglang", daemon=True)
         self._thread.start()
@@ -144,16 +152,26 @@ class SglangEngine:
         wanted = io_struct.LoadLoRAAdapterReqInput(lora_name=adapter, lora_path=str(folder), lora_id=lora_id)
         loaded = self._loads[lora_id] = Future()
         self._orders.put(lambda: [*self._take_dropped(), wanted])
-        while True:
-            try:
-                result = loaded.result(_LOAD_CHECK_S)
-                break
-            except TimeoutError:
-                if not self._thread.is_alive():
-                    raise WorkerError("SGLang's engine died") from None
+        result = self._result_of(loaded)
         if not result.success:
             raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
         self._lora_ids[adapter] = lora_id
+
+    def _read_weights(self, first: int, count: int) -> Tensor:
+        """Rows of the head's weights, which the ranks read together."""
+        read = self._weights = Future()
+        wanted = io_struct.GetWeightsByNameReqInput(name=str(first), truncate_size=count)
+        self._orders.put(lambda: [wanted])
+        return self._result_of(read)
+
+    def _result_of(self, future: Future[_T]) -> _T:
+        """Wait for a result of the scheduler's thread."""
+        while True:
+            try:
+                return future.result(_CHECK_S)
+            except TimeoutError:
+                if not self._thread.is_alive():
+                    raise WorkerError("SGLang's engine died") from None
 
     def drop_adapter(self, adapter: str) -> None:
         """Unload an adapter soon, or if a request still uses it, at a later load or drop of an adapter."""
@@ -234,6 +252,8 @@ class SglangEngine:
         receive = partial(self._receive, scheduler.request_receiver._broadcast_reqs_across_ranks)
         scheduler.request_receiver = SimpleNamespace(recv_requests=receive)  # Replace SGLang's socket.
         scheduler.tp_worker.load_lora_adapter = partial(self._load_and_report, scheduler.tp_worker.load_lora_adapter)
+        worker = scheduler.tp_worker
+        worker.get_weights_by_name = partial(self._read_and_report, worker.get_weights_by_name)
         for processor in logprob_processors(scheduler):
             self.answers_positions = True
             processor.forward = partial(self._capture_positions, processor.forward)
@@ -242,6 +262,9 @@ class SglangEngine:
         result = load(wanted)
         self._loads.pop(wanted.lora_id).set_result(result)
         return result
+
+    def _read_and_report(self, read: Callable[[Any], Tensor], wanted: Any) -> None:
+        self._weights.set_result(read(wanted))
 
     def _receive(self, broadcast: Callable[[list[Any]], list[Any]], local_reqs: list[Any] | None = None) -> list[Any]:
         """The requests and aborts for SGLang, broadcast to all ranks; waits if SGLang is idle.
@@ -306,6 +329,8 @@ class SglangEngine:
             if taken.is_cuda:
                 computed = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch is partly untyped
                 computed.record()
+        if self.head is None and (part := self.scheduler.output_head.part) is not None:
+            self.head = replace(part, weights=self._read_weights)
         self._results.put(EngineBatch(digests, taken, computed, tokens, reused, failures, positions))
 
     def _run_noted(self, run: Callable[..., Any], batch: Any, *more: Any, **named: Any) -> Any:
@@ -316,18 +341,26 @@ class SglangEngine:
             self._batch = None  # Drop the reference to the batch, which holds device memory.
 
     def _capture_positions(self, forward: Callable[..., Any], **named: Any) -> Any:
-        """Run SGLang's logprob processor, and add the values of the computed logits to the answers."""
-        compute, batch, pieces, row, first = named["get_logits_fn"], self._batch, list[Piece](), 0, 0
+        """Run SGLang's logprob processor, and add hidden states, or values of the computed logits, to the answers."""
+        compute, batch, row, first = named["get_logits_fn"], self._batch, 0, 0
+        of_states, of_logits = list[Piece](), list[Piece]()
         # Find the positions of each prompt's rows of logits. The last row is the prompt's last token in this forward.
         for index, rows in groupby(named["token_to_seq_idx"]):
             count, end = len(list(rows)), batch.prefix_lens[index] + batch.extend_lens[index]
-            pieces += self._positions.wanted(batch.reqs[index].rid, range(end - count, end), row)
+            name = batch.reqs[index].rid
+            pieces = of_states if self._positions.wants_states(name) else of_logits
+            pieces += self._positions.wanted(name, range(end - count, end), row)
             row += count
+        if self._followers is None and all(self._positions.wants_states(request.rid) for request in batch.reqs):
+            # No request needs logits. With followers, compute logits in any case: all ranks must do so together.
+            self._positions.add(of_states, 0, named["pruned_states"])
+            return LogprobResult(torch.zeros(len(named["input_logprob_indices"]))), None
 
         def compute_and_add(states: Tensor, *more: Any, **options: Any) -> Tensor:
             nonlocal first
             logits: Tensor = compute(states, *more, **options)
-            self._positions.add(pieces, first, logits)
+            self._positions.add(of_states, first, states)
+            self._positions.add(of_logits, first, logits)
             first += len(states)
             return logits
 
@@ -414,8 +447,12 @@ def make_scheduler(server_args: Any, ports: Any, rank: int = 0) -> Any:
         # Do not let SGLang compute logprobs in the memory of CUDA graphs, which has no space for the capture. All ranks
         # must compute the same parts of the logits.
         processor._can_borrow_logprob_memory = lambda *_, **__: False
+    worker = scheduler.tp_worker
+    group = runtime_context.get_parallel().tp_group
+    scheduler.output_head = RankHead(worker.model_runner.model, scheduler.model_config, group)
+    worker.get_weights_by_name = scheduler.output_head.read
     if server_args.tp_size > 1:
-        scheduler.tp_worker.load_lora_adapter = partial(_load_in_all_ranks, scheduler.tp_worker.load_lora_adapter)
+        worker.load_lora_adapter = partial(_load_in_all_ranks, worker.load_lora_adapter)
     return scheduler
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lmpool.workers.backends.settings import importing
 from lmpool.workers.execution.ranks import following
 
 
@@ -18,9 +19,10 @@ def main(prepare: Callable[[], None] = lambda: None) -> None:
         from lmpool.workers.backends.sglang.backend import set_log_level
 
         set_log_level(setup["options"]["log_level"])
-        from sglang.srt.server_args import PortArgs
+        with importing():
+            from sglang.srt.server_args import PortArgs
 
-        from lmpool.workers.backends.sglang import engine
+            from lmpool.workers.backends.sglang import engine
 
         server_args = engine.make_server_args(setup["options"])
         scheduler = engine.make_scheduler(server_args, PortArgs(**setup["ports"]), setup["rank"])

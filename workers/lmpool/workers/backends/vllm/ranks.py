@@ -19,6 +19,7 @@ from functools import partial
 from mmap import MAP_POPULATE, MAP_SHARED, PROT_READ, mmap
 from multiprocessing import util
 from multiprocessing.connection import wait
+from multiprocessing.context import SpawnContext
 from multiprocessing.shared_memory import SharedMemory
 from multiprocessing.synchronize import SemLock
 from pathlib import Path
@@ -47,7 +48,7 @@ from lmpool.workers.backends.vllm.capture import KEY, Captured, CaptureProcessor
 from lmpool.workers.backends.vllm.head import HeadFacts, HeadPart, joined_head
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.folders import locked_folder
-from lmpool.workers.execution.ranks import stay_with
+from lmpool.workers.execution.ranks import RankProcess, stay_with
 
 RANK_ARGUMENTS = {
     "logits_processors": [f"{__name__}:RankCapture"],
@@ -543,7 +544,8 @@ def starting() -> Iterator[None]:
         # A forked rank would inherit the worker's connections, and would not import this module again.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         try:
-            yield
+            with patch.object(SpawnContext, "Process", RankProcess):
+                yield
         except WorkerError:
             raise
         except Exception as error:
@@ -579,9 +581,10 @@ class _StartErrors(logging.Filter):
 _start_errors: _StartErrors | None = None
 _parent = multiprocessing.parent_process()
 if _parent is not None and os.environ.get(_ERRORS, "").startswith(f"/proc/{_parent.pid}/"):
-    # This process is a rank, which imports this module before it loads the model.
+    # This process is a rank, which imports this module after most of vLLM, and before it loads the model.
+    gc.enable()
+    stay_with(cast(int, _parent.pid))  # Ignore signals again: vLLM has installed its handlers.
     _start_errors = _StartErrors(os.environ[_ERRORS])
     _engine_log.addFilter(_start_errors)
-    stay_with(cast(int, _parent.pid))
     if current_platform.is_cpu():
         remove_names_of_collectives()
