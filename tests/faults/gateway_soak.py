@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,11 @@ def descriptors_of(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
+def has_none(service: GatewayService, metric: str) -> bool:
+    """Whether a metric of the gateway is 0."""
+    return service.metric(metric) == 0
+
+
 async def load(service: GatewayService, seconds: float, tally: Tally) -> tuple[int, int]:
     """Run all clients; return the gateway's memory after the caches have filled, and at the end."""
     kinds: list[tuple[int, Callable[[int, Tally], Coroutine[Any, Any, None]]]]
@@ -176,7 +182,7 @@ def run(seconds: float, folder: Path) -> list[str]:
                 f"memory of the gateway {first / 1e6:.0f} MB at {_WARM:.0%} of the time, {last / 1e6:.0f} MB at the end"
             )
             for name in ("lmpool_http_requests_in_flight", "lmpool_http_held_bytes"):
-                until(lambda name=name: service.metric(name) == 0, f"{name} becomes 0")
+                until(partial(has_none, service, name), f"{name} becomes 0")
             until(lambda: descriptors_of(pid) <= before + 2, "the gateway closes the connections")
             until(lambda: pool.jobs() == 0, "the workers end the jobs")
             answer = service.post("/v1/rows", _READ)

@@ -5,23 +5,31 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import openai
 import pytest
 import safetensors.numpy
 from numpy.typing import NDArray
-from trl.generation import vllm_client
+from playwright._impl._driver import compute_driver_executable
 
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
 from tests.gateway.service import GatewayService
-from tests.support.pool import Pool, V
+from tests.support.pool import DEADLINE_S, Pool, V
 from tests.web.service import TOKEN
 
+# Import the clients where they are used: collecting the tests would take seconds more.
+if TYPE_CHECKING:
+    import openai
+
+ROOT = Path(__file__).parents[2]
 TEXT = "The capital of France is"
 IDS = [504, 3575, 282, 4649, 314]
 OTHER = [1, 2, 3]
@@ -51,6 +59,12 @@ def gateway(served: Pool) -> GatewayService:
 
 
 @pytest.fixture(scope="module")
+def open_gateway(served: Pool) -> GatewayService:
+    """A gateway without a token."""
+    return GatewayService(served, "--model", "smollm2")
+
+
+@pytest.fixture(scope="module")
 def producer(served: Pool) -> Iterator[SyncProducer]:
     """A producer of SmolLM2."""
     with SyncProducer("smollm2", redis=served.url, prefix=served.prefix) as producer:
@@ -60,6 +74,8 @@ def producer(served: Pool) -> Iterator[SyncProducer]:
 @pytest.fixture(scope="module")
 def client(gateway: GatewayService) -> Iterator[openai.OpenAI]:
     """OpenAI's client."""
+    import openai
+
     with openai.OpenAI(base_url=f"{gateway.base}/v1", api_key=TOKEN, max_retries=0) as client:
         yield client
 
@@ -97,6 +113,19 @@ def test_openai_client_gets_the_tokens_and_logprobs_of_a_producer(
     assert max(logprobs.top_logprobs[2].items(), key=lambda item: item[1])[0] == producer.decode(ids)
     assert logprobs.text_offset == [0, 3, 11, 14, 21]
 
+    # As lm-evaluation-harness requests it: one greedy token after the echoed text.
+    options: Any = {"model": "smollm2", "prompt": [IDS], "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
+    (both,) = client.completions.create(**options, extra_body={"prompt_logprobs": 3}).choices
+    top = producer.topk(IDS, 2)
+    assert both.text == TEXT + producer.decode(top.ids[:1])
+    logprobs = both.logprobs
+    assert len(logprobs.tokens) == len(IDS) + 1
+    assert list(logprobs.top_logprobs[-1]) == [producer.decode([token]) for token in top.ids]
+    assert np.allclose(list(logprobs.top_logprobs[-1].values()), top.values, **CLOSE)
+    assert logprobs.token_logprobs[-1] == logprobs.top_logprobs[-1][logprobs.tokens[-1]]
+    listed: Any = both.model_extra
+    assert [len(entries) for entries in listed["prompt_logprobs"][1:]] >= [3] * 4
+
 
 def test_openai_client_streams_the_same_text_and_stops_at_stop_texts(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {"model": "smollm2", "prompt": TEXT, "max_tokens": 12, "temperature": 0}
@@ -118,6 +147,8 @@ def test_openai_client_streams_the_same_text_and_stops_at_stop_texts(client: ope
 
 
 def test_openai_client_lists_models_and_raises_its_own_errors(client: openai.OpenAI, gateway: GatewayService) -> None:
+    import openai
+
     assert [model.id for model in client.models.list()] == ["smollm2", "syn", "syn:poet"]
     assert client.models.retrieve("syn:poet").id == "syn:poet"
     with pytest.raises(openai.NotFoundError, match="'absent' is not served; served are: smollm2, syn"):
@@ -140,10 +171,14 @@ def test_openai_client_lists_models_and_raises_its_own_errors(client: openai.Ope
     assert (tokens["tokens"], tokens["count"], tokens["token_strs"][1]) == (IDS, 5, " capital")
 
 
-def test_trl_client_scores_sequences(monkeypatch: pytest.MonkeyPatch, served: Pool, producer: SyncProducer) -> None:
+def test_trl_client_scores_sequences(
+    monkeypatch: pytest.MonkeyPatch, open_gateway: GatewayService, producer: SyncProducer
+) -> None:
+    from trl.generation import vllm_client
+
     # TRL's client checks that vLLM is installed, but needs vLLM only to send weights.
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
-    client = vllm_client.VLLMClient(base_url=GatewayService(served).base)
+    client = vllm_client.VLLMClient(base_url=open_gateway.base)
     assert client.model == "smollm2"
     found = client.get_sequence_logprobs([IDS, [*IDS, 7042]], [2, 5], top_logprobs=4)
     top = producer.topk(IDS, 4)
@@ -266,3 +301,27 @@ def test_own_routes_return_arrays_of_rows_and_positions(gateway: GatewayService,
     assert np.array_equal(np.load(io.BytesIO(one.body)), [row])
     wrong = gateway.post("/v1/positions", {"model": "syn", "ids": OTHER})
     assert (wrong.status, wrong.json["error"]["type"]) == (400, "SettingsError")
+
+
+def test_the_programs_on_the_pages_run(open_gateway: GatewayService, producer: SyncProducer, tmp_path: Path) -> None:
+    def programs(page: str, language: str) -> str:
+        text = (ROOT / "docs" / page).read_text("utf-8").replace("http://127.0.0.1:8000", open_gateway.base)
+        return "".join(re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL))
+
+    def run(*command: str) -> str:
+        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        done = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=DEADLINE_S
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    shown = run("bash", "-euc", programs("tutorials/curl.md", "bash")).splitlines()
+    best = int(producer.topk(IDS, 1).ids[0])
+    assert shown[0].startswith('{"id":"cmpl-')
+    assert f"(49152,) {best}" in "\n".join(shown)
+    assert "'tail': (5,)" in shown[-1]
+    assert np.array_equal(np.load(tmp_path / "rows.npy").shape, (2, 49152))
+    (tmp_path / "row.mjs").write_text(programs("http.md", "js"))
+    node, _ = compute_driver_executable()
+    assert run(str(node), "row.mjs").split() == ["49152", str(int(producer.topk(IDS[:2], 1).ids[0]))]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
 from lmpool import errors
+from lmpool.http.app import HttpCollector
+from lmpool.http.limits import HttpCounters
+from lmpool.metrics import Histogram
 from lmpool.producer.metrics import ProducerCollector
 from lmpool.producer.producer import Producer
 from lmpool.workers.execution.contract import BackendStats
@@ -27,7 +31,9 @@ def exported() -> dict[str, Metric]:
     look = Snapshot("m", "w", True, 0, 0.0, BackendStats(), WorkerCounters())
     producer = Producer(redis="redis://127.0.0.1:1")
     producer._counters.failures["WorkerError"] = 1
-    families = [*WorkerCollector(lambda: look).collect(), *ProducerCollector(producer).collect()]
+    http = HttpCounters(Counter({("/v1/rows", 200): 1}), {"/v1/rows": Histogram()})
+    collectors = WorkerCollector(lambda: look), ProducerCollector(producer), HttpCollector(http)
+    families = [family for collector in collectors for family in collector.collect()]
     metrics = {}
     for family in families:
         labels = {name for sample in family.samples for name in sample.labels} - {"model", "le"}

@@ -14,7 +14,7 @@ from lmpool.errors import SettingsError
 from lmpool.http.models import Target
 from lmpool.producer.options import check_room, read_sampling
 from lmpool.protocol.job import encode_prompt
-from lmpool.protocol.query import MAX_SEED
+from lmpool.protocol.query import MAX_SEED, Continuation
 
 # Tokens of the first request for a text that is checked for stop strings, or that is streamed. The number doubles with
 # each request, up to the max: small requests show the first tokens early, large requests cost less per token.
@@ -43,6 +43,11 @@ class TextSampling(NamedTuple):
     end_ids: frozenset[int] = frozenset()
     keep_stop: bool = False
     skip_special: bool = True
+
+    @property
+    def is_one_greedy_token(self) -> bool:
+        """Whether the continuation is the most likely token, as clients request it that need only the prompt."""
+        return self.max_tokens == 1 and self.temperature == 0
 
     def check(self, target: Target, prompt: list[int]) -> None:
         """Check the parameters and the prompt before any request is sent; raises as `Producer.generate`."""
@@ -93,9 +98,22 @@ class Choice:
         self.reason, self.matched = piece.reason, piece.matched
 
 
-async def generate(target: Target, prompt: list[int], how: TextSampling, number: int = 0) -> Choice:
-    """Continue a prompt; `number` is the number of the continuation in its request, so that each has its own seed."""
+async def generate(
+    target: Target, prompt: list[int], how: TextSampling, number: int = 0, known: Continuation | None = None
+) -> Choice:
+    """Continue a prompt.
+
+    Args:
+        target: the model.
+        prompt: the token ids.
+        how: how to continue the prompt.
+        number: number of the continuation in its request, so that each has its own seed.
+        known: the tokens of the continuation, if the caller knows them.
+    """
     choice = Choice()
+    if known is not None:
+        choice.add(_Writer(target, prompt, how).add(*known))
+        return choice
     async for piece in pieces(target, prompt, how, number, is_streamed=False):
         choice.add(piece)
     return choice

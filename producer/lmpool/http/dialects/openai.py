@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +25,7 @@ from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, Turn, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets, TokenTexts, placeholder
 from lmpool.http.scoring import ENTRY_BYTES, Ranked, prompt_logprobs_json, rank
-from lmpool.protocol.query import TopK
+from lmpool.protocol.query import Continuation, Predictions, TopK
 from lmpool.web.guard import Refused
 
 Count = Annotated[int, Meta(ge=0)]
@@ -179,38 +179,59 @@ def limit_top(target: Target, top: int | None) -> int:
     return vocab_size if top == -1 else top or 0
 
 
+def table_of(found: Predictions, follows: Sequence[int], top: int) -> Ranked:
+    """The tokens that follow the first positions of a text, with the `top` most likely tokens in their places."""
+    n = len(follows)
+    assert found.next_token is not None
+    best = TopK(found.top.values[:n, :top], found.top.ids[:n, :top]) if found.top is not None and top else None
+    return rank(np.array(follows, np.int64), found.next_token[:n], best)
+
+
 async def ranked(target: Target, ids: list[int], start: int, top: int) -> Ranked:
     """The tokens `ids[start + 1:]` with their log-probabilities and the most likely tokens in their places."""
-    n = len(ids) - 1 - start
-    target.turn.hold(n * (top + 1) * ENTRY_BYTES)
-    if n <= 0:
-        return rank(np.empty(0, np.int64), np.empty(0, np.float32), None)
-    # Leave out the last position, which predicts a token after the text; but a text cannot be empty.
-    found = await target.predict(ids, start, next_token=True, **({"top": top} if top else {}))
-    values = found.next_token
-    assert values is not None
-    best = None if found.top is None else TopK(found.top.values[:n], found.top.ids[:n])
-    return rank(np.array(ids[start + 1 :], np.int64), values[:n], best)
+    found = await _predict(target, ids, start, top)
+    return table_of(found, ids[start + 1 :], top)
+
+
+async def _predict(target: Target, ids: list[int], start: int, top: int) -> Predictions:
+    target.turn.hold((len(ids) - start) * (top + 1) * ENTRY_BYTES)
+    return await target.predict(ids, start, next_token=True, **({"top": top} if top else {}))
 
 
 async def _complete(target: Target, wanted: CompletionRequest) -> dict[str, Any]:
     jobs, how = await _completions(target, wanted), await _sampling(target, wanted)
-    for job in jobs[:: wanted.n]:
+    firsts = jobs[:: wanted.n]
+    for job in firsts:
         how.check(target, job.prompt)
-    choices = await gather([_choice(target, wanted, job, how) for job in jobs])
-    prompt_tokens = sum(len(job.prompt) for job in jobs[:: wanted.n])
+    # Request the positions of prompts first: afterwards, workers have the keys and values of the prompts.
+    scored = await gather([_score_prompt(target, wanted, job.prompt, how) for job in firsts])
+    choices = await gather([_choice(target, wanted, job, how, scored[job.number // wanted.n]) for job in jobs])
     return {
         **_head(target),
         "choices": [choice for choice, _ in choices],
-        "usage": usage(prompt_tokens, sum(count for _, count in choices)),
+        "usage": usage(sum(len(job.prompt) for job in firsts), sum(count for _, count in choices)),
     }
 
 
+async def _score_prompt(
+    target: Target, wanted: CompletionRequest, prompt: list[int], how: TextSampling
+) -> Predictions | None:
+    """The predictions at all positions of a prompt, if the response has the log-probabilities of its tokens."""
+    is_echoed = wanted.echo and wanted.logprobs is not None
+    if wanted.prompt_logprobs is None and not is_echoed:
+        return None
+    top = max(limit_top(target, wanted.prompt_logprobs), limit_top(target, wanted.logprobs) if is_echoed else 0)
+    return await _predict(target, prompt, 0, max(top, int(how.is_one_greedy_token)))
+
+
 async def _choice(
-    target: Target, wanted: CompletionRequest, job: _Completion, how: TextSampling
+    target: Target, wanted: CompletionRequest, job: _Completion, how: TextSampling, scored: Predictions | None
 ) -> tuple[dict[str, Any], int]:
     """One choice of a response, and the number of its new tokens."""
-    done, texts = await generate(target, job.prompt, how, job.number), target.texts
+    known: Continuation | None = None
+    if scored is not None and scored.top is not None and how.is_one_greedy_token:
+        known = Continuation(scored.top.ids[-1, :1], scored.top.values[-1, :1])
+    done = await generate(target, job.prompt, how, job.number, known)
     answer: dict[str, Any] = {
         "index": job.number,
         "text": (job.text if wanted.echo and not wanted.return_token_ids else "") + done.text,
@@ -220,11 +241,13 @@ async def _choice(
         "prompt_logprobs": None,
     }
     if wanted.logprobs is not None:
-        found = await _logprobs(target, wanted, job.prompt, done, is_echoed=wanted.echo)
+        found = await _logprobs(target, wanted, job.prompt, done, scored)
+        if scored is not None and wanted.echo:
+            found = _echoed(target, wanted, job.prompt, scored, found)
         answer["logprobs"] = found | {"text_offset": offsets(found["tokens"])}
-    if wanted.prompt_logprobs is not None:
-        table = await ranked(target, job.prompt, 0, limit_top(target, wanted.prompt_logprobs))
-        answer["prompt_logprobs"] = await encode_table(table, texts)
+    if wanted.prompt_logprobs is not None and scored is not None:
+        table = table_of(scored, job.prompt[1:], limit_top(target, wanted.prompt_logprobs))
+        answer["prompt_logprobs"] = await encode_table(table, target.texts)
     if wanted.return_token_ids:
         answer |= {"prompt_token_ids": job.prompt, "token_ids": done.ids}
     return answer, len(done.ids)
@@ -237,30 +260,46 @@ async def encode_table(table: Ranked, texts: TokenTexts) -> Raw:
     return await asyncio.to_thread(prompt_logprobs_json, table, texts)
 
 
-async def choice_table(target: Target, prompt: list[int], done: Choice, top: int) -> Ranked:
-    """The new tokens of a choice with the `top` most likely tokens in their places."""
-    if top == 0:  # The continuation has all that is needed.
-        return rank(np.array(done.ids, np.int64), np.array(done.logprobs, np.float32), None)
+async def choice_table(
+    target: Target, prompt: list[int], done: Choice, top: int, scored: Predictions | None = None
+) -> Ranked:
+    """The new tokens of a choice with the `top` most likely tokens in their places.
+
+    `scored` are the predictions at all positions of the prompt, if they are known: the last one is of the first token.
+    """
+    ids, values = np.array(done.ids, np.int64), np.array(done.logprobs, np.float32)
+    if top == 0 or not done.ids:  # The continuation has all that is needed.
+        return rank(ids, values, None)
+    best = None if scored is None else scored.top
+    if best is not None and len(ids) == 1 and best.ids.shape[1] >= top:
+        return rank(ids, values, TopK(best.values[-1:, :top], best.ids[-1:, :top]))
     return await ranked(target, prompt + done.ids, len(prompt) - 1, top)
 
 
 async def _logprobs(
-    target: Target, wanted: CompletionRequest, prompt: list[int], done: Choice, *, is_echoed: bool
-) -> dict[str, Any]:
-    """The field `logprobs` of a choice: of the prompt if it is echoed, and of the new tokens."""
-    top, name = limit_top(target, wanted.logprobs), target.texts.token
-    if wanted.return_tokens_as_token_ids:
-        name = placeholder
-    if not is_echoed:
-        return table_logprobs(await choice_table(target, prompt, done, top), name)
-    found = table_logprobs(await ranked(target, prompt + done.ids, 0, top), name)
+    target: Target, wanted: CompletionRequest, prompt: list[int], done: Choice, scored: Predictions | None
+) -> dict[str, list[Any]]:
+    """The field `logprobs` of the new tokens, without `text_offset`."""
+    table = await choice_table(target, prompt, done, limit_top(target, wanted.logprobs), scored)
+    return table_logprobs(table, _namer(target, wanted))
+
+
+def _echoed(
+    target: Target, wanted: CompletionRequest, prompt: list[int], scored: Predictions, new: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """The field `logprobs` of the prompt, and of the new tokens after it."""
+    name = _namer(target, wanted)
+    found = table_logprobs(table_of(scored, prompt[1:], limit_top(target, wanted.logprobs)), name)
     # No token precedes the first one.
-    for field, value in (("tokens", name(prompt[0])), ("token_logprobs", None), ("top_logprobs", None)):
-        found[field].insert(0, value)
-    return found
+    first: dict[str, list[Any]] = {"tokens": [name(prompt[0])], "token_logprobs": [None], "top_logprobs": [None]}
+    return {field: first[field] + found[field] + new[field] for field in first}
 
 
-def table_logprobs(table: Ranked, name: Any) -> dict[str, list[Any]]:
+def _namer(target: Target, wanted: CompletionRequest) -> Callable[[int], str]:
+    return placeholder if wanted.return_tokens_as_token_ids else target.texts.token
+
+
+def table_logprobs(table: Ranked, name: Callable[[int], str]) -> dict[str, list[Any]]:
     """The lists `tokens`, `token_logprobs` and `top_logprobs` of OpenAI's format; `name` gives the text of a token."""
     tops = []
     for ids, values, kept in zip(table.ids.tolist(), table.logprobs.tolist(), table.is_new.tolist(), strict=True):
@@ -342,7 +381,10 @@ async def _stream_choice(
             }
             if wanted.logprobs is not None:
                 before, new = job.prompt + done.ids, Choice(piece.ids, piece.logprobs)
-                found = await _logprobs(target, wanted, before, new, is_echoed=wanted.echo and is_first)
+                found = await _logprobs(target, wanted, before, new, None)
+                if wanted.echo and is_first:
+                    scored = await _predict(target, job.prompt, 0, limit_top(target, wanted.logprobs))
+                    found = _echoed(target, wanted, job.prompt, scored, found)
                 answer["logprobs"] = found | {"text_offset": offsets(found["tokens"], offset)}
                 offset += sum(map(len, found["tokens"]))
             if wanted.return_token_ids:
