@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from lmpool.errors import NotTokenIds, PromptTooLong, ProtocolError, SettingsError, TokenOutOfRange
 from lmpool.producer.client.queries import Allowed, Mode, Wanted
 from lmpool.protocol.job import Prompt
-from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, NO_TOKEN, Sampling
+from lmpool.protocol.picks import Sampling
+from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, NO_TOKEN
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.settings import check_choice, check_kind, check_known, check_number, shown
 
@@ -42,7 +43,7 @@ class DrawOptions(TypedDict, total=False):
         top_p: sample only from the smallest set of most likely tokens with at least this total probability (default 1:
             all tokens).
         seed: the same seed samples the same tokens from the same rows on every machine; a seed of None, the default,
-            samples different tokens in every call (`lmpool.protocol.query.sample`).
+            samples different tokens in every call (`lmpool.protocol.picks.sample`).
         adapter: name of an adapter, as for `Producer.logprobs`.
         timeout: seconds of the call, as for `Producer.logprobs`.
     """

@@ -20,7 +20,8 @@ from lmpool.producer.client.session import SessionPerLoop
 from lmpool.producer.metrics import Traces
 from lmpool.producer.options import GenerateOptions, PositionOptions, QueryOptions, SampleOptions
 from lmpool.protocol.job import list_prompts
-from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, Predictions, TopK, pack_stops, stack_tops
+from lmpool.protocol.picks import TopK
+from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, Predictions, pack_stops, stack_tops
 from lmpool.protocol.row import Head
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown

@@ -27,7 +27,7 @@ from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
-from lmpool.protocol.query import tempered
+from lmpool.protocol.picks import tempered
 from lmpool.settings import check_choice, check_name, check_number
 from lmpool.vocabulary import Vocabulary
 

@@ -17,6 +17,7 @@ from lmpool import errors
 from lmpool.aio import gather
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
+from lmpool.protocol import picks
 from lmpool.protocol import query as wire
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.protocol.row import FACTS, Head, Row, check_logits, check_logprobs, check_row, unpack_numbers, width_of
@@ -114,7 +115,7 @@ class Wanted(NamedTuple):
         if found.full is not None:
             rows, ids, log_z = found.full, decode_ids(text.ids), np.zeros(len(part), np.float32)
             if self.logz:
-                log_z = wire.logsumexp(rows)
+                log_z = picks.logsumexp(rows)
             full = rows if self.values == "logits" else rows - log_z[:, None] if self.logz else rows
             query = self._replace(temperature=1.0).query(part, len(ids))
             if self.allowed.tokens is not None:
@@ -128,8 +129,8 @@ class Wanted(NamedTuple):
             if tail is not None:
                 is_target = (others[:, :, None] == self._targets_at(part)[..., None, :]).any(axis=2)
                 more = np.where(is_target, -np.float32(np.inf), values)
-                tail = wire.logsumexp(np.concatenate([tail[:, None], more], axis=1))
-            top = wire.TopK(top.values[:, : self.top].copy(), top.ids[:, : self.top].copy())
+                tail = picks.logsumexp(np.concatenate([tail[:, None], more], axis=1))
+            top = picks.TopK(top.values[:, : self.top].copy(), top.ids[:, : self.top].copy())
         following, logz = found.next_token if self.next_token else None, found.logz if self.logz else None
         return wire.Predictions(found.start, top, found.targets, following, logz, tail)
 
@@ -251,25 +252,25 @@ class Queries:
 
     async def top(
         self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL, temperature: float = 1.0
-    ) -> wire.TopK:
+    ) -> picks.TopK:
         """Return the `k` largest entries of a row."""
         if values == "logits" or temperature != 1:
             wanted = Wanted(k, values=values, temperature=temperature, allowed=allowed)
             best = (await self.last(prompt, wanted)).top
             assert best is not None
-            return wire.TopK(best.values[0], best.ids[0])
+            return picks.TopK(best.values[0], best.ids[0])
         row = self.session.cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
-            return wire.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
+            return picks.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
 
-    async def sample(self, prompt: Prompt, sampling: wire.Sampling, allowed: Allowed, *, private: bool) -> int:
+    async def sample(self, prompt: Prompt, sampling: picks.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
-            return wire.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
+            return picks.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
@@ -278,7 +279,7 @@ class Queries:
         """Return the logarithm of the total probability of the allowed tokens."""
         row = self.session.cached(prompt)
         if row is not None and allowed.tokens is not None:
-            return float(wire.mass_of(row, allowed.tokens.ids))
+            return float(picks.mass_of(row, allowed.tokens.ids))
         query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
         return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
@@ -388,7 +389,7 @@ class Queries:
         for first in range(part.start, part.stop, size):
             some = range(first, min(first + size, part.stop))
             prefixes = [prefix_of(text, at + 1) for at in some]
-            rows = wire.tempered(await self.session.answer_all(prefixes, self.deadline), wanted.temperature)
+            rows = picks.tempered(await self.session.answer_all(prefixes, self.deadline), wanted.temperature)
             found.append(wanted.of(wire.Predictions(some.start, full=rows), text))
         made = wire.Predictions.join(found)
         return made if wanted.full else replace(made, full=None)

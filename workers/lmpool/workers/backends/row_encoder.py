@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.query import NO_TOKEN, PositionsQuery, TopK, pack_top
+from lmpool.protocol.picks import TopK
+from lmpool.protocol.query import NO_TOKEN, PositionsQuery, pack_top
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 from lmpool.workers.backends.output_head import pack_states
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
@@ -321,7 +322,7 @@ def _tail_of(rows: Tensor, named: Tensor) -> Tensor:
 
 
 def _largest_of(rows: Tensor, k: int) -> TopK:
-    """The `k` largest entries of each row, in the order of `lmpool.protocol.query.top`."""
+    """The `k` largest entries of each row, in the order of `lmpool.protocol.picks.top`."""
     # torch.topk does not define which of several equal entries it returns, and 16-bit logits have many equal entries.
     # So fetch more entries, and choose the lowest ids among equal entries.
     values, ids = torch.topk(rows, min(k + _SPARE_ENTRIES, rows.shape[1]), dim=-1)
