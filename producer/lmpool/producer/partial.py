@@ -323,17 +323,18 @@ class PartialRows:
         `timeout` applies to each part. Raises ModelMismatch if the model or adapter changes between two parts.
         """
         parts: list[range] = []
+        wanted = Wanted()
         version: tuple[str, str] | None = None
 
         async def ask(queries: Queries, at: int) -> Predictions:
-            nonlocal parts, version
+            nonlocal parts, version, wanted
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
                 text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
                 raise ModelMismatch(text)
             prompt = arguments.check_start(start, queries.encode(ids))
-            wanted = arguments.read_wanted(options, queries.vocab_size, start, len(prompt.ids) // 4 - start)
             if version is None:
+                wanted = arguments.read_wanted(options, queries.vocab_size, start, len(prompt.ids) // 4 - start)
                 parts, version = queries.parts(prompt, start, wanted), now
             found = await queries.part(prompt, parts[at], wanted, private=len(parts) > 1)
             queries.check_same_model(now[0])

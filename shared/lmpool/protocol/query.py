@@ -238,7 +238,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
     logz: bool = False
     tail: bool = False
     values: PositionValues = "logprobs"
-    temperature: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    temperature: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     size: Annotated[int, Meta(ge=0)] = 0
     allowed: bytes = b""
     choices: bytes = b""
@@ -372,7 +372,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
 
         if not self.is_of_entries:
             return Predictions(positions.start, full=check(rows))
-        of_row = self.values == "logprobs" and not self.allowed
+        of_row = self.values == "logprobs" and not (self.allowed or self.choices)
         best = unpack_top(take(2 * self.top), vocab_size, of_row=of_row) if self.top else None
         targets = check(take(self.targets_per_position).copy()) if self.targets else None
         following = None
@@ -384,7 +384,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
         return Predictions(positions.start, best, targets, following, log_z, tail)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
     """A model's predictions at n positions of a text; position i is about the token after the tokens 0 to i.
 
@@ -396,9 +396,10 @@ class Predictions:
         targets: float32 (n, m), the entries of the target tokens; -inf in place of padding.
         next_token: float32 (n,), the entry of the token that follows each position in the text; NaN at the text's last
             position, which no token follows.
-        logz: float32 (n,), the logarithm of the sum of the exponentials of the logits.
-        tail: float32 (n,), the logarithm of the probability of all tokens that are neither in `top` nor in the targets,
-            summed without cancellation; -inf if there are none.
+        logz: float32 (n,), the logarithm of the sum of the exponentials of the logits, after their division by the
+            temperature.
+        tail: float32 (n,), the log-sum-exp of the entries that are neither in `top` nor in the targets, summed without
+            cancellation: of log-probabilities, the log of the other tokens' probability. -inf if there are none.
         full: float32 (n, V), whole rows.
     """
 

@@ -256,7 +256,7 @@ def _fault(logits: Tensor) -> str:
 
 
 def values_at_positions(states: Tensor, query: PositionsQuery, ids: bytes, begin: int) -> NDArray[np.float32] | None:
-    """The values (m, width) that a query requests at the m positions from `begin` on; None if they are no numbers.
+    """The values (m, width) that a query requests at the m positions from `begin` on; None if one is NaN or infinite.
 
     Args:
         states: logits (m, V) of the positions, or hidden states (m, d) for a query that requests these.
@@ -317,8 +317,13 @@ def _values_at(
 
 def _tail_of(rows: Tensor, named: Tensor) -> Tensor:
     """The log-sum-exp (m, 1) of the entries of rows (m, V) that are not in `named` (m, k); the id V is padding."""
-    rest = torch.nn.functional.pad(rows, (0, 1)).scatter_(1, named, -torch.inf)[:, :-1]
-    return torch.logsumexp(rest, dim=-1, keepdim=True)
+    rest = rows.new_full((len(rows), rows.shape[1] + 1), -torch.inf)
+    rest[:, :-1] = rows
+    rest.scatter_(1, named, -torch.inf)
+    highest = rest.amax(-1, keepdim=True)
+    # See `log_z_of`; here all entries of a row may be -inf.
+    tail = highest - torch.log_softmax(rest, -1).amax(-1, keepdim=True)
+    return torch.where(highest.isneginf(), highest, tail)
 
 
 def _largest_of(rows: Tensor, k: int) -> TopK:
