@@ -136,7 +136,7 @@ class Producer(CopiedAsItself, PartialRows):
             timeout: seconds, or None for the producer's timeout.
 
         Returns:
-            float32 array of shape (V,), read-only at temperature 1; with `targets` a writable array of shape (k,), in the
+            float32 array of shape (V,), read-only at temperature 1; with `targets` writable and of shape (k,), in the
             targets' order.
 
         Raises:
