@@ -26,7 +26,7 @@ from lmpool.errors import (
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol.job import digest_of, encode_prompt
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.query import Sampling, sample, top
+from lmpool.protocol.picks import Sampling, sample, top
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import DEADLINE_S, Pool, V, until_async

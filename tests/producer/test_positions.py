@@ -20,7 +20,8 @@ from lmpool.errors import (
 from lmpool.producer import Producer, SyncProducer
 from lmpool.protocol import query
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import Predictions, top
+from lmpool.protocol.picks import top
+from lmpool.protocol.query import Predictions
 from lmpool.protocol.row import Row, RowBlock, widen_bf16
 from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings

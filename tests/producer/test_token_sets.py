@@ -11,7 +11,7 @@ from lmpool.errors import LMPoolError, NoProbability, NotTokenIds, SettingsError
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client.queries import Mode
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.query import Sampling, mass_of, sample, top
+from lmpool.protocol.picks import Sampling, mass_of, sample, top
 from lmpool.protocol.row import Row, widen_bf16
 from lmpool.protocol.token_set import TokenSet, unpack_tokens
 from lmpool.synthetic import draw, fill, synthetic_row

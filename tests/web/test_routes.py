@@ -10,7 +10,7 @@ import pytest
 
 from lmpool.protocol.job import Failure, Job
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import Sampling, sample
+from lmpool.protocol.picks import Sampling, sample
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.web.explorer import drawn_from
 from tests.support.pool import Pool, V, until

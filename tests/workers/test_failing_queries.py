@@ -71,13 +71,13 @@ async def values_of_nodes(producer: Producer) -> Any:
 
 
 KINDS = {
-    "top": Kind(lambda producer: producer.topk(PROMPT, 3), "lmpool.protocol.query.top"),
-    "top-of-allowed": Kind(lambda producer: producer.topk(PROMPT, 3, allowed=[1, 2, 3]), "lmpool.protocol.query.top"),
-    "sample": Kind(lambda producer: producer.sample(PROMPT, seed=1), "lmpool.protocol.query.sample"),
+    "top": Kind(lambda producer: producer.topk(PROMPT, 3), "lmpool.protocol.picks.top"),
+    "top-of-allowed": Kind(lambda producer: producer.topk(PROMPT, 3, allowed=[1, 2, 3]), "lmpool.protocol.picks.top"),
+    "sample": Kind(lambda producer: producer.sample(PROMPT, seed=1), "lmpool.protocol.picks.sample"),
     "sample-of-allowed": Kind(
-        lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.protocol.query.sample"
+        lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.protocol.picks.sample"
     ),
-    "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.protocol.query.mass_of"),
+    "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.protocol.picks.mass_of"),
     "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.yielding.sample"),
     "scores": Kind(lambda producer: producer.score(PROMPT, [4, 5]), "lmpool.protocol.query.PositionsQuery.of"),
     "score-logits": Kind(

@@ -59,12 +59,16 @@ def _request_positions(**options: Any) -> Request:
     return request
 
 
-def _topk(given: str) -> Kind:
-    count = _count(given, "topk", "of tokens, such as topk:32")
-    columns = {
+def _top_columns(count: object) -> dict[str, str]:
+    return {
         "logprobs": f"float32 (n, {count}): log-probabilities, highest first",
         "top_ids": f"int64 (n, {count}): token ids of the log-probabilities",
     }
+
+
+def _topk(given: str) -> Kind:
+    count = _count(given, "topk", "of tokens, such as topk:32")
+    columns = _top_columns(count)
 
     def width(info: ModelInfo) -> int:
         return 2 * check_k(count, info.vocab_size, "what: topk")
@@ -91,21 +95,21 @@ def _positions(given: str) -> Kind:
     options: dict[str, Any] = {}
     readers: dict[str, Any] = {"top": int, "temperature": float, "targets": lambda text: list(map(int, text.split()))}
     for option in given.split(","):
-        name, equals, value = option.partition("=")
+        name, equals, value = option.strip().partition("=")
         try:
             options[name] = readers[name](value) if equals else {"next_token": True, "logz": True, "tail": True}[name]
         except (KeyError, ValueError):
             raise SettingsError(f"what: {shown(option)} is none of {known}") from None
     single = {
         "next_token": "log-probability of the token that follows; NaN at the end of the text",
-        "logz": "logarithm of the sum of the exponentials of the logits",
+        "logz": "logarithm of the sum of the exponentials of the logits, divided by the temperature",
         "tail": "log of the probability of all tokens that are neither in top nor in targets",
     }
     columns = {name: f"float32 (n,): {text}" for name, text in single.items() if name in options}
     if count := len(options.get("targets", ())):
         columns["targets"] = f"float32 (n, {count}): log-probabilities of the targets"
     if "top" in options:
-        columns |= _topk(str(options["top"])).columns(None)  # type: ignore[arg-type]  # They need no model.
+        columns |= _top_columns(check_number("what: positions: top", options["top"], 1))
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
         # The token after the part is needed too. The part's numbers are the first of the answer.

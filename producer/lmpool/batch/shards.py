@@ -333,8 +333,11 @@ class JsonlReader:
         for name, listed in values.items():
             if isinstance(listed, list):
                 values[name] = np.array(listed, np.int64 if name.endswith("ids") else np.float32)
-                if not name.endswith("ids"):  # In JSON, null stands for -inf; numpy made it NaN.
-                    values[name][np.isnan(values[name])] = -np.inf
+                if not name.endswith("ids"):
+                    # In JSON, null stands for -inf; numpy made it NaN. No token follows the last position of a text.
+                    is_absent = np.isnan(values[name])
+                    is_absent[-1:] &= name != "next_token"
+                    values[name][is_absent] = -np.inf
         return values
 
     def custom_ids(self) -> Iterator[str | None]:

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.http.models import TokenTexts
-from lmpool.protocol.query import TopK
+from lmpool.protocol.picks import TopK
 
 FLOOR = -9999.0
 """The number that vLLM and OpenAI's clients read as −∞, which JSON does not have."""

@@ -6,7 +6,8 @@ from lmpool.producer.options import GenerateOptions, PositionOptions, SampleOpti
 from lmpool.producer.producer import Producer
 from lmpool.producer.sync import SyncProducer, SyncTrie
 from lmpool.producer.trie import PooledTrie, TrieOptions
-from lmpool.protocol.query import Continuation, Predictions, TopK
+from lmpool.protocol.picks import TopK
+from lmpool.protocol.query import Continuation, Predictions
 
 __all__ = [
     "ByteMass",

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from lmpool.errors import NotTokenIds, PromptTooLong, ProtocolError, SettingsError, TokenOutOfRange
 from lmpool.producer.client.queries import Allowed, Mode, Wanted
 from lmpool.protocol.job import Prompt
-from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, NO_TOKEN, Sampling
+from lmpool.protocol.picks import Sampling
+from lmpool.protocol.query import MAX_SEED, MAX_STOP_NUMBERS, NO_TOKEN
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.settings import check_choice, check_kind, check_known, check_number, shown
 
@@ -42,7 +43,7 @@ class DrawOptions(TypedDict, total=False):
         top_p: sample only from the smallest set of most likely tokens with at least this total probability (default 1:
             all tokens).
         seed: the same seed samples the same tokens from the same rows on every machine; a seed of None, the default,
-            samples different tokens in every call (`lmpool.protocol.query.sample`).
+            samples different tokens in every call (`lmpool.protocol.picks.sample`).
         adapter: name of an adapter, as for `Producer.logprobs`.
         timeout: seconds of the call, as for `Producer.logprobs`.
     """
@@ -100,6 +101,8 @@ class PositionOptions(QueryOptions, total=False):
     full: bool
 
 
+_MIN_TEMPERATURE = 1e-6  # Smaller temperatures would overflow all entries but the largest.
+
 check_mode = partial(check_choice, "mode", choices=get_args(Mode))
 check_flag = partial(check_kind, kind=bool, what="True or False")
 
@@ -143,9 +146,7 @@ def read_options(options: QueryOptions, kind: Any = QueryOptions) -> Read:
 
 def check_temperature(temperature: Any) -> float:
     """Check and return a temperature that divides logits."""
-    check_number("temperature", temperature := _plain(temperature), 0, 1_000_000, whole=False)
-    if temperature == 0:
-        raise SettingsError("temperature: 0 must be a number above 0 and at most 1000000")
+    check_number("temperature", temperature := _plain(temperature), _MIN_TEMPERATURE, 1_000_000, whole=False)
     return float(temperature)
 
 
@@ -172,8 +173,10 @@ def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: in
 
 def targets_of_texts(targets: Any, count: int) -> list[Any]:
     """Return the argument `targets` of `batch_positions` for each of `count` texts."""
-    is_flat = targets is None or getattr(targets, "ndim", 2) == 1
-    if is_flat or not hasattr(targets, "__len__") or not len(targets) or isinstance(targets[0], (int, np.integer)):
+    is_nested = getattr(targets, "ndim", 1) > 1
+    if isinstance(targets, (list, tuple)) and targets:
+        is_nested = not isinstance(targets[0], (int, np.integer))
+    if not is_nested:
         return [targets] * count
     if len(targets) != count:
         raise SettingsError(f"targets: {len(targets)} for {count} texts: give ids for all texts, or one item for each")
@@ -189,13 +192,16 @@ def read_position_targets(targets: Any, vocab_size: int, count: int) -> NDArray[
         return np.array(read_targets(targets, vocab_size), np.int64)
     if len(targets) != count:
         raise SettingsError(f"targets: {len(targets)} lists for {count} positions; give one for each, or one for all")
-    lists = targets if isinstance(targets, np.ndarray) else [np.asarray(ids).tolist() for ids in targets]
-    flat = [token for ids in lists for token in ids] if not isinstance(lists, np.ndarray) else lists.ravel()
-    tokens = _read_ids(flat, 1, "targets").astype(np.int64)
+    none = np.empty(0, np.int64)
+    lists = [_read_ids(ids, 1, "targets") if np.size(ids) else none for ids in targets]
+    tokens = np.concatenate(lists).astype(np.int64)
+    if not len(tokens):
+        raise NotTokenIds("targets: no position has a token id")
     lengths = np.array([len(ids) for ids in lists])
     made = np.full((count, lengths.max()), NO_TOKEN, np.int64)
     made[np.arange(made.shape[1]) < lengths[:, None]] = np.where(tokens == -1, NO_TOKEN, tokens)
-    read_targets(tokens[tokens != -1].tolist(), vocab_size)
+    if (tokens != -1).any():
+        read_targets(tokens[tokens != -1].tolist(), vocab_size)
     return made
 
 

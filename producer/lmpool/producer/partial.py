@@ -20,7 +20,8 @@ from lmpool.producer.client.session import SessionPerLoop
 from lmpool.producer.metrics import Traces
 from lmpool.producer.options import GenerateOptions, PositionOptions, QueryOptions, SampleOptions
 from lmpool.protocol.job import list_prompts
-from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, Predictions, TopK, pack_stops, stack_tops
+from lmpool.protocol.picks import TopK
+from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, Predictions, pack_stops, stack_tops
 from lmpool.protocol.row import Head
 from lmpool.protocol.token_set import TokenSet
 from lmpool.settings import shown
@@ -322,17 +323,18 @@ class PartialRows:
         `timeout` applies to each part. Raises ModelMismatch if the model or adapter changes between two parts.
         """
         parts: list[range] = []
+        wanted = Wanted()
         version: tuple[str, str] | None = None
 
         async def ask(queries: Queries, at: int) -> Predictions:
-            nonlocal parts, version
+            nonlocal parts, version, wanted
             now = queries.session.info.fingerprint, queries.adapter
             if version not in (None, now):
                 text = f"the model or its adapter has changed before position {parts[at].start}: ask again"
                 raise ModelMismatch(text)
             prompt = arguments.check_start(start, queries.encode(ids))
-            wanted = arguments.read_wanted(options, queries.vocab_size, start, len(prompt.ids) // 4 - start)
             if version is None:
+                wanted = arguments.read_wanted(options, queries.vocab_size, start, len(prompt.ids) // 4 - start)
                 parts, version = queries.parts(prompt, start, wanted), now
             found = await queries.part(prompt, parts[at], wanted, private=len(parts) > 1)
             queries.check_same_model(now[0])

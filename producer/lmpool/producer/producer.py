@@ -27,7 +27,7 @@ from lmpool.producer.trie import PooledTrie, trie_of
 from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
-from lmpool.protocol.query import tempered
+from lmpool.protocol.picks import tempered
 from lmpool.settings import check_choice, check_name, check_number
 from lmpool.vocabulary import Vocabulary
 
@@ -136,7 +136,8 @@ class Producer(CopiedAsItself, PartialRows):
             timeout: seconds, or None for the producer's timeout.
 
         Returns:
-            read-only float32 array of shape (V,); with `targets` a writable array of shape (k,), in the targets' order.
+            float32 array of shape (V,), read-only at temperature 1; with `targets` a writable array of shape (k,), in the
+            targets' order.
 
         Raises:
             InvalidPrompt: `ids` is not a prompt for this model, or `targets` are not token ids of this model.
@@ -204,10 +205,8 @@ class Producer(CopiedAsItself, PartialRows):
             entries, count = [list[int]()] * len(encoded), queries.vocab_size
             if targets is not None:
                 entries, count = read_batch_targets(targets, len(encoded), queries.vocab_size)
-            if read.temperature != 1:
-                rows = tempered(await queries.session.answer_all(encoded, queries.deadline), read.temperature)
-                return np.take_along_axis(rows, np.array(entries, np.int64), axis=1)
-            return await queries.all_entries(encoded, entries, count, logits=read.mode == "logits", name="prompts")
+            options: Any = {"values": read.mode, "temperature": read.temperature, "name": "prompts"}
+            return await queries.all_entries(encoded, entries, count, **options)
 
         return await self._request(read.adapter, read.timeout, ask)
 

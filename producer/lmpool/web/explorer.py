@@ -20,7 +20,7 @@ from lmpool.producer.options import read_sampling
 from lmpool.producer.tokenizer import TOKENIZERS
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.job import encode_prompt
-from lmpool.protocol.query import kept, top
+from lmpool.protocol.picks import kept, top
 from lmpool.web.guard import answers, read_body
 from lmpool.web.models import Models, OpenModel
 

@@ -14,8 +14,9 @@ from msgspec.msgpack import Decoder
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from lmpool.errors import NoProbability, ProtocolError
+from lmpool.errors import ProtocolError
 from lmpool.protocol.job import DIGEST_SIZE, Message, unpack
+from lmpool.protocol.picks import Sampling, TopK, logsumexp, top
 from lmpool.protocol.row import FACTS, Row, check_largest, check_logits, check_logprobs
 
 MAX_SEED = 2**64 - 1
@@ -48,28 +49,6 @@ MAX_STOP_NUMBERS = 1 << 14
 
 _MAX_BYTES = 8 * 1024 * 1024  # Max bytes of an encoded query; the node ids of a large trie take the most.
 _DIGEST_DIGITS = 32  # Hexadecimal digits of a fingerprint or of a vocabulary's digest.
-_FEW, _FEW_MORE = 1024, 4  # Number of largest weights tried first for `top_p`; factor of the number in each next try.
-_BLOCK = 256  # Weights per block: to draw a token, first blocks are summed, and then one block is searched.
-
-
-class TopK(NamedTuple):
-    """The largest entries of one row, or of several rows.
-
-    Attributes:
-        values: float32 log-probabilities of shape (k,) or (n, k), largest first; equal values in order of their ids.
-        ids: int64 token ids of the values, in the same shape.
-    """
-
-    values: NDArray[np.float32]
-    ids: NDArray[np.int64]
-
-
-class Sampling(NamedTuple):
-    """The parameters of the draw of one token."""
-
-    temperature: float  # Divides the log-probabilities; 0 takes the most likely token.
-    top_p: float  # Draws among the most likely tokens: the fewest whose probabilities sum to at least `top_p`.
-    seed: int  # 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
 
 
 class Continuation(NamedTuple):
@@ -82,112 +61,6 @@ class Continuation(NamedTuple):
 
     ids: NDArray[np.int64]
     logprobs: NDArray[np.float32]
-
-
-def top(row: Row, k: int, allowed: NDArray[np.int64] | None = None) -> TopK:
-    """The `k` largest entries of a row of shape (V,), only of the tokens `allowed` (ascending ids) if given."""
-    values = row if allowed is None else row[allowed]
-    ids = _largest(values, k)
-    return TopK(values[ids], ids if allowed is None else allowed[ids])
-
-
-def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] | None, NDArray[np.float32]]:
-    """The tokens of a row of shape (V,) that `sample` draws from. At least one entry must be above -inf.
-
-    Returns the ids, (m,), largest weight first, equal weights in the order of their ids, or None for the whole row; and
-    the weights, (m,), which are proportional to the probabilities of being drawn. The largest weight is 1.
-    """
-    if temperature == 0:
-        return np.array([row.argmax()]), np.ones(1, np.float32)
-    # Subtract the largest entry first: otherwise exp of all entries could be 0 at a small temperature.
-    weights = row - np.maximum.reduce(row)
-    if temperature != 1:
-        with np.errstate(over="ignore"):  # A tiny temperature overflows all but the largest entry to -inf.
-            # A temperature beyond these bounds gives the same result as the bound, which float32 can represent.
-            weights /= np.float32(min(max(temperature, 1e-30), 1e30))
-    np.exp(weights, out=weights)  # float32 is as exact as the row; sums of weights use float64.
-    if top_p == 1:
-        return None, weights
-    # Keep the fewest tokens whose weights sum to at least `top_p` of the total.
-    wanted, few = top_p * weights.sum(dtype=np.float64), _FEW
-    while True:
-        ids = _largest(weights, min(few, len(weights)))
-        mass = np.cumsum(weights[ids], dtype=np.float64)
-        if mass[-1] >= wanted or few >= len(weights):
-            ids = ids[: int(np.searchsorted(mass, wanted)) + 1]
-            return ids, weights[ids]
-        few *= _FEW_MORE
-
-
-def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | None = None) -> int:
-    """A token drawn from a row of shape (V,), only from the tokens `allowed` (ascending ids) if given.
-
-    Raises `NoProbability` if all allowed tokens have probability 0.
-    """
-    if allowed is not None:
-        values = row[allowed]
-        if values.max() == -np.inf:
-            raise NoProbability(f"none of the {len(allowed)} allowed tokens has a probability above 0")
-        return int(allowed[sample(values, how)])
-    if how.temperature == 0:  # `argmax` is faster than `kept`, with the same result.
-        return int(row.argmax())
-    ids, weights = kept(row, how.temperature, how.top_p)
-    # Hash the seed to a number in [0, 1): a generator of numpy takes ten times as long.
-    drawn = hashlib.blake2b(how.seed.to_bytes(8, "little"), digest_size=8).digest()
-    share = (int.from_bytes(drawn, "little") >> 11) * 2.0**-53
-    # Find the first token at which the cumulative weight exceeds `share` of the total. Sum blocks first: a
-    # cumulative sum over a large vocabulary takes four times as long.
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
-    mass = sums.cumsum()
-    wanted = share * mass[-1]
-    block = _first_above(mass, wanted, sums)
-    part = weights[block * _BLOCK : (block + 1) * _BLOCK]
-    rest = wanted - mass[block - 1] if block else wanted
-    place = block * _BLOCK + _first_above(part.cumsum(dtype=np.float64), rest, part)
-    return place if ids is None else int(ids[place])
-
-
-def _first_above(mass: NDArray[np.float64], wanted: float, weights: NDArray[np.floating]) -> int:
-    """The first index at which `mass`, the cumulative sum of the weights, is above `wanted`."""
-    place = int(mass.searchsorted(wanted, side="right"))
-    # Rounding can make `wanted` equal to the whole sum: then take the last token with a weight above 0.
-    return place if place < len(mass) else int(np.flatnonzero(weights)[-1])
-
-
-def mass_of(row: Row, ids: NDArray[np.int64]) -> np.float32:
-    """The logarithm of the sum of the probabilities of the tokens `ids`; -inf if the sum is 0."""
-    values = row[ids]
-    if (most := values.max()) == -np.inf:
-        return np.float32(most)
-    return np.float32(most + np.log(np.exp(values - most).sum(dtype=np.float64)))
-
-
-def logsumexp(logits: Row) -> Row:
-    """The log-sum-exp of each row of logits (n, V): float32 (n,)."""
-    highest = logits.max(axis=1, keepdims=True)
-    highest = np.where(np.isneginf(highest), 0, highest)  # A row of -inf has the sum 0.
-    with np.errstate(divide="ignore"):
-        sums = np.log(np.exp(logits - highest).sum(axis=1, dtype=np.float64))
-    return np.asarray(highest[:, 0] + sums, np.float32)
-
-
-def tempered(rows: Row, temperature: float) -> Row:
-    """The log-probabilities (n, V) after division of the logits by a temperature; `rows` itself for 1."""
-    if temperature == 1:
-        return rows
-    rows = rows / np.float32(temperature)
-    rows -= logsumexp(rows)[:, None]
-    return rows
-
-
-def _largest(values: NDArray[Any], k: int) -> NDArray[np.int64]:
-    """The ids of the `k` largest values, largest first; equal values in the order of their ids."""
-    least = np.partition(values, len(values) - k)[len(values) - k]
-    above = np.flatnonzero(values > least)
-    # Of the values equal to the smallest chosen value, choose the lowest ids, which `partition` does not ensure.
-    ids = np.concatenate((above, np.flatnonzero(values == least)[: k - len(above)]))
-    ordered: NDArray[np.int64] = ids[np.lexsort((ids, -values[ids]))]
-    return ordered
 
 
 # Results on the wire: float32 arrays
@@ -365,7 +238,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
     logz: bool = False
     tail: bool = False
     values: PositionValues = "logprobs"
-    temperature: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    temperature: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     size: Annotated[int, Meta(ge=0)] = 0
     allowed: bytes = b""
     choices: bytes = b""
@@ -499,7 +372,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
 
         if not self.is_of_entries:
             return Predictions(positions.start, full=check(rows))
-        of_row = self.values == "logprobs" and not self.allowed
+        of_row = self.values == "logprobs" and not (self.allowed or self.choices)
         best = unpack_top(take(2 * self.top), vocab_size, of_row=of_row) if self.top else None
         targets = check(take(self.targets_per_position).copy()) if self.targets else None
         following = None
@@ -511,7 +384,7 @@ class PositionsQuery(Message, frozen=True, tag="predictions"):
         return Predictions(positions.start, best, targets, following, log_z, tail)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Predictions:
     """A model's predictions at n positions of a text; position i is about the token after the tokens 0 to i.
 
@@ -523,9 +396,10 @@ class Predictions:
         targets: float32 (n, m), the entries of the target tokens; -inf in place of padding.
         next_token: float32 (n,), the entry of the token that follows each position in the text; NaN at the text's last
             position, which no token follows.
-        logz: float32 (n,), the logarithm of the sum of the exponentials of the logits.
-        tail: float32 (n,), the logarithm of the probability of all tokens that are neither in `top` nor in the targets,
-            summed without cancellation; -inf if there are none.
+        logz: float32 (n,), the logarithm of the sum of the exponentials of the logits, after their division by the
+            temperature.
+        tail: float32 (n,), the log-sum-exp of the entries that are neither in `top` nor in the targets, summed without
+            cancellation: of log-probabilities, the log of the other tokens' probability. -inf if there are none.
         full: float32 (n, V), whole rows.
     """
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
-from lmpool.protocol.query import OPS, Op, Sampling, sample, top
+from lmpool.protocol.picks import Sampling, sample, top
+from lmpool.protocol.query import OPS, Op
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from tests.faults.chaos.settings import ChaosSettings

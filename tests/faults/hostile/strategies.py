@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lmpool.protocol.job import WIRE_VERSION, Failure, Job
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.picks import Sampling
 from lmpool.protocol.query import (
     OPS,
     FreshQuery,
@@ -21,7 +22,6 @@ from lmpool.protocol.query import (
     MassQuery,
     PositionsQuery,
     SampleQuery,
-    Sampling,
     TopQuery,
     TrieQuery,
     pack_stops,

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import Failure, Job, unpack_failure, unpack_job
 from lmpool.protocol.model_info import MAX_INFO_BYTES, ModelInfo
-from lmpool.protocol.query import pack_token, pack_top, top, unpack_query, unpack_token, unpack_top
+from lmpool.protocol.picks import top
+from lmpool.protocol.query import pack_token, pack_top, unpack_query, unpack_token, unpack_top
 from lmpool.protocol.row import HEADER_SIZE, Encoding, check_row, decode_alike, decode_entries, decode_row
 from lmpool.synthetic import synthetic_row
 from lmpool.vocabulary import Vocabulary

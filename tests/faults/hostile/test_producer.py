@@ -18,7 +18,7 @@ from lmpool.producer import Producer
 from lmpool.producer.client.session import Session
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.keys import GROUP
-from lmpool.protocol.query import Sampling, sample, top
+from lmpool.protocol.picks import Sampling, sample, top
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile

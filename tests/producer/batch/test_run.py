@@ -17,7 +17,7 @@ import lmpool.batch
 from lmpool.batch.folder import digest_of_file
 from lmpool.batch.run import BatchSettings
 from lmpool.errors import SettingsError
-from lmpool.protocol.query import top
+from lmpool.protocol.picks import top
 from tests.producer.batch.runs import (
     arguments,
     content,

@@ -13,6 +13,7 @@ from lmpool.broker.registries import look_up, register
 from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError, UnknownVocabulary
 from lmpool.protocol.job import digest_of, encode_prompt, query_digest
+from lmpool.protocol.picks import TopK, top
 from lmpool.protocol.query import (
     MAX_GENERATED,
     Continuation,
@@ -23,13 +24,11 @@ from lmpool.protocol.query import (
     PositionsQuery,
     Query,
     SampleQuery,
-    TopK,
     TopQuery,
     TrieQuery,
     pack_continuation,
     pack_stops,
     pack_top,
-    top,
     unpack_continuation,
     unpack_query,
     unpack_top,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.query import Sampling, kept, pack_token, pack_top, sample, top, unpack_token, unpack_top
+from lmpool.protocol.picks import Sampling, kept, sample, top
+from lmpool.protocol.query import pack_token, pack_top, unpack_token, unpack_top
 from lmpool.synthetic import synthetic_row
 
 ROWS = hnp.arrays(np.float32, st.integers(1, 60), elements=st.sampled_from([-np.inf, -9.0, -2.5, -1.0, -0.5, 0.0]))

@@ -17,6 +17,7 @@ from redis.exceptions import NoPermissionError
 from lmpool import errors
 from lmpool.broker.registries import look_up_tokens
 from lmpool.errors import LMPoolError
+from lmpool.protocol import picks
 from lmpool.protocol import query as picking
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
@@ -189,11 +190,11 @@ def _pick_all(queries: Mapping[bytes, tuple[PickQuery, Row]], sets: TokenSets) -
             match query:
                 case MassQuery():
                     assert ids is not None
-                    answers[digest] = np.array([picking.mass_of(row, ids)])
+                    answers[digest] = np.array([picks.mass_of(row, ids)])
                 case SampleQuery():
-                    answers[digest] = picking.pack_token(picking.sample(row, query, ids))
+                    answers[digest] = picking.pack_token(picks.sample(row, query, ids))
                 case _:
-                    answers[digest] = picking.pack_top(picking.top(row, query.k, ids))
+                    answers[digest] = picking.pack_top(picks.top(row, query.k, ids))
         except (LMPoolError, *QUERY_ERRORS) as error:
             answers[digest] = _failure(error)
     return answers

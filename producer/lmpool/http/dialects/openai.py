@@ -25,7 +25,8 @@ from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, Turn, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets, TokenTexts, placeholder
 from lmpool.http.scoring import ENTRY_BYTES, Ranked, prompt_logprobs_json, rank
-from lmpool.protocol.query import Continuation, Predictions, TopK
+from lmpool.protocol.picks import TopK
+from lmpool.protocol.query import Continuation, Predictions
 from lmpool.web.guard import Refused
 
 Count = Annotated[int, Meta(ge=0)]

@@ -17,7 +17,9 @@ from lmpool import errors
 from lmpool.aio import gather
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session
+from lmpool.protocol import picks
 from lmpool.protocol import query as wire
+from lmpool.protocol.adapter import name_of
 from lmpool.protocol.job import DIGEST_SIZE, Prompt, decode_ids, digest_of
 from lmpool.protocol.row import FACTS, Head, Row, check_logits, check_logprobs, check_row, unpack_numbers, width_of
 from lmpool.protocol.token_set import TokenSet
@@ -33,8 +35,7 @@ _MAX_PARTS_IN_FLIGHT = 2
 _MAX_READ_IN_PLACE = 128
 
 
-# Calls for fewer most likely tokens than this number request this number, to share results.
-_LEAST_TOP = 8
+_MIN_TOP = 8  # Request at least this many top tokens, so that calls share results.
 
 
 class Allowed(NamedTuple):
@@ -105,7 +106,7 @@ class Wanted(NamedTuple):
         """
         if self.full:  # The logits have logZ too.
             return Wanted(values="logits" if self.logz else self.values, temperature=self.temperature)
-        top = self.top and min(vocab_size, max(_LEAST_TOP, 1 << (self.top - 1).bit_length()))
+        top = self.top and min(vocab_size, max(_MIN_TOP, 1 << (self.top - 1).bit_length()))
         return self._replace(top=top, next_token=True, logz=True, tail=top > 0 or self.targets.size > 0)
 
     def of(self, found: wire.Predictions, text: Prompt) -> wire.Predictions:
@@ -114,7 +115,7 @@ class Wanted(NamedTuple):
         if found.full is not None:
             rows, ids, log_z = found.full, decode_ids(text.ids), np.zeros(len(part), np.float32)
             if self.logz:
-                log_z = wire.logsumexp(rows)
+                log_z = picks.logsumexp(rows)
             full = rows if self.values == "logits" else rows - log_z[:, None] if self.logz else rows
             query = self._replace(temperature=1.0).query(part, len(ids))
             if self.allowed.tokens is not None:
@@ -126,10 +127,11 @@ class Wanted(NamedTuple):
         if top is not None and top.ids.shape[1] > self.top:
             values, others = top.values[:, self.top :], top.ids[:, self.top :]
             if tail is not None:
-                is_target = (others[:, :, None] == self._targets_at(part)[..., None, :]).any(axis=2)
+                targets = np.broadcast_to(self._targets_at(part), (len(part), self.targets.shape[-1]))
+                is_target = np.stack([np.isin(*pair) for pair in zip(others, targets, strict=True)])
                 more = np.where(is_target, -np.float32(np.inf), values)
-                tail = wire.logsumexp(np.concatenate([tail[:, None], more], axis=1))
-            top = wire.TopK(top.values[:, : self.top].copy(), top.ids[:, : self.top].copy())
+                tail = picks.logsumexp(np.concatenate([tail[:, None], more], axis=1))
+            top = picks.TopK(top.values[:, : self.top].copy(), top.ids[:, : self.top].copy())
         following, logz = found.next_token if self.next_token else None, found.logz if self.logz else None
         return wire.Predictions(found.start, top, found.targets, following, logz, tail)
 
@@ -207,14 +209,17 @@ class Queries:
         return entries_of(row, targets)
 
     async def all_entries(
-        self, prompts: Sequence[Prompt], targets: Sequence[list[int]], k: int, *, logits: bool = False, name: str = ""
-    ) -> NDArray[np.float32]:
+        self, prompts: Sequence[Prompt], targets: Sequence[list[int]], k: int, *, values: Mode = "logprobs",
+        temperature: float = 1.0, name: str = "",
+    ) -> NDArray[np.float32]:  # fmt: skip
         """Return `k` entries of each row: float32 (n, k). Error texts name the prompt: "prompts[3]"."""
         out = np.empty((len(prompts), k), np.float32)
 
         async def put(at: int) -> None:
-            if logits:
-                found = await self.last(prompts[at], Wanted(targets=np.array(targets[at], np.int64), values="logits"))
+            if values == "logits" or temperature != 1:
+                ids = np.array(targets[at], np.int64)
+                wanted = Wanted(targets=ids, values=values, temperature=temperature)
+                found = await self.last(prompts[at], wanted)
                 out[at] = found.full if found.targets is None else found.targets
             else:
                 out[at] = await self.entries(prompts[at], targets[at])
@@ -251,25 +256,26 @@ class Queries:
 
     async def top(
         self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL, temperature: float = 1.0
-    ) -> wire.TopK:
+    ) -> picks.TopK:
         """Return the `k` largest entries of a row."""
+        row = self.session.cached(prompt)
+        if row is not None and values == "logprobs" and (allowed.tokens is not None or not allowed.packed):
+            row = picks.tempered(row[None], temperature)[0]
+            return picks.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
         if values == "logits" or temperature != 1:
             wanted = Wanted(k, values=values, temperature=temperature, allowed=allowed)
             best = (await self.last(prompt, wanted)).top
             assert best is not None
-            return wire.TopK(best.values[0], best.ids[0])
-        row = self.session.cached(prompt)
-        if row is not None and (allowed.tokens is not None or not allowed.packed):
-            return wire.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
+            return picks.TopK(best.values[0], best.ids[0])
         query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
         return await self._result(query, read, allowed=allowed)
 
-    async def sample(self, prompt: Prompt, sampling: wire.Sampling, allowed: Allowed, *, private: bool) -> int:
+    async def sample(self, prompt: Prompt, sampling: picks.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
         row = self.session.cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
-            return wire.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
+            return picks.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
@@ -278,7 +284,7 @@ class Queries:
         """Return the logarithm of the total probability of the allowed tokens."""
         row = self.session.cached(prompt)
         if row is not None and allowed.tokens is not None:
-            return float(wire.mass_of(row, allowed.tokens.ids))
+            return float(picks.mass_of(row, allowed.tokens.ids))
         query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
         return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
@@ -327,9 +333,9 @@ class Queries:
         wanted = Wanted(values="hidden", size=width_of(info.hidden, info.dtype))
 
         async def part(text: Prompt, part: range, wanted: Wanted, *, private: bool = False) -> NDArray[Any]:
-            query = wanted.query(part, len(text.ids) // 4)
+            prompt = prefix_of(text, part.stop)
             read = partial(unpack_numbers, count=len(part), size=info.hidden, dtype=info.dtype)
-            prompt = text.with_query(query.pack(), len(part) * wanted.size)
+            prompt = prompt.with_query(wanted.query(part, part.stop).pack(), len(part) * wanted.size)
             return await self._result(prompt, read, private=private)
 
         return np.concatenate(await self._all_parts(text, start, wanted, part))
@@ -388,10 +394,10 @@ class Queries:
         for first in range(part.start, part.stop, size):
             some = range(first, min(first + size, part.stop))
             prefixes = [prefix_of(text, at + 1) for at in some]
-            rows = wire.tempered(await self.session.answer_all(prefixes, self.deadline), wanted.temperature)
-            found.append(wanted.of(wire.Predictions(some.start, full=rows), text))
-        made = wire.Predictions.join(found)
-        return made if wanted.full else replace(made, full=None)
+            rows = picks.tempered(await self.session.answer_all(prefixes, self.deadline), wanted.temperature)
+            made = wanted.of(wire.Predictions(some.start, full=rows), text)
+            found.append(made if wanted.full else replace(made, full=None))
+        return wire.Predictions.join(found)
 
     def _unsupported(self, name: str) -> errors.SettingsError:
         """Return the error for an option or a call that the backend does not support."""
@@ -425,6 +431,10 @@ class Queries:
                 heads.clear()
                 heads[fingerprint] = head
             if self.adapter and name not in heads:
+                # Keep the head of one revision of each adapter: a trainer replaces its adapter often.
+                adapter = name_of(self.adapter)
+                for old in [key for key in heads if name_of(key.removeprefix(fingerprint)) == adapter]:
+                    del heads[old]
                 heads[name] = await self._with_factors(head)
         finally:
             lock.release()

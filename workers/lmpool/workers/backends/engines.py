@@ -15,14 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, SettingsError, WorkerError
-from lmpool.protocol.adapter import qualify, revision_of
+from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import adapter_folder, check_adapter, head_factors
+from lmpool.workers.backends.lora import check_adapter, head_factors
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import EngineSettings, ModelSettings
@@ -55,6 +55,7 @@ class EngineBackend(TellsTexts, ABC):
     _weights: Mapping[str, Any] | None = None  # The model's weights; see `check_adapter`.
     _encoder: RowEncoder
     _head: OutputHead | None = None  # None if clients cannot compute the logits from hidden states.
+    _head_name = "lm_head"  # The last part of the name of the head's module.
 
     def __init__(self, settings: ModelSettings) -> None:
         torch_device.settle()
@@ -62,6 +63,7 @@ class EngineBackend(TellsTexts, ABC):
         self._held: dict[bytes, Any] = {}  # Digest of each job that the backend holds -> job, or name of its request.
         self.reset_stats()
         self.adapters: dict[str, str] = {}
+        self._head_factors: dict[str, tuple[Any, Any] | str | None] = {}
 
     @abstractmethod
     def _load(self, adapter: str, folder: Path) -> None:
@@ -112,6 +114,7 @@ class EngineBackend(TellsTexts, ABC):
                 remedy = "start it with more (--max-adapters)"
                 raise SettingsError(f"adapters: this worker has {slots} slots, and none is free for {name!r}: {remedy}")
             self._load(adapter, folder)
+            self._head_factors[adapter] = head_factors(folder, self._head_name)
             self.adapters[adapter] = checkpoint_source(source)
         return revision
 
@@ -119,6 +122,7 @@ class EngineBackend(TellsTexts, ABC):
         """See `Backend.drop_adapter`."""
         if self.adapters.pop(adapter, None) is not None:
             self._unload(adapter)
+            del self._head_factors[adapter]
 
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
@@ -127,7 +131,7 @@ class EngineBackend(TellsTexts, ABC):
     def head(self, query: HeadQuery, adapter: str) -> NDArray[np.float32]:
         """See `TellsHead.head`."""
         if query.is_of_adapter:
-            return _part_of_adapter(query, adapter, adapter_folder(self.adapters[adapter]))
+            return _part_of_adapter(query, self._head_factors[adapter])
         assert self._head is not None  # Without a head, `info.hidden` is 0, and the worker refuses the query.
         return self._head.answer(query, self._info.vocab_size)
 
@@ -140,19 +144,18 @@ class EngineBackend(TellsTexts, ABC):
         self._stats = BackendStats()
 
 
-def _part_of_adapter(query: HeadQuery, adapter: str, folder: Path) -> NDArray[np.float32]:
-    """The part of an adapter's factors of the head that a query requests."""
-    factors = head_factors(folder)
+def _part_of_adapter(query: HeadQuery, factors: tuple[Any, Any] | str | None) -> NDArray[np.float32]:
+    """The part of an adapter's factors of the head (`head_factors`) that a query requests."""
+    if isinstance(factors, str):
+        raise WorkerError(factors)
     if query.part == "rank":
-        if checkpoint_revision(folder) != revision_of(adapter):
-            raise WorkerError(f"adapters: {folder} was changed after it was loaded")
         return np.array([0 if factors is None else len(factors[0])], np.float32)
     if factors is None:
-        raise WorkerError(f"adapters: {adapter} has no factors for the head")
-    numbers = factors[query.part == "up"].contiguous().numpy().ravel()[query.first : query.first + query.count]
-    if len(numbers) < query.count:
-        raise WorkerError(f"{query.count} numbers from {query.first} on, of a factor that has {len(numbers)} less")
-    return np.asarray(numbers, np.float32)
+        raise WorkerError("the adapter has no factors for the head")
+    numbers = factors[query.part == "up"].contiguous().numpy().ravel()
+    if query.first + query.count > len(numbers):
+        raise WorkerError(f"{query.count} numbers from {query.first} on: the factor has {len(numbers)}")
+    return np.asarray(numbers[query.first : query.first + query.count], np.float32)
 
 
 def check_canary(backend: Backend) -> None:

@@ -36,7 +36,6 @@ _DEFAULT_RANK = 8  # The rank that peft uses for a config without a rank.
 _MAX_CONFIG_BYTES = 1 << 20  # Max size of an adapter's config; a typical config has 1 KB.
 _MAX_FLOAT = sys.float_info.max  # Max absolute value of an adapter's alpha, which must be finite.
 _FACTORS = (".lora_A.weight", ".lora_B.weight")
-_HEADS = {"lm_head", "embed_out"}  # Names of the output head in the models of transformers.
 
 PEFT_PREFIX = "base_model.model."
 """The prefix that peft writes before the names of a model's modules."""
@@ -204,21 +203,23 @@ def scale_of(config: Mapping[str, Any], module: str, rank: int) -> float:
     return float(alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
-def head_factors(folder: Path) -> tuple[Any, Any] | None:
+def head_factors(folder: Path, head: str) -> tuple[Any, Any] | str | None:
     """The LoRA factors that an adapter has for the output head; None if it leaves the head unchanged.
 
-    Returns:
-        float32 tensors (r, d) and (V, r); the second is multiplied by the adapter's scale.
+    `head` is the last part of the name of the head's module.
 
-    Raises:
-        SettingsError: the adapter has a head of its own.
+    Returns:
+        float32 tensors (r, d) and (V, r), the second multiplied by the adapter's scale. A text if the adapter changes
+        the head in another way: the reason why clients cannot compute its rows from hidden states.
     """
     tensors, config = _tensors(folder / WEIGHTS), read_adapter_config(folder)
-    of_head = {name for name in tensors if set(name.split(".")) & _HEADS and not name.endswith(BASE_WEIGHT)}
-    if strange := {name for name in of_head if not name.endswith(_FACTORS)}:
-        raise SettingsError(f"adapters: {folder} has a head of its own ({min(strange)}), which is not returned")
+    of_head = {name for name in tensors if head in name.split(".") and not name.endswith(BASE_WEIGHT)}
+    if config.get("trainable_token_indices"):
+        return f"the adapter {folder.name} has rows of its own in the head"
     if not of_head:
         return None
+    if len(of_head) != len(_FACTORS) or not all(name.endswith(_FACTORS) for name in of_head):
+        return f"the adapter {folder.name} has more for the head than LoRA factors, such as {min(of_head)}"
     down, up = (tensors[name][:].float() for name in sorted(of_head))
     module = min(of_head).removeprefix(PEFT_PREFIX).removesuffix(_FACTORS[0])
     return down, up * scale_of(config, module, len(down))

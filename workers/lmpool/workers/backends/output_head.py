@@ -47,7 +47,7 @@ class OutputHead:
             logits = logits * self.scale
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
-    def gives(self, expected: Tensor, hidden: Tensor) -> bool:
+    def reproduces(self, expected: Tensor, hidden: Tensor) -> bool:
         """Whether hidden states (n, d) and this head give the logits (n, V) that the model computes from these states.
 
         False for dtypes that clients cannot read.

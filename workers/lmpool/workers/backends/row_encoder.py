@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
-from lmpool.protocol.query import NO_TOKEN, PositionsQuery, TopK, pack_top
+from lmpool.protocol.picks import TopK
+from lmpool.protocol.query import NO_TOKEN, PositionsQuery, pack_top
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 from lmpool.workers.backends.output_head import pack_states
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
@@ -255,7 +256,7 @@ def _fault(logits: Tensor) -> str:
 
 
 def values_at_positions(states: Tensor, query: PositionsQuery, ids: bytes, begin: int) -> NDArray[np.float32] | None:
-    """The values (m, width) that a query requests at the m positions from `begin` on; None if they are no numbers.
+    """The values (m, width) that a query requests at the m positions from `begin` on; None if one is NaN or infinite.
 
     Args:
         states: logits (m, V) of the positions, or hidden states (m, d) for a query that requests these.
@@ -316,12 +317,17 @@ def _values_at(
 
 def _tail_of(rows: Tensor, named: Tensor) -> Tensor:
     """The log-sum-exp (m, 1) of the entries of rows (m, V) that are not in `named` (m, k); the id V is padding."""
-    rest = torch.nn.functional.pad(rows, (0, 1)).scatter_(1, named, -torch.inf)[:, :-1]
-    return torch.logsumexp(rest, dim=-1, keepdim=True)
+    rest = rows.new_full((len(rows), rows.shape[1] + 1), -torch.inf)
+    rest[:, :-1] = rows
+    rest.scatter_(1, named, -torch.inf)
+    highest = rest.amax(-1, keepdim=True)
+    # See `log_z_of`; here all entries of a row may be -inf.
+    tail = highest - torch.log_softmax(rest, -1).amax(-1, keepdim=True)
+    return torch.where(highest.isneginf(), highest, tail)
 
 
 def _largest_of(rows: Tensor, k: int) -> TopK:
-    """The `k` largest entries of each row, in the order of `lmpool.protocol.query.top`."""
+    """The `k` largest entries of each row, in the order of `lmpool.protocol.picks.top`."""
     # torch.topk does not define which of several equal entries it returns, and 16-bit logits have many equal entries.
     # So fetch more entries, and choose the lowest ids among equal entries.
     values, ids = torch.topk(rows, min(k + _SPARE_ENTRIES, rows.shape[1]), dim=-1)

@@ -413,7 +413,11 @@ class _Engine:
             self.yielding.interactive_at = time.monotonic()
         is_mixed = rows < len(prompts)
         served = {"", *self.backend.adapters}
-        if of_head := {prompt: prompt.head for prompt in prompts if prompt.head and prompt.adapter in served}:
+        if of_head := {prompt: prompt.head for prompt in prompts if prompt.head is not None}:
+            if stale := [prompt for prompt in of_head if prompt.adapter not in served]:
+                self.send(StepResult(contract.Finished([], {}), stale=stale))
+            prompts = [prompt for prompt in prompts if prompt not in of_head]
+            of_head = {prompt: head for prompt, head in of_head.items() if prompt.adapter in served}
             answers: dict[bytes, NDArray[np.float32]] = {}
             failures: dict[bytes, str] = {}
             for prompt, head in of_head.items():
@@ -423,7 +427,6 @@ class _Engine:
                     failures[prompt.digest] = contract.failure_of(error)
             vectors = VectorBlock(list(answers), list(answers.values())) if answers else None
             self.send(StepResult(contract.Finished([], failures, vectors), list(of_head)))
-            prompts = [prompt for prompt in prompts if prompt not in of_head]
         self._submit(self.yielding.keep(prompts) if is_mixed else prompts)
 
     def _submit(self, prompts: Sequence[InFlightPrompt]) -> None:

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import Continuation, GenerateQuery, pack_continuation, sample
+from lmpool.protocol.picks import sample
+from lmpool.protocol.query import Continuation, GenerateQuery, pack_continuation
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, check_row, width_of
 from lmpool.workers.execution.contract import QUERY_ERRORS, Finished, failure_of
 from lmpool.workers.execution.in_flight import DrawnTokens, InFlightPrompt

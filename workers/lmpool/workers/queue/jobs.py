@@ -200,9 +200,10 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
                 raise SourceMissing("this worker does not return the model's head")
             is_inside = query.part != "weights" or (query.count > 0 and query.first + query.count <= vocab_size)
             numbers = query.numbers(vocab_size, width_of(info.hidden, info.dtype))
-            if not is_inside or not numbers or (numbers > queries.MAX_ANSWER and query.part != "bias"):
-                limit = f"it has {vocab_size}, or they are too many"
-                raise ProtocolError(f"{query.count} rows or numbers of the head from {query.first} on: {limit}")
+            if not is_inside or not numbers:
+                raise ProtocolError(f"{query.count} rows of the head from {query.first} on: it has {vocab_size}")
+            if numbers > queries.MAX_ANSWER and query.part != "bias":
+                raise ProtocolError(f"{numbers} numbers of the head in one answer: at most {queries.MAX_ANSWER}")
             if query.is_of_adapter and not job.adapter:
                 raise ProtocolError("a query for a part of an adapter's head names no adapter")
         case queries.PositionsQuery():

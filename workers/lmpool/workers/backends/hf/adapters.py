@@ -88,9 +88,12 @@ class HfAdapters:
                 module.enable_adapters(False)
 
     def replaces_head(self, adapter: str) -> bool:
-        """Whether an adapter has a head of its own; "" for no adapter."""
+        """Whether an adapter has a head, or some of its rows, of its own; "" for no adapter."""
         layer: Any = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        return self._handles.get(adapter) in getattr(layer, "modules_to_save", ())
+        if not adapter or not hasattr(layer, "original_module"):
+            return False
+        # A wrapper of whole modules has the adapters that replace the head. A wrapper of rows has no such list.
+        return self._handles[adapter] in getattr(layer, "modules_to_save", self._handles.values())
 
     def _insert(self, folder: Path, handle: str) -> None:
         """Have peft insert the adapter in a folder into the model, under the name `handle`."""

@@ -128,7 +128,10 @@ class HfBackend(EngineBackend):
         self._bulk_limit = batching.BulkLimit(self._rules.chunk, least, self._rules.tokens)
         self._bulk_rules = self._rules
         self._shorter_went_first = False
-        self._head = find_head(model, vocab_size)
+        self._head, self._is_exact_head = find_head(model, vocab_size)
+        layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+        names = (name.rpartition(".")[2] for name, module in model.named_modules() if module is layer)
+        self._head_name = next(names, self._head_name)
         if abilities.attention:  # Eager attention computes slightly different rows, so change the revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
         self._set_info(
@@ -250,7 +253,8 @@ class HfBackend(EngineBackend):
         kind, kept, later = "fresh" if job.fresh else "row", 1, 0
         if job.positions is not None:
             # Logits of many positions take much memory: compute them from hidden states, some positions at a time.
-            kind = "vector" if self._head is None or self._adapters.replaces_head(job.adapter) else "states"
+            has_head = self._is_exact_head or (self._head is not None and job.positions.values == "hidden")
+            kind = "states" if has_head and not self._adapters.replaces_head(job.adapter) else "vector"
             span = job.positions.span(length)
             start = span.start + sum(map(len, state.parts))
             longest = min(rules.horizon, pool.capacity) if pool is not None else 0

@@ -65,6 +65,7 @@ _CHUNK = 1 << 24
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+_ROUNDING = 1e-6  # Largest difference of float32 logits that count as the same, as a share of their deviation.
 _PACKAGES = {
     "gptq": ("optimum", "gptqmodel"),
     "awq": ("gptqmodel", "accelerate"),
@@ -235,13 +236,16 @@ def hidden_in_place_of_logits(model: PreTrainedModel, kept: int) -> Iterator[lis
         handle.remove()
 
 
-def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
-    """The output head of a model; None, with a log line, if it does not reproduce the model's logits."""
+def find_head(model: PreTrainedModel, vocab_size: int) -> tuple[OutputHead | None, bool]:
+    """The output head of a model; None, with a log line, if it does not reproduce the model's logits.
+
+    Also returns whether the head computes the same logits as the model, and not only similar ones.
+    """
     layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     is_plain = type(layer) is torch.nn.Linear and layer.out_features == vocab_size
     if not is_plain or layer.weight.dtype is not model.dtype:
         _log.info("the model has no plain linear head: its hidden states are not served")
-        return None
+        return None, False
     config = model.config.get_text_config(decoder=True)
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
@@ -255,10 +259,12 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> OutputHead | None:
         expected = model(input_ids=ids).logits[0]
         with hidden_in_place_of_logits(model, 3) as taken:
             model(input_ids=ids)
-        if len(taken) != 1 or not head.gives(expected, taken[0][0]):
+        if len(taken) != 1 or not head.reproduces(expected, taken[0][0]):
             _log.info("the head does not give the model's logits: the hidden states are not served")
-            return None
-    return head
+            return None, False
+        found = head.finished(layer(taken[0][0]))
+        rounding = _ROUNDING * float(expected.float().std()) if model.dtype is torch.float32 else 0.0
+        return head, float((found.to(expected.device) - expected).abs().max()) <= rounding
 
 
 @dataclass(frozen=True, slots=True)

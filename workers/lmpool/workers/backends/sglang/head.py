@@ -73,7 +73,7 @@ class RankHead:
         drawn = torch.randn(_CHECKED, size, generator=torch.Generator().manual_seed(0)).to(states)
         logits = get_logits(drawn, layer, metadata)[:, tokens.start : tokens.stop]
         # A rank may have no token of a small vocabulary.
-        gives = not tokens or head.gives(logits, drawn)
+        gives = not tokens or head.reproduces(logits, drawn)
         if gives and getattr(layer, "bias", None) is not None and bool(layer.bias.any()):
             raise WorkerError("SGLang leaves out the bias of the model's head; use --backend hf or vllm")
         facts = torch.tensor([gives, tokens.start, tokens.stop])

@@ -80,7 +80,7 @@ def find_head(runner: Any, compute_logits: Callable[[Tensor], Tensor]) -> HeadPa
             if part is None:
                 return "the model has no plain linear head in its own dtype"
             # A rank may have no token of a small vocabulary.
-            if part.tokens and not part.head.gives(logits[:, part.tokens.start : part.tokens.stop], states):
+            if part.tokens and not part.head.reproduces(logits[:, part.tokens.start : part.tokens.stop], states):
                 return "the head does not give the model's logits"
             return part
     except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
