@@ -89,6 +89,12 @@ def from_base64(data: str, dtype: str) -> NDArray[Any]:
     return np.frombuffer(base64.b64decode(data), dtype)
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose names are all different."""
+    assert len(dict(pairs)) == len(pairs), pairs
+    return dict(pairs)
+
+
 def test_openai_client_gets_the_tokens_and_logprobs_of_a_producer(
     client: openai.OpenAI, producer: SyncProducer
 ) -> None:
@@ -217,7 +223,10 @@ def test_the_route_of_older_trl_returns_arrays(gateway: GatewayService, producer
 def test_vllm_token_route_returns_tokens_and_named_logprobs(gateway: GatewayService, producer: SyncProducer) -> None:
     params = {"max_tokens": 3, "seed": 5, "logprobs": 1, "prompt_logprobs": 2, "n": 2,
               "prompt_logprob_token_ids": [[7042, 260], [11]], "prompt_logprob_start": 2}  # fmt: skip
-    found = gateway.sent("/inference/v1/generate", token_ids=IDS, model="smollm2", sampling_params=params)
+    body = gateway.post(
+        "/inference/v1/generate", {"token_ids": IDS, "model": "smollm2", "sampling_params": params}
+    ).body
+    found = json.loads(body, object_pairs_hook=unique)
     made = producer.generate(IDS, 3, n=2, seed=5)
     assert [choice["token_ids"] for choice in found["choices"]] == [each.ids.tolist() for each in made]
     content = found["choices"][1]["logprobs"]["content"]
@@ -225,6 +234,12 @@ def test_vllm_token_route_returns_tokens_and_named_logprobs(gateway: GatewayServ
     own = [entry[str(token)]["logprob"] for token, entry in zip(IDS[1:], found["prompt_logprobs"][1:], strict=True)]
     assert np.allclose(own, followed(producer, IDS), **CLOSE)
     assert found["prompt_logprobs"][0] is None
+    # Each token is listed once: the one that follows, and the two most likely ones, of which it may be one.
+    for entries, position in zip(found["prompt_logprobs"][1:], range(4), strict=True):
+        top = producer.topk(IDS[: position + 1], 2).ids.tolist()
+        follows = IDS[position + 1]
+        places = {str(token): place for place, token in enumerate(top, 1)}
+        assert {token: entry["rank"] for token, entry in entries.items()} == {str(follows): 3, **places}
     named = np.load(io.BytesIO(base64.b64decode(found["prompt_token_id_logprobs"])), allow_pickle=False)
     assert named.shape == (2, 2)
     assert np.allclose(named[0], producer.logprobs(IDS[:3])[[7042, 260]], **CLOSE)
