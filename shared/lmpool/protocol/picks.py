@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import NoProbability
 from lmpool.protocol.row import Row
-
-if TYPE_CHECKING:
-    from lmpool.protocol.query import SampleQuery
 
 _FEW, _FEW_MORE = 1024, 4  # Number of largest weights tried first for `top_p`; factor of the number in each next try.
 _BLOCK = 256  # Weights per block: to draw a token, first blocks are summed, and then one block is searched.
@@ -36,6 +33,17 @@ class Sampling(NamedTuple):
     temperature: float  # Divides the log-probabilities; 0 takes the most likely token.
     top_p: float  # Draws among the most likely tokens: the fewest whose probabilities sum to at least `top_p`.
     seed: int  # 0 to `MAX_SEED`; equal seeds draw equal tokens from equal rows.
+
+
+class _Drawing(Protocol):
+    """A `Sampling`, or a query with the same fields."""
+
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def top_p(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
 
 
 def top(row: Row, k: int, allowed: NDArray[np.int64] | None = None) -> TopK:
@@ -73,7 +81,7 @@ def kept(row: Row, temperature: float, top_p: float) -> tuple[NDArray[np.int64] 
         few *= _FEW_MORE
 
 
-def sample(row: Row, how: Sampling | SampleQuery, allowed: NDArray[np.int64] | None = None) -> int:
+def sample(row: Row, how: _Drawing, allowed: NDArray[np.int64] | None = None) -> int:
     """A token drawn from a row of shape (V,), only from the tokens `allowed` (ascending ids) if given.
 
     Raises `NoProbability` if all allowed tokens have probability 0.
