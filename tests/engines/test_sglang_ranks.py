@@ -14,6 +14,7 @@ from tests.contract.sglang_subject import TENSOR_PARALLEL, settings_of
 from tests.engines.spread import check_ctrl_c, start
 from tests.support.pool import Pool
 
+
 async def test_ctrl_c_lets_all_processes_finish_their_prompts(model_folder: Path, pool: Pool) -> None:
     await check_ctrl_c(pool, TENSOR_PARALLEL, start(pool, TENSOR_PARALLEL, model_folder))
 
