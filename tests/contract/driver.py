@@ -20,7 +20,7 @@ from lmpool.protocol.job import digest_of, encode_prompt
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import FACTS, Encoding, Head, Row, RowBlock, decode_row, unpack_numbers
 from lmpool.workers.execution.contract import Backend, BackendJob, MapsMemory, TellsHead, WritesInPlace
-from tests.contract.model import V
+from tests.contract.model import V, reference_row, reference_rows
 from tests.contract.subjects import Subject
 
 DEADLINE_S = 120.0
@@ -190,11 +190,17 @@ class Opened:
 
     def check_scores(self, ids: Sequence[int], start: int, scores: Row, adapter: str = "") -> None:
         """Check that each token's score is its entry in the reference row of the tokens before it."""
-        rows = [self.subject.reference(ids[:at], adapter) for at in range(start, len(ids))]
+        rows = self.references([ids[:at] for at in range(start, len(ids))], adapter)
         expected = np.array([row[token] for row, token in zip(rows, ids[start:], strict=True)])
         assert scores.shape == expected.shape
         assert scores.dtype == np.float32
         assert float(np.abs(scores - expected).max()) <= self.subject.tolerance
+
+    def references(self, prompts: Sequence[Sequence[int]], adapter: str = "") -> list[Row]:
+        """The reference rows of prompts, which the subject may compute together."""
+        if self.subject.reference is reference_row:
+            return reference_rows(prompts, adapter)
+        return [self.subject.reference(ids, adapter) for ids in prompts]
 
     def ask(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[Row]:
         """Run prompts together, and return their rows."""
@@ -203,8 +209,7 @@ class Opened:
     def check(self, prompts: Sequence[Sequence[int]], rows: Sequence[Row], adapter: str = "") -> None:
         """Check that each row equals the reference row of its prompt."""
         assert len(rows) == len(prompts)
-        for ids, row in zip(prompts, rows, strict=True):
-            expected = self.subject.reference(ids, adapter)
+        for ids, row, expected in zip(prompts, rows, self.references(prompts, adapter), strict=True):
             assert row.shape == expected.shape
             error = float(np.abs(row - expected).max())
             assert error <= self.subject.tolerance, f"off by {error:.2g} for {len(ids)} tokens"

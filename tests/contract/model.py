@@ -91,7 +91,19 @@ def write_reference(folder: Path, adapters: Mapping[str, Path | None]) -> None:
 
 def reference_row(ids: Sequence[int], adapter: str = "") -> Row:
     """The correct row of a prompt: transformers' float32 log-softmax at the last position, shape (V,)."""
-    return _reference(tuple(ids), adapter)
+    return reference_rows([ids], adapter)[0]
+
+
+def reference_rows(prompts: Sequence[Sequence[int]], adapter: str = "") -> list[Row]:
+    """The correct rows of prompts; one forward computes all rows that no earlier call has computed."""
+    wanted = [tuple(ids) for ids in prompts]
+    if missing := [ids for ids in dict.fromkeys(wanted) if (ids, adapter) not in _rows]:
+        longest = max(missing, key=len)
+        # A prompt that begins the longest one needs no forward of its own.
+        batch = [longest, *(ids for ids in missing if longest[: len(ids)] != ids)]
+        for ids, row in zip(missing, _computed(batch, missing, adapter), strict=True):
+            _rows[ids, adapter] = row
+    return [_rows[ids, adapter] for ids in wanted]
 
 
 def reference_states(ids: Sequence[int], adapter: str = "") -> Row:
@@ -102,13 +114,21 @@ def reference_states(ids: Sequence[int], adapter: str = "") -> Row:
     return states
 
 
-@cache
-def _reference(ids: tuple[int, ...], adapter: str) -> Row:
+def _computed(batch: list[tuple[int, ...]], wanted: list[tuple[int, ...]], adapter: str) -> Row:
+    """Run a batch, whose first prompt is the longest; returns the rows of prompts that begin it or are in the batch."""
     torch_device.settle()
+    places = {ids: index for index, ids in enumerate(batch)}
+    model, length = _model(adapter), len(batch[0])
+    # Tokens after a prompt do not change its row: attention is causal.
+    padded = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in batch])
     with torch.inference_mode():
-        logits = _model(adapter)(torch.tensor([ids])).logits[0, -1]
-        row: Row = torch.log_softmax(logits.float(), -1).numpy()
-    return row
+        states = model.model(padded).last_hidden_state
+        last = states[[places.get(ids, 0) for ids in wanted], [len(ids) - 1 for ids in wanted]]
+        rows: Row = torch.log_softmax(model.lm_head(last).float(), -1).numpy()
+    return rows
+
+
+_rows: dict[tuple[tuple[int, ...], str], Row] = {}  # (ids, adapter) -> the row that `reference_rows` has computed.
 
 
 @cache

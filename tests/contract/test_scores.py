@@ -67,7 +67,7 @@ def test_a_scored_prompt_is_counted_once_and_does_not_reuse_its_own_chunks(opene
 
 def expected(opened: Opened, ids: list[int], start: int, adapter: str = "") -> Row:
     """The reference rows of all positions from `start` on, (n, V)."""
-    return np.stack([opened.subject.reference(ids[: at + 1], adapter) for at in range(start, len(ids))])
+    return np.stack(opened.references([ids[: at + 1] for at in range(start, len(ids))], adapter))
 
 
 def expecting(opened: Opened, prompts: list[list[int]], start: int, adapter: str = "") -> None:

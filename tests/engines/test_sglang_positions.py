@@ -18,7 +18,7 @@ from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.sglang import head
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
-from tests.contract.model import reference_row, reference_states
+from tests.contract.model import reference_rows, reference_states
 from tests.contract.sglang_subject import SUBJECT
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
@@ -47,7 +47,7 @@ def positions_job(driver: Opened, ids: list[int], query: PositionsQuery) -> Back
 
 def expected(ids: list[int], start: int = 0) -> Row:
     """The reference rows of a prompt's positions from `start` on, (n, V)."""
-    return np.stack([reference_row(ids[: at + 1]) for at in range(start, len(ids))])
+    return np.stack(reference_rows([ids[: at + 1] for at in range(start, len(ids))]))
 
 
 def processor_of(driver: Opened) -> Any:

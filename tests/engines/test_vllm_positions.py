@@ -25,7 +25,7 @@ from lmpool.workers.backends.vllm.backend import VllmBackend
 from lmpool.workers.backends.vllm.capture import PositionCapture
 from lmpool.workers.backends.vllm.head import HeadPart
 from lmpool.workers.execution.contract import BackendJob, Finished
-from tests.contract.model import RANK, V, reference_row
+from tests.contract.model import RANK, V, reference_row, reference_rows
 from tests.engines.vllm_small import BLOCK, answer, draw, job, settings
 
 HIDDEN = 128
@@ -84,7 +84,7 @@ def no_answer_is_open(backend: VllmBackend) -> bool:
 
 def expected(ids: list[int], start: int = 0) -> Row:
     """The reference rows of a prompt's positions from `start` on, (n, V)."""
-    return np.stack([reference_row(ids[: at + 1]) for at in range(start, len(ids))])
+    return np.stack(reference_rows([ids[: at + 1] for at in range(start, len(ids))]))
 
 
 def test_each_prompt_of_a_batch_has_the_head_of_its_adapter(backend: VllmBackend) -> None:
@@ -119,7 +119,8 @@ def test_long_prompts_are_scored_in_parts_together_with_rows(backend: VllmBacken
         answers, failures = finish(backend, [queued for pair in zip(jobs, rows, strict=True) for queued in pair])
         assert not failures
         for scored, row, ids, start in zip(jobs, rows, prompts, starts, strict=True):
-            entries = [reference_row(ids[:at])[ids[at]] for at in range(start, len(ids))]
+            references = reference_rows([ids[:at] for at in range(start, len(ids))])
+            entries = [reference[token] for reference, token in zip(references, ids[start:], strict=True)]
             np.testing.assert_allclose(answers[scored.digest], entries, atol=3e-4)
             np.testing.assert_allclose(answers[row.digest], reference_row(ids), atol=3e-4)
 
