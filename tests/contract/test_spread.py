@@ -48,7 +48,9 @@ def test_killed_processes_would_leave_no_names_of_shared_memory(opened: Opened) 
 
 
 def test_other_machines_cannot_connect_to_the_processes(opened: Opened) -> None:
-    assert [interfaces_of(pid) - {LOOPBACK} for pid in ranks_below(os.getpid())] == [set()] * opened.subject.processes
+    ranks = ranks_below(os.getpid())
+    assert len(ranks) >= opened.subject.processes - 1, "with SGLang, this process is the first rank"
+    assert set[str]().union(*map(interfaces_of, ranks)) <= {LOOPBACK}
 
 
 def interfaces_of(pid: int) -> set[str]:
