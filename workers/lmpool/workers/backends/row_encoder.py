@@ -301,7 +301,7 @@ def _values_at(
         columns.append(pack_top(best))
         named.append(torch.from_numpy(best.ids).to(device))
     if query.targets:
-        ids = torch.from_numpy(np.ascontiguousarray(targets)).to(device)
+        ids = torch.from_numpy(np.array(targets)).to(device)  # Targets for all positions are a read-only view.
         is_padding = ids == NO_TOKEN
         columns.append(rows.gather(1, ids.masked_fill(is_padding, 0)).masked_fill(is_padding, -torch.inf).cpu().numpy())
         named.append(ids.masked_fill(is_padding, rows.shape[1]))
