@@ -404,8 +404,12 @@ async def test_bad_input_is_refused_before_anything_is_sent(pool: Pool) -> None:
             with pytest.raises(error, match=message):
                 await getattr(producer, method)(PROMPT, **arguments)
             if method in ("topk", "sample", "positions"):
+                # In a batch of positions, a nested value has the targets of each text.
+                given = (
+                    {"targets": [arguments["targets"]]} if method == "positions" and arguments.get("targets") else {}
+                )
                 with pytest.raises(error, match=message):
-                    await getattr(producer, f"batch_{method}")([PROMPT], **arguments)
+                    await getattr(producer, f"batch_{method}")([PROMPT], **{**arguments, **given})
             if method == "positions":
                 with pytest.raises(error, match=message):
                     await anext(producer.stream_positions(PROMPT, **arguments))

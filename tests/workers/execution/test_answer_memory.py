@@ -181,4 +181,4 @@ async def test_many_large_answers_are_computed_one_after_the_other(pool: Pool, m
         asked = [producer.batch_positions(texts[:20], full=True), bulk.batch_positions(texts[10:], full=True)]
         for part, answers in zip((texts[:20], texts[10:]), await asyncio.gather(*asked), strict=True):
             for text, answer in zip(part, answers, strict=True):
-                assert np.array_equal(np.asarray(answer)[-1], synthetic_row(text, vocab_size=V))
+                assert np.array_equal(np.asarray(answer.full)[-1], synthetic_row(text, vocab_size=V))
