@@ -173,7 +173,7 @@ test-sglang: $(SGLANG_INSTALLED) $(QUANTISED)
 ## test-ranks: kill processes of spread models under load, and compare rows with transformers: V2 runner, architectures
 # Takes about half an hour. Over several GPUs, vLLM uses its model runner V2 and asynchronous scheduling by default. Some
 # of these claims have faster tests in tests/workers/execution/test_ranks.py and tests/engines/test_vllm_ranks.py, which
-# `make test` runs: a frozen rank, a killed worker, and a rank that cannot load.
+# `make test` runs: a killed worker, and a rank that cannot load.
 test-ranks: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
 		vllm-v2-tensor-async tests/contract/test_rows.py tests/contract/test_scores.py \

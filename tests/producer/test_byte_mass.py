@@ -64,6 +64,15 @@ async def test_masses_equal_the_sum_over_all_token_sequences(producer: Producer)
     assert all(len(values) == 0 for values in await producer.mass_of_bytes(PROMPT, []))
 
 
+async def test_a_certain_byte_has_no_larger_probability_than_1() -> None:
+    model = SyntheticModel(vocabulary=[b"a" * (1 + i % 40) + bytes([i % 256]) for i in range(3000)])
+    async with lmpool.testing.pool(model) as pool, Producer(redis=pool.url, timeout=DEADLINE_S) as producer:
+        for token in range(20):
+            found = await producer.mass_of_bytes([token], [b"a"])
+            assert found.logprobs[0] <= found.upper[0] <= 0
+            assert found.logprobs[0] == pytest.approx(0, abs=1e-5)
+
+
 @pytest.mark.parametrize("text", [b"", b"ab", b"b\xc3"])
 async def test_a_mass_is_that_of_all_next_bytes_and_of_the_end(producer: Producer, text: bytes) -> None:
     masses = np.exp((await producer.mass_of_bytes(PROMPT, [text, *(text + bytes([i]) for i in range(256))])).logprobs)
@@ -147,6 +156,7 @@ BAD: list[tuple[Any, dict[str, Any], type[LMPoolError], str]] = [
     (b"ab", {}, SettingsError, "continuations: .* must be a list of byte strings"),
     ([b"ab", "ab"], {}, SettingsError, r"continuations\[1\]: 'ab' must be bytes"),
     ([b"a" * (MAX_CONTINUATION_BYTES + 1)], {}, SettingsError, r"continuations\[0\]: has 4,097 bytes; the limit is"),
+    ([b"a" * MAX_CONTINUATION_BYTES] * 8, {}, SettingsError, "continuations: their prefixes have 67,125,248 bytes"),
     ([b"a" * 100], {}, SettingsError, "needs a trillion or more rows"),
     ([b"a"], {"tolerance": 2}, SettingsError, "tolerance: 2 must be a number from 0 to 1"),
     ([b"a"], {"max_rows": 0}, SettingsError, "max_rows: 0 must be a whole number of at least 1"),

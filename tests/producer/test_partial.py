@@ -381,6 +381,8 @@ BAD: list[tuple[str, dict[str, Any], type[LMPoolError], str]] = [
     ("positions", {"targets": [[1], [-2], [2]]}, TokenOutOfRange, "token id -2 is out of range"),
     ("positions", {"targets": [[1], "a", [2]]}, NotTokenIds, "targets: "),
     ("positions", {"targets": [[], [], []]}, NotTokenIds, "targets: "),
+    ("positions", {"targets": [[1, [2, 3]], [1], [1]]}, NotTokenIds, "targets: "),
+    ("positions", {"targets": [[1], 2, [1]]}, NotTokenIds, "targets: "),
     ("positions", {"top": 1, "temperature": 0}, SettingsError, "temperature: 0 must be"),
     (
         "positions",

@@ -18,7 +18,7 @@ from lmpool.errors import (
     SettingsError,
 )
 from lmpool.producer import Producer, SyncProducer
-from lmpool.protocol import query
+from lmpool.protocol import picks, query
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.picks import top
 from lmpool.protocol.query import Predictions
@@ -86,6 +86,12 @@ async def test_without_positions_the_client_requests_rows_of_prefixes(pool: Pool
                     await asked
             with pytest.raises(SettingsError, match="logz: the workers of 'syn'"):
                 await producer.logz(PROMPT)
+            rows = picks.tempered(behind(2)[:3], 0.5)
+            scores = await producer.score(PROMPT, WHOLE[3:6], temperature=0.5)
+            np.testing.assert_allclose(scores, rows[np.arange(3), WHOLE[3:6]], atol=1e-5)
+            rare = np.sort(np.argsort(rows[0])[:3])  # The best of these is far below the best of the row.
+            best = await producer.topk(PROMPT, 2, allowed=rare, temperature=0.5)
+            np.testing.assert_allclose(best.values, -np.sort(-rows[0][rare])[:2], atol=1e-5)
     worker.stop()
     await asyncio.wait_for(running, DEADLINE_S)
 

@@ -34,7 +34,7 @@ def divergence(
     the same beta. Divide logits by a temperature as Geoffrey Hinton et al., "Distilling the Knowledge in a Neural
     Network", 2015, section 2, https://arxiv.org/abs/1503.02531; the result is not multiplied by its square.
 
-    Only one tile of logits of each side is in memory at a time, about four million bytes on a CPU. The sums run in
+    Only a few tiles of logits are in memory at a time, of four million bytes each on a CPU. The sums run in
     float32, or in float64 if an array is float64. A token that the teacher excludes (-inf) adds 0 to forward KL. The
     result is inf where the divergence is infinite; the gradient of an infinite reverse KL is NaN.
 
@@ -61,7 +61,7 @@ def divergence(
     if of_teacher.shape[0] != of_student.shape[0]:
         raise SettingsError(f"teacher: {of_teacher.shape[0]} positions, but the student has {of_student.shape[0]}")
     check_number("beta", beta, 0, 1, whole=False)
-    grid = make_grid(of_student, of_teacher.arrays, size, temperature)
+    grid = make_grid(of_student, of_teacher.arrays, size, temperature, of_teacher.width)
     return reduced(values_of(of_teacher, of_student, beta, grid), weights, reduction, grid)
 
 
@@ -91,14 +91,16 @@ def values_of(teacher: Source, student: Source, beta: float, grid: Grid) -> Arra
 def reduced(values: Array, weights: Array | None, reduction: str, grid: Grid) -> Any:
     """Values (n,) with weights, reduced as `divergence` says."""
     check_choice("reduction", reduction, REDUCTIONS)
-    total: Any = len(values)
+    total: Any = max(1, len(values))
     if weights is not None:
         factors = grid.array(weights)
+        factors = factors.astype(grid.dtype) if grid.xp is np else factors.to(grid.dtype)
         if factors.shape != values.shape:
             raise SettingsError(
                 f"weights: shape {tuple(factors.shape)} must be ({len(values)},), one for each position"
             )
         values, total = grid.xp.where(factors != 0, values * factors, 0.0), factors.sum()
+        total = grid.xp.where(total == 0, 1.0, total)  # The mean over no position is 0.
     if reduction == "none":
         return values
     return values.sum() if reduction == "sum" else values.sum() / total

@@ -35,9 +35,9 @@ def partial_divergence(
     https://doi.org/10.1561/0100000004. `partial_divergence_error` bounds the difference.
 
     Args:
-        known: the teacher's log-probabilities (n, k), and the ids of their tokens (n, k). An id of -1 is padding, whose
-            value must be -inf; a repeated id counts once. `predictions.top` is such a pair, and
-            `(predictions.targets, ids)`. If both were requested, join both pairs.
+        known: the teacher's log-probabilities (n, k), and the ids of their tokens, (n, k), or (k,) for all positions.
+            An id of -1 is padding, whose value is ignored; a repeated id counts once. `predictions.top` is such a pair,
+            and `(predictions.targets, ids)`. If both were requested, join both pairs.
         tail: log of the teacher's mass outside `known`, (n,), such as `predictions.tail`.
         student: logits (n, V), or `States`, with gradients as in `divergence`.
         beta: as in `divergence`, as are `weights`, `reduction` and the result.
@@ -105,7 +105,7 @@ def _error(found: passes.Coarse, values: Array, beta: float, is_top: bool, xp: A
     log_p, log_q, log_q_min = values[:, -1], rows[:, -1] - log_sum, found.lowest[:, 0] - log_sum
     p, q = xp.exp(log_p), xp.exp(log_q)
     if beta == 1:
-        return xp.where(q > 0, math.inf, 0.0 * q)
+        return xp.where(log_q == -math.inf, 0.0, math.inf)
     if beta == 0:
         log_p_max = log_p
         if is_top:
@@ -113,7 +113,8 @@ def _error(found: passes.Coarse, values: Array, beta: float, is_top: bool, xp: A
             smallest = xp.amin(xp.where(some == -math.inf, math.inf, some), axis=-1)
             log_p_max = xp.minimum(log_p, smallest)
         error = p * (log_p_max - log_q_min - log_p + log_q)
-        return xp.where(p == 0, 0.0, xp.where(log_q_min == -math.inf, math.inf, error))
+        # Compare logarithms: the probability of a possible token may be 0 in float32.
+        return xp.where(log_p == -math.inf, 0.0, xp.where(log_q_min == -math.inf, math.inf, error))
     log_m = passes.log_mixture(log_p, log_q, beta, xp)
     of_p = xp.where(p == 0, 0.0, beta * p * (log_m - log_p - math.log(beta)))
     of_q = xp.where(q == 0, 0.0, (1 - beta) * q * (log_m - log_q - math.log1p(-beta)))
@@ -125,15 +126,27 @@ def _read(
 ) -> tuple[Source, Array, Array, Grid]:
     """The student, the values with the tail as last column (n, k + 1), the ids (n, k), and the grid."""
     of_student = as_source("student", student)
+    known = known[0] if hasattr(known[0], "dtype") else np.asarray(known[0]), known[1]
     count, columns = of_student.shape
     grid = make_grid(of_student, known[:1], shared_size(columns, columns, vocab_size), temperature)
     values, ids, rest = (grid.array(array) for array in (*known, tail))
-    if values.shape != ids.shape or values.ndim != 2 or len(values) != count or rest.shape != (count,):
+    if ids.ndim == 1 and values.ndim == 2:
+        ids = grid.xp.broadcast_to(ids, values.shape)
+    ids = _whole(ids, grid)
+    is_empty = values.ndim == 2 and values.shape[1] == 0
+    if values.shape != ids.shape or values.ndim != 2 or is_empty or len(values) != count or rest.shape != (count,):
         shapes = ", ".join(str(tuple(array.shape)) for array in (values, ids, rest))
-        raise SettingsError(f"known, tail: shapes {shapes} must be (n, k), (n, k) and (n,), where n = {count}")
+        raise SettingsError(f"known, tail: shapes {shapes} must be (n, k), (n, k) and (n,), where n = {count}, k > 0")
     values, ids = _without_repeats(values, ids, grid)
     student_arrays = map(grid.array, of_student.arrays)
     return of_student.with_arrays(*student_arrays), grid.xp.concatenate((values, rest[:, None]), axis=-1), ids, grid
+
+
+def _whole(ids: Array, grid: Grid) -> Array:
+    """Ids as int64; raises `SettingsError` for other numbers."""
+    if not str(ids.dtype).rpartition(".")[2].startswith(("int", "uint")):
+        raise SettingsError(f"known: ids of {ids.dtype} must be whole numbers")
+    return ids.astype(np.int64) if grid.xp is np else ids.to(grid.xp.int64)
 
 
 def _without_repeats(values: Array, ids: Array, grid: Grid) -> tuple[Array, Array]:
@@ -145,6 +158,7 @@ def _without_repeats(values: Array, ids: Array, grid: Grid) -> tuple[Array, Arra
         raise SettingsError(f"known: ids from {least} to {most} must be from 0 to {grid.size - 1}, or -1 for padding")
     rows, order = grid.array(np.arange(len(ids)))[:, None], grid.xp.argsort(ids, axis=-1)
     values, ids = values[rows, order], ids[rows, order]
+    values[ids == -1] = -math.inf
     repeated = ids[:, 1:] == ids[:, :-1]
     values[:, 1:][repeated], ids[:, 1:][repeated] = -math.inf, -1
     return values, ids

@@ -37,6 +37,7 @@ class Grid:
         device: torch's device of the student; None for numpy.
         size: number of tokens that both sides have; further columns are left out.
         temperature: divides all logits.
+        width: most numbers that a source needs for each token of a tile.
     """
 
     xp: Any
@@ -44,6 +45,7 @@ class Grid:
     device: Any
     size: int
     temperature: float
+    width: int
 
     def row_spans(self, count: int) -> Iterator[slice]:
         """The positions of the tiles, at least one span."""
@@ -53,7 +55,8 @@ class Grid:
     def column_spans(self, count: int) -> Iterator[slice]:
         """The tokens of the tiles that contain up to `count` positions."""
         numbers = TILE_NUMBERS if self.device is None or self.device.type == "cpu" else DEVICE_TILE_NUMBERS
-        step = max(1, numbers // max(1, min(count, MAX_ROWS)))
+        # A tile of few positions and many tokens would need the weights of most of the head.
+        step = max(1, numbers // max(1, min(count, MAX_ROWS), self.width))
         for at in range(0, self.size, step):
             yield slice(at, min(at + step, self.size))
 
@@ -161,8 +164,11 @@ def as_source(name: str, given: Any) -> Source:
     return given if isinstance(given, States) else Rows(given)
 
 
-def make_grid(student: Source, others: tuple[Array, ...], size: int, temperature: float) -> Grid:
-    """The grid for a student and the arrays of a teacher; torch if one of them is a tensor."""
+def make_grid(student: Source, others: tuple[Array, ...], size: int, temperature: float, width: int = 1) -> Grid:
+    """The grid for a student and the arrays of a teacher; torch if one of them is a tensor.
+
+    `width`: `States.width` of the teacher.
+    """
     check_number("temperature", temperature, MIN_TEMPERATURE, whole=False)
     torch = sys.modules.get("torch")
     arrays = (*student.arrays, *others)
@@ -170,4 +176,5 @@ def make_grid(student: Source, others: tuple[Array, ...], size: int, temperature
     tensors = [array for array in arrays if torch is not None and isinstance(array, torch.Tensor)]
     xp: Any = torch if tensors else np
     device = tensors[0].device if tensors else None
-    return Grid(xp, xp.float64 if is_double else xp.float32, device, size, temperature)
+    dtype = xp.float64 if is_double else xp.float32
+    return Grid(xp, dtype, device, size, temperature, max(width, student.width))

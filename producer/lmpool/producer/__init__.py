@@ -1,6 +1,6 @@
 """The client of a pool: `Producer` for asyncio, and `SyncProducer` for programs without asyncio."""
 
-from lmpool.producer.byte_mass import ByteMass
+from lmpool.producer.byte_mass import ByteMass, ByteOptions
 from lmpool.producer.metrics import ProducerStats
 from lmpool.producer.options import GenerateOptions, PositionOptions, SampleOptions
 from lmpool.producer.producer import Producer
@@ -11,6 +11,7 @@ from lmpool.protocol.query import Continuation, Predictions
 
 __all__ = [
     "ByteMass",
+    "ByteOptions",
     "Continuation",
     "GenerateOptions",
     "PooledTrie",

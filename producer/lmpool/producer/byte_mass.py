@@ -35,7 +35,10 @@ from lmpool.settings import check_kind, check_known, check_number
 from lmpool.vocabulary import Vocabulary
 
 MAX_CONTINUATION_BYTES = 4096
-"""Max bytes of a continuation: the search keeps all its prefixes, 8 MB for the longest."""
+"""Max bytes of a continuation: the search keeps all its prefixes, about 18 MB for the longest."""
+
+MAX_PREFIX_BYTES = 64 * 2**20
+"""Max bytes of all prefixes of all continuations of a call, which a pass of the search reads."""
 
 DEFAULT_MAX_ROWS = 1024
 """Rows that a call requests at most by default."""
@@ -43,6 +46,7 @@ DEFAULT_MAX_ROWS = 1024
 # Rows requested at once with a tolerance. An engine computes 32 short continuations of one prompt in about one step,
 # and more rows at once would often be rows that are not needed.
 _ROWS_AT_ONCE = 32
+_MAX_ROWS_AT_ONCE = 1024  # Rows requested at once without a tolerance: then all rows are needed.
 # Log-probability that one byte of text is expected to cost, about that of unlikely text. The search prefers a sequence
 # of 10 bytes with log-probability -30 to one of 1 byte with log-probability -15, so that it soon reaches the end.
 _NATS_PER_BYTE = 2.0
@@ -104,6 +108,9 @@ def read_texts(continuations: Iterable[bytes], options: ByteOptions) -> list[byt
         if len(check_kind(f"continuations[{index}]", text, bytes, "bytes")) > MAX_CONTINUATION_BYTES:
             found = f"{len(text):,} bytes; the limit is {MAX_CONTINUATION_BYTES:,}: split the text"
             raise SettingsError(f"continuations[{index}]: has {found}")
+    if (size := sum(len(text) * (len(text) + 1) // 2 for text in texts)) > MAX_PREFIX_BYTES:
+        found = f"their prefixes have {size:,} bytes; the limit is {MAX_PREFIX_BYTES:,}"
+        raise SettingsError(f"continuations: {found}: request fewer or shorter ones in one call")
     return texts
 
 
@@ -166,7 +173,8 @@ class Search:
         self._rows_left = max_rows
         # The mass found of each continuation, as a logarithm.
         self._found = {text: -math.inf if text else 0.0 for text in spellings.continuations}
-        self._unread: dict[bytes, list[_Sequence]] = {b"": [_Sequence(0.0, b"", ())]}
+        # Dicts in place of sets, so that equal calls add in the same order.
+        self._unread: dict[bytes, dict[_Sequence, None]] = {b"": {_Sequence(0.0, b"", ()): None}}
 
     @classmethod
     async def prepare(cls, queries: Queries, ids: Any, texts: list[bytes], options: ByteOptions) -> Self:
@@ -199,17 +207,21 @@ class Search:
         while chosen := self._choose():
             self._rows_left -= len(chosen)
             for sequence in chosen:
-                self._unread[sequence.text].remove(sequence)
+                del self._unread[sequence.text][sequence]
             for masses, longer in await gather(map(self._read, chosen)):
                 for text, mass in masses:
                     self._found[text] = float(np.logaddexp(self._found[text], mass))
                 for sequence in longer:
-                    self._unread.setdefault(sequence.text, []).append(sequence)
+                    self._unread.setdefault(sequence.text, {})[sequence] = None
         self._queries.check_same_model(fingerprint)
 
     def result(self, texts: Sequence[bytes]) -> ByteMass:
         """Return the mass found of each continuation, and the upper bounds."""
-        found = {text: (mass, min(0.0, np.logaddexp(mass, self._missing(text)))) for text, mass in self._found.items()}
+        # Rounding can make a probability of 1 a little larger.
+        found = {
+            text: (min(0.0, mass), min(0.0, np.logaddexp(mass, self._missing(text))))
+            for text, mass in self._found.items()
+        }
         values = np.array([found[text] for text in texts], np.float64).reshape(-1, 2)
         return ByteMass(values[:, 0].copy(), values[:, 1].copy())
 
@@ -229,7 +241,7 @@ class Search:
                 # The missing mass if only the least likely sequence is left out, the least likely two, and so on.
                 left_out = np.logaddexp.accumulate([sequence.logprob for sequence in sequences])
                 needed.update(sequences[int(np.searchsorted(left_out, self._limit + found, side="right")) :])
-        most = self._rows_left if self._limit == -math.inf else min(self._rows_left, _ROWS_AT_ONCE)
+        most = min(self._rows_left, _MAX_ROWS_AT_ONCE if self._limit == -math.inf else _ROWS_AT_ONCE)
         # Sort ties by the sequence itself, so that equal calls add in the same order.
         return sorted(needed, key=lambda each: (-each.logprob - _NATS_PER_BYTE * len(each.text), each))[:most]
 

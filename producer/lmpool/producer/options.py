@@ -171,12 +171,16 @@ def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: in
     return wanted
 
 
+def _is_nested(targets: Any) -> bool:
+    """Whether targets have an item for each text or position, and are not ids themselves."""
+    if isinstance(targets, (list, tuple)) and targets:
+        return not isinstance(targets[0], (int, np.integer))
+    return getattr(targets, "ndim", 1) > 1
+
+
 def targets_of_texts(targets: Any, count: int) -> list[Any]:
     """Return the argument `targets` of `batch_positions` for each of `count` texts."""
-    is_nested = getattr(targets, "ndim", 1) > 1
-    if isinstance(targets, (list, tuple)) and targets:
-        is_nested = not isinstance(targets[0], (int, np.integer))
-    if not is_nested:
+    if not _is_nested(targets):
         return [targets] * count
     if len(targets) != count:
         raise SettingsError(f"targets: {len(targets)} for {count} texts: give ids for all texts, or one item for each")
@@ -185,15 +189,12 @@ def targets_of_texts(targets: Any, count: int) -> list[Any]:
 
 def read_position_targets(targets: Any, vocab_size: int, count: int) -> NDArray[np.int64]:
     """Return target ids for all positions, int64 (m,), or for each of `count` positions, (count, m) with `NO_TOKEN`."""
-    is_nested = getattr(targets, "ndim", 1) == 2
-    if not is_nested and isinstance(targets, (list, tuple)) and targets:
-        is_nested = not isinstance(targets[0], (int, np.integer))
-    if not is_nested:
+    if not _is_nested(targets):
         return np.array(read_targets(targets, vocab_size), np.int64)
     if len(targets) != count:
         raise SettingsError(f"targets: {len(targets)} lists for {count} positions; give one for each, or one for all")
     none = np.empty(0, np.int64)
-    lists = [_read_ids(ids, 1, "targets") if np.size(ids) else none for ids in targets]
+    lists = [none if hasattr(ids, "__len__") and not len(ids) else _read_ids(ids, 1, "targets") for ids in targets]
     tokens = np.concatenate(lists).astype(np.int64)
     if not len(tokens):
         raise NotTokenIds("targets: no position has a token id")

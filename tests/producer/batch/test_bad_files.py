@@ -478,6 +478,9 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
     ("what", "message"),
     [
         ("generate:4,temperature=-1", "what: generate: temperature: -1"),
+        ("positions:top=0", "what: positions: top: 0 must be"),
+        ("positions:top=2,most", "what: 'most' is none of top=32, targets=260 504, next_token"),
+        ("positions:tail", "tail: True, of the tokens that are not in top or targets"),
         ("generate:4,top_p=3", "what: generate: top_p: 3"),
         ("generate:4,seed=-3", "what: generate: seed: -3"),
         (f"generate:4,stop={V}", f"stop: token id {V} is out of range"),
@@ -487,7 +490,7 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
         ),
     ],
 )
-async def test_malformed_generations_are_refused_before_a_folder_is_written(
+async def test_malformed_requests_are_refused_before_a_folder_is_written(
     pool: Pool, tmp_path: Path, what: str, message: str
 ) -> None:
     pool.start("--max-prompt-tokens", 20)

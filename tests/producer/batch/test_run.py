@@ -31,6 +31,7 @@ from tests.producer.batch.runs import (
 from tests.support.pool import Pool, V, run_lmpool, until_done
 
 TEXTS = draw_texts(40)
+SEVERAL = "positions:top=5, next_token,targets=3 0"
 
 
 def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
@@ -42,6 +43,15 @@ def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
             return {"logprobs": np.stack([t.values for t in best]), "top_ids": np.stack([t.ids for t in best])}
         case "targets:3,0":
             return {"logprobs": rows[start:, [3, 0]]}
+        case _ if what == SEVERAL:
+            best = [top(row, 5) for row in rows[start:]]
+            at = np.arange(len(ids))[start:-1]
+            return {
+                "logprobs": np.stack([t.values for t in best]),
+                "top_ids": np.stack([t.ids for t in best]),
+                "targets": rows[start:, [3, 0]],
+                "next_token": np.append(rows[at, [ids[place + 1] for place in at]], np.float32(np.nan)),
+            }
         case "scores":
             first = max(1, start)
             return {"logprobs": rows[np.arange(first - 1, len(ids) - 1), ids[first:]]}
@@ -53,7 +63,7 @@ def expected(what: str, ids: list[int], start: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("what", "shard_format"),
     [("topk:5", "jsonl"), ("topk:5", "parquet"), ("targets:3,0", "jsonl"), ("targets:3,0", "parquet"),
-     ("scores", "jsonl"), ("scores", "parquet"), ("rows", "safetensors")],
+     ("scores", "jsonl"), ("scores", "parquet"), (SEVERAL, "jsonl"), (SEVERAL, "parquet"), ("rows", "safetensors")],
 )  # fmt: skip
 async def test_every_line_has_the_result_of_a_producer(
     pool: Pool, tmp_path: Path, what: str, shard_format: str, start: int
@@ -77,7 +87,7 @@ async def test_every_line_has_the_result_of_a_producer(
         assert answer.keys() == {"line", "custom_id", "ids", "start", *columns}
         for name, values in columns.items():
             assert answer[name].dtype == values.dtype
-            assert np.array_equal(answer[name], values)
+            assert np.array_equal(answer[name], values, equal_nan=name == "next_token")
 
 
 async def test_rows_in_16_bits_are_written_exactly(pool: Pool, tmp_path: Path) -> None:

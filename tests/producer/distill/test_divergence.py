@@ -46,7 +46,7 @@ def both(teacher: Any, student: Any, **options: Any) -> list[Any]:
     ours = divergence(teacher, student, **options)
     assert isinstance(ours, np.ndarray)
     with torch.no_grad():
-        theirs = divergence(*tensors, **options) if not isinstance(student, States) else torch.tensor(ours)
+        theirs = divergence(*tensors, **options)
     return [ours, theirs.numpy()]
 
 
@@ -95,8 +95,9 @@ def test_excluded_tokens_give_inf_only_where_the_divergence_is_infinite(beta: fl
         {"dtype": "bfloat16", "scale": 0.5, "soft_cap": 2.0},
         {"bias": RANDOM.standard_normal(37).astype(np.float32)},
         {"dtype": "float16"},
+        {"down": RANDOM.standard_normal((2, 4)).astype(np.float32), "up": np.ones((37, 2), np.float32), "scale": 0.5},
     ],
-    ids=["plain", "capped", "bias", "float16"],
+    ids=["plain", "capped", "bias", "float16", "lora"],
 )
 def test_states_with_a_head_are_the_rows_that_the_head_computes(beta: float, more: dict[str, Any]) -> None:
     taught, of_teacher, student = np.round(logits(5, 4)), head(**more), logits()
@@ -109,6 +110,9 @@ def test_states_with_a_head_are_the_rows_that_the_head_computes(beta: float, mor
     expected = reference.divergence(of_teacher.logits(taught), of_student.hidden @ of_student.weights.T, beta)
     values = divergence(States.of(taught, of_teacher), of_student, beta=beta, reduction="none")
     np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-6)
+    tensors = States(torch.tensor(of_student.hidden), torch.tensor(of_student.weights))
+    values = divergence(States.of(taught, of_teacher), tensors, beta=beta, reduction="none")
+    np.testing.assert_allclose(values, expected, rtol=max(1e-4, tolerance), atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", BETAS)
@@ -162,6 +166,8 @@ def test_positions_without_weight_add_nothing_even_if_they_have_no_number() -> N
     np.testing.assert_allclose(divergence(teacher, student, reduction="none", **options), expected, rtol=1e-5)
     np.testing.assert_allclose(divergence(teacher, student, reduction="sum", **options), expected.sum(), rtol=1e-5)
     np.testing.assert_allclose(divergence(teacher, student, **options), expected.sum() / 3.5, rtol=1e-5)
+    assert divergence(teacher, student, weights=np.zeros(5)) == 0, "a batch may have no position with weight"
+    assert divergence(teacher, student, **options | {"weights": weights.astype(np.float64)}).dtype == np.float32
     rows = torch.tensor(student, requires_grad=True)
     divergence(teacher, rows, **options | {"weights": weights > 0}).backward()
     assert rows.grad is not None
@@ -225,6 +231,12 @@ def test_no_tensor_has_all_positions_and_all_tokens(beta: float, monkeypatch: py
     assert hidden.grad is not None
     assert weights.grad is not None
     assert largest.numbers == max(4096, size * width)
+
+    # Tiles of few positions do not have all tokens: they would need a copy of the whole head.
+    wide = States(torch.randn(2, 512), torch.randn(size, 512).bfloat16(), dtype="float32")
+    with Largest() as largest, torch.no_grad():
+        divergence(wide, wide, beta=beta)
+    assert largest.numbers <= 4096 + 512
 
     tracemalloc.start()
     try:

@@ -114,6 +114,26 @@ def test_the_bounds_are_reached() -> None:
     np.testing.assert_allclose(bound, whole, rtol=1e-5)
 
 
+def test_the_ids_of_all_positions_may_have_one_axis_and_the_value_of_padding_is_ignored() -> None:
+    teacher, student = logits(), logits()
+    known, tail = known_of(teacher, np.array([[3, 0, -1]] * 5))
+    values = np.where(known[1] < 0, 0, known[0])
+    for ids in (known[1], known[1][0].astype(np.int32)):
+        for array in (np.asarray, torch.tensor):
+            found = partial_divergence((array(values), array(ids)), tail, array(student))
+            np.testing.assert_allclose(found, partial_divergence(known, tail, student), rtol=1e-5)
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_tails_that_vanish_in_float32_may_still_be_infinitely_different(beta: float) -> None:
+    sides = np.array([[0.0, -120.0, -121.0]], np.float32), np.array([[0.0, 0.0, -np.inf]], np.float32)
+    teacher, student = sides if beta == 0 else sides[::-1]
+    assert np.isinf(reference.divergence(teacher, student, beta)).all()
+    known, tail = known_of(teacher, np.array([[0]]))
+    tail = np.array([np.logaddexp.reduce(reference.log_softmax(teacher)[0, 1:])], np.float32)
+    assert np.isinf(partial_divergence_error(known, tail, student, beta=beta)).all()
+
+
 def test_excluded_tokens_give_inf_only_where_the_divergence_is_infinite() -> None:
     teacher, student = logits(3), logits(3)
     ids = top(teacher, 4)
@@ -161,6 +181,7 @@ def test_gradients_without_a_tail_are_finite() -> None:
         ([[1, 37]], "known: ids from 1 to 37 must be from 0 to 36, or -1 for padding"),
         ([[-2, 3]], "known: ids from -2 to 3 must be from 0 to 36"),
         ([[3]], r"known, tail: shapes \(1, 2\), \(1, 1\), \(1,\) must be \(n, k\), \(n, k\) and \(n,\), where n = 1"),
+        ([[1.0, 2.0]], "known: ids of .*float.* must be whole numbers"),
     ],
 )
 def test_malformed_tokens_are_refused_in_one_line(ids: Any, text: str) -> None:

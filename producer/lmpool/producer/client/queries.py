@@ -305,8 +305,11 @@ class Queries:
             check = check_logprobs if values == "logprobs" else check_logits
             with suppress(errors.SourceMissing):  # The worker that took the job does not support positions.
                 return await self._result(whole.with_query(wanted.pack(), end - start), check)
-        if values == "logits" or temperature != 1:
-            raise self._unsupported("mode" if values == "logits" else "temperature")
+        if values == "logits":
+            raise self._unsupported("mode")
+        if temperature != 1:
+            wanted_rows = Wanted(next_token=True, temperature=temperature)
+            return np.asarray((await self._from_rows(whole, range(start - 1, end - 1), wanted_rows)).next_token)
         # Request all prefixes concurrently, so that workers compute their common part once.
         prefixes = [prefix_of(whole, at) for at in range(start, end)]
         tokens = decode_ids(continuation.ids).tolist()
@@ -317,8 +320,8 @@ class Queries:
     def parts(self, text: Prompt, start: int, wanted: Wanted) -> list[range]:
         """Split the positions of a text from `start` on into parts whose results each fit into one reply."""
         length, vocab_size = len(text.ids) // 4, self.vocab_size
-        asked = wanted if wanted.size else wanted.shared(vocab_size)
-        size = asked.query(range(start, start + 1), length).most_positions(vocab_size)
+        requested = wanted if wanted.size else wanted.shared(vocab_size)
+        size = requested.query(range(start, start + 1), length).most_positions(vocab_size)
         return [range(at, min(at + size, length)) for at in range(start, length, size)]
 
     async def positions(self, text: Prompt, start: int, wanted: Wanted) -> wire.Predictions:
@@ -370,10 +373,10 @@ class Queries:
         `private` is an option of `Session.answer`. `shares`: whether to request the result as `Wanted.shared` says.
         """
         if self.session.info.positions:
-            asked, vocab_size = wanted.shared(self.vocab_size) if shares else wanted, self.vocab_size
+            requested, vocab_size = wanted.shared(self.vocab_size) if shares else wanted, self.vocab_size
             # The token after the part is needed too; later tokens are not.
             prompt = prefix_of(text, min(part.stop + 1, len(text.ids) // 4))
-            query = asked.query(part, len(prompt.ids) // 4)
+            query = requested.query(part, len(prompt.ids) // 4)
 
             def read(answer: Row) -> wire.Predictions:
                 return query.split(answer, part, len(text.ids) // 4, vocab_size)

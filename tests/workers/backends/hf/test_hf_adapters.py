@@ -16,10 +16,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lmpool.errors import AdapterRefused, SettingsError
+from lmpool.errors import AdapterRefused, SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
-from lmpool.protocol.row import Row, decode_row
+from lmpool.protocol.query import HeadQuery, PositionsQuery
+from lmpool.protocol.row import Row, decode_row, width_of
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.batching import BatchRules, PromptChunk, choose
 from lmpool.workers.backends.hf.forward import new_path
@@ -419,6 +420,29 @@ def test_adapters_of_all_shapes_are_served(backend: HfBackend, tmp_path: Path, c
     lora = write_lora(tmp_path / "lora", 3, **config)
     (adapter,) = load(backend, {"a": lora}).values()
     np.testing.assert_allclose(ask(backend, [([1, 2], adapter)])[0], reference(lora, [1, 2]), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("extra", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [1, 2, 3]}])
+def test_positions_use_the_rows_of_the_head_that_an_adapter_brings(
+    backend: HfBackend, tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    lora = write_lora(tmp_path / "lora", 3, target_modules=["q_proj"], **extra)
+    (adapter,) = load(backend, {"a": lora}).values()
+    ids, size = np.arange(1, 8, dtype="<u4").tobytes(), width_of(backend.info.hidden, backend.info.dtype)
+    scored = BackendJob(bytes(16), ids, adapter, positions=PositionsQuery.scores_from(3))
+    hidden = BackendJob(bytes(15) + b"1", ids, adapter, positions=PositionsQuery(0, values="hidden", size=size))
+    answers, failures = dict[bytes, Row](), dict[bytes, str]()
+    backend.submit([scored, hidden])
+    while len(answers) + len(failures) < 2:
+        finished = backend.step()
+        failures |= finished.failures
+        if finished.answers is not None:
+            answers |= zip(finished.answers.digests, finished.answers.vectors, strict=True)
+    expected = [reference(lora, range(1, at))[at] for at in range(4, 8)]
+    np.testing.assert_allclose(answers[scored.digest], expected, atol=1e-5, rtol=0)
+    assert "has a head of its own" in failures[hidden.digest]
+    with pytest.raises(WorkerError, match="the adapter lora has (rows of its own|more for the head than LoRA factors)"):
+        backend.head(HeadQuery("rank"), adapter)
 
 
 def test_a_rounded_copy_of_the_head_leaves_the_model_as_it_is(backend: HfBackend, tmp_path: Path) -> None:

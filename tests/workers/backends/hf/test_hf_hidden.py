@@ -187,6 +187,8 @@ async def test_the_head_of_an_adapter_has_its_factors(
             states = await producer.hidden(range(9), adapter=adapter)
             rows = np.stack([contract_model.reference_row(range(at + 1), adapter) for at in range(9)])
             np.testing.assert_allclose(head.logprobs(states), rows, atol=3e-4)
+            # The worker has read the factors when it loaded the adapter; later changes of the files do not matter.
+            (tmp_path / adapter / "adapter_model.safetensors").unlink()
         assert (await producer.head(adapter="head")).weights is (await producer.head()).weights
 
 

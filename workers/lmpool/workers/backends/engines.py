@@ -63,6 +63,7 @@ class EngineBackend(TellsTexts, ABC):
         self._held: dict[bytes, Any] = {}  # Digest of each job that the backend holds -> job, or name of its request.
         self.reset_stats()
         self.adapters: dict[str, str] = {}
+        # "name@revision" -> result of `head_factors`, read when the adapter was loaded: its files may change later.
         self._head_factors: dict[str, tuple[Any, Any] | str | None] = {}
 
     @abstractmethod

@@ -359,11 +359,13 @@ class SglangSettings(EngineSettings):
 @contextmanager
 def importing() -> Iterator[None]:
     """Collect no garbage in this context: during the import of an engine, this would take a fifth of the time."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def require(field: str, extra: str, *packages: str) -> None:
