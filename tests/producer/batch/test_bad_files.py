@@ -480,7 +480,7 @@ async def test_temporary_files_of_other_programs_are_kept(pool: Pool, tmp_path: 
         ("generate:4,temperature=-1", "what: generate: temperature: -1"),
         ("positions:top=0", "what: positions: top: 0 must be"),
         ("positions:top=2,most", "what: 'most' is none of top=32, targets=260 504, next_token"),
-        ("positions:tail", "tail: True, of the tokens that are not in top or targets"),
+        ("positions:tail", "positions: give at least one of top=k, targets=ids, next_token, logz and full=True"),
         ("generate:4,top_p=3", "what: generate: top_p: 3"),
         ("generate:4,seed=-3", "what: generate: seed: -3"),
         (f"generate:4,stop={V}", f"stop: token id {V} is out of range"),

@@ -70,6 +70,10 @@ class EngineBackend(TellsTexts, ABC):
     def _load(self, adapter: str, folder: Path) -> None:
         """Have the engine load an adapter ("name@revision")."""
 
+    def _read_factors(self, adapter: str, folder: Path) -> tuple[Any, Any] | str | None:
+        """See `head_factors`; called after `_load`."""
+        return head_factors(folder, self._head_name)
+
     @abstractmethod
     def _unload(self, adapter: str) -> None:
         """Have the engine drop an adapter that no request names any more."""
@@ -115,7 +119,7 @@ class EngineBackend(TellsTexts, ABC):
                 remedy = "start it with more (--max-adapters)"
                 raise SettingsError(f"adapters: this worker has {slots} slots, and none is free for {name!r}: {remedy}")
             self._load(adapter, folder)
-            self._head_factors[adapter] = head_factors(folder, self._head_name)
+            self._head_factors[adapter] = self._read_factors(adapter, folder)
             self.adapters[adapter] = checkpoint_source(source)
         return revision
 

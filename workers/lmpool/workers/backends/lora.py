@@ -214,8 +214,6 @@ def head_factors(folder: Path, head: str) -> tuple[Any, Any] | str | None:
     """
     tensors, config = _tensors(folder / WEIGHTS), read_adapter_config(folder)
     of_head = {name for name in tensors if head in name.split(".") and not name.endswith(BASE_WEIGHT)}
-    if config.get("trainable_token_indices"):
-        return f"the adapter {folder.name} has rows of its own in the head"
     if not of_head:
         return None
     if len(of_head) != len(_FACTORS) or not all(name.endswith(_FACTORS) for name in of_head):

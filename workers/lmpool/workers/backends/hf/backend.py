@@ -181,6 +181,11 @@ class HfBackend(EngineBackend):
         if self._pool is not None:
             self._roots[adapter] = self._pool.new_root()
 
+    def _read_factors(self, adapter: str, folder: Path) -> tuple[Any, Any] | str | None:
+        if self._adapters.replaces_head(adapter):
+            return f"the adapter {folder.name} has a head, or rows of the head, of its own"
+        return super()._read_factors(adapter, folder)
+
     def _unload(self, adapter: str) -> None:
         """Drop an adapter. The KV pool evicts the adapter's keys and values later, because no prompt uses them."""
         self._adapters.drop(adapter)
@@ -371,7 +376,9 @@ class HfBackend(EngineBackend):
         is_logits, row, spans = chunks[0].kind == "vector", 0, list[range]()
         for job, chunk in zip(jobs, chunks, strict=True):
             if is_logits and job.positions is not None and job.positions.values == "hidden":
-                raise ValueError("this adapter has a head of its own: hidden states are not returned")
+                raise ValueError(
+                    "this adapter has a head, or rows of the head, of its own: hidden states are not returned"
+                )
             spans.append(range(row, row := row + chunk.kept))
         kept = torch.cat([rows[-chunk.kept :] for chunk, rows in zip(chunks, states, strict=True)])
         # Compute the values of all chunks before recording any values: if memory runs out, the batch runs again.
