@@ -65,15 +65,16 @@ def test_clients_that_hang_up_cancel_their_requests_and_no_others(pool: Pool, ga
     assert np.array_equal(np.load(io.BytesIO(end(kept))), synthetic_row([1], vocab_size=V))
     until(lambda: service.metric("lmpool_http_held_bytes") == 0, "the requests hold no memory")
     until(lambda: pool.jobs() == 0, "no prompts are left")
-    # A stream that nobody reads ends too: the gateway asks the pool for no more tokens.
+    # A stream whose client hangs up ends before its last token.
     request = {"prompt": [1], "max_tokens": 100_000, "stream": True, "temperature": 0}
     connection = socket.create_connection(("127.0.0.1", service.port), DEADLINE_S)
     body = json.dumps(request).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(body)}\r\n\r\n"
     with connection:
         connection.sendall(head.encode() + body)
-        assert connection.recv(1) == b"H"
-    until(lambda: service.metric(IN_FLIGHT) == 0, "the stream ends")
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+    until(lambda: service.metric(HUNG_UP.replace("/v1/rows", "/v1/completions")) == 1, "the stream ends")
+    assert service.metric(IN_FLIGHT) == 0
 
 
 def test_too_many_requests_get_status_429_and_are_served_later(pool: Pool, gate: Gate) -> None:

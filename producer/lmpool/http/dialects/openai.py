@@ -427,7 +427,7 @@ def stream(path: str, chunks: AsyncGenerator[bytes, None]) -> Response:
                     yield chunk
         except LMPoolError as error:
             yield event(describe(path, error))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # The client gets the error as the last chunk.
             _log.exception("a stream of %s failed", path)
             yield event(describe(path, error))
         yield b"data: [DONE]\n\n"
