@@ -8,6 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -229,17 +230,16 @@ def test_a_client_that_does_not_read_loses_its_connection() -> None:
     app = Gateway(large, None, (), Limits(send_s=0.2), ["/large"])
     protocol: Any = partial(HttpConnection, app.is_allowed)
     serving = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off"))
-    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as client:
+    with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
         thread = threading.Thread(target=serving.run, kwargs={"sockets": [listening]})
         thread.start()
-        try:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(DEADLINE_S)
-            client.connect(listening.getsockname())
-            client.sendall(b"POST /large HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n")
-            assert client.recv(1) == b"H"
-            until(lambda: app.counters.requests["/large", 499], "the gateway gives the response up")
-            until(lambda: not serving.server_state.connections, "the connection is closed, and the client stays open")
-        finally:
-            serving.should_exit = True
-            thread.join()
+        stack.callback(thread.join)
+        stack.callback(setattr, serving, "should_exit", True)
+        client = stack.enter_context(socket.socket())
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(DEADLINE_S)
+        client.connect(listening.getsockname())
+        client.sendall(b"POST /large HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 0\r\n\r\n")
+        assert client.recv(1) == b"H"
+        until(lambda: app.counters.requests["/large", 499], "the gateway gives the response up")
+        until(lambda: not serving.server_state.connections, "the connection is closed, and the client stays open")
