@@ -11,6 +11,7 @@ from typing import Any
 
 from redis.exceptions import RedisError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
@@ -20,7 +21,7 @@ from lmpool.cli import say
 from lmpool.errors import LMPoolError, SettingsError, use_options
 from lmpool.http.dialects import generate, native, openai, sglang, trl
 from lmpool.http.errors import error_response
-from lmpool.http.limits import HEALTH_PATHS, Gateway, HttpCounters, Limits, json_response
+from lmpool.http.limits import PROBE_PATHS, Gateway, HttpCounters, Limits, json_response
 from lmpool.http.models import GatewayModel, Targets, list_models
 from lmpool.metrics import prometheus
 from lmpool.producer.metrics import ProducerCollector
@@ -82,7 +83,8 @@ def gateway(settings: GatewaySettings) -> Gateway:
         return metrics_response(served.counters, models)
 
     gets = [*model_routes(server, keys), *health_routes(server), Route("/metrics", metrics)]
-    handlers: dict[Any, Any] = {LMPoolError: _explain}
+    # Starlette raises other exceptions again after their response, and uvicorn logs them.
+    handlers: dict[Any, Any] = dict.fromkeys((LMPoolError, HTTPException, Exception), _explain)
     app = Starlette(routes=[*posts, *gets], lifespan=run, exception_handlers=handlers)
     sessions = Sessions(settings.token) if settings.token else None
     served = Gateway(app, sessions, settings.hosts, settings.limits, [route.path for route in posts])
@@ -90,8 +92,13 @@ def gateway(settings: GatewaySettings) -> Gateway:
 
 
 async def _explain(request: Request, error: Exception) -> Response:
-    assert isinstance(error, LMPoolError)
-    return error_response(request.scope["path"], error)
+    """The response for an exception of a route, or of Starlette for a path or method without a route."""
+    path = request.scope["path"]
+    if not isinstance(error, HTTPException):
+        return error_response(path, error)
+    response = error_response(path, Refused(error.status_code, f"{request.method} {path}: {error.detail}"))
+    response.headers.update(error.headers or {})
+    return response
 
 
 def model_routes(server: Server, keys: Keys) -> list[Route]:
@@ -131,7 +138,7 @@ def health_routes(server: Server) -> list[Route]:
                 return PlainTextResponse("the Redis server cannot be used\n", 503)
         return PlainTextResponse("ok\n")
 
-    return [Route(path, healthy) for path in HEALTH_PATHS]
+    return [Route(path, healthy) for path in PROBE_PATHS]
 
 
 class HttpCollector:

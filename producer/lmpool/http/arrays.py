@@ -38,11 +38,14 @@ def read_npy(data: bytes) -> NDArray[Any]:
     file = io.BytesIO(data)
     try:
         shape, is_fortran, dtype = _READERS[_npy.read_magic(file)](file)
-        if dtype.kind not in "iu":
-            raise ValueError(f"its numbers are {dtype}, not integers")
+    except Exception as error:  # numpy evaluates the header as Python code, which can fail in many ways.
+        raise Refused(400, f"the body is no .npy file: {error}") from error
+    if dtype.kind not in "iu":
+        raise Refused(400, f"the body has numbers of type {dtype}, not integers")
+    try:
         numbers = np.frombuffer(data, dtype, offset=file.tell())
         return numbers.reshape(shape, order="F" if is_fortran else "C")
-    except (ValueError, KeyError, EOFError) as error:
+    except ValueError as error:
         raise Refused(400, f"the body is no .npy file of integers: {error}") from error
 
 

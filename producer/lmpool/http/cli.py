@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.options import ServerOptions, with_options
+from lmpool.producer.cli.options import Host, Port, ServerOptions, with_options
 
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
 Token = Annotated[str, typer.Option(envvar="LMPOOL_HTTP_TOKEN", help="Secret that clients send (default: none).")]
 IsOpen = Annotated[bool, typer.Option("--no-token", help="Let other machines send requests without a token.")]
 Hosts = Annotated[list[str] | None, typer.Option("--allow-host", help="Host name for clients without a token.")]

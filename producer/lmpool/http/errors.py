@@ -29,7 +29,7 @@ _STATUS: tuple[tuple[type[Exception], int], ...] = (
 )
 _KINDS = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
-    413: "BadRequestError", 429: "RateLimitError",
+    405: "BadRequestError", 413: "BadRequestError", 429: "RateLimitError",
 }  # fmt: skip
 
 
@@ -67,23 +67,25 @@ _SHAPES: dict[str, Shape] = {
 """The paths whose errors do not have the format of OpenAI."""
 
 
-def status_of(error: errors.LMPoolError) -> int:
+def status_of(error: Exception) -> int:
     """The HTTP status of an exception."""
     if isinstance(error, Refused):
         return error.status
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 
-def describe(path: str, error: errors.LMPoolError) -> Any:
+def describe(path: str, error: Exception) -> Any:
     """An exception in the format of the dialect that a path belongs to."""
     text = str(error)
+    if not isinstance(error, errors.LMPoolError):  # A bug, whose text helps only those who can read the log.
+        text = f"the gateway failed with {type(error).__name__}; its log has the details"
     if isinstance(error, errors.ServerError):  # Advice on server URLs does not help a client of the gateway.
         text = f"the gateway cannot use its Redis server ({without_advice(error)})"
     shape = _SHAPES.get(path, openai_error)
     return shape(status_of(error), type(error).__name__, errors.printable(text, keep="\n"))
 
 
-def error_response(path: str, error: errors.LMPoolError) -> Response:
+def error_response(path: str, error: Exception) -> Response:
     """The response for an exception. Statuses 429 and 503 have the header Retry-After."""
     status = status_of(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {}

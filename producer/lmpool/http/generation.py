@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,8 @@ from lmpool.protocol.query import MAX_SEED, Continuation
 # Tokens of the first request for a text that is checked for stop strings, or that is streamed. The number doubles with
 # each request, up to the max: small requests show the first tokens early, large requests cost less per token.
 _FIRST_STEP, _MAX_STEP = 1, 16
+_MAX_STOPS = 16  # Max stop texts of a request: each new piece of text is searched for each of them.
+_MAX_STOP_LENGTH = 1024  # Max characters of a stop text, because a stream holds back as many characters.
 
 
 class TextSampling(NamedTuple):
@@ -44,6 +46,19 @@ class TextSampling(NamedTuple):
     keep_stop: bool = False
     skip_special: bool = True
 
+    @classmethod
+    async def of(cls, target: Target, fields: Any, max_tokens: int, seed: int | None, *, keep_stop: bool) -> Self:
+        """How to continue a prompt according to the fields of a request, whose names are the same in all dialects.
+
+        The other arguments are the values of fields with different names.
+        """
+        stop = [fields.stop] if isinstance(fields.stop, str) else fields.stop
+        return cls(
+            max_tokens, fields.temperature, fields.top_p, seed, tuple(filter(None, stop)),
+            frozenset(fields.stop_token_ids), frozenset() if fields.ignore_eos else await target.model.end_ids(),
+            keep_stop, fields.skip_special_tokens,
+        )  # fmt: skip
+
     @property
     def is_one_greedy_token(self) -> bool:
         """Whether the continuation is the most likely token, as clients request it that need only the prompt."""
@@ -56,8 +71,8 @@ class TextSampling(NamedTuple):
         encoded = encode_prompt(prompt, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
         if self.max_tokens:
             check_room(self.max_tokens, encoded, info.max_prompt_tokens)
-        if any(not text for text in self.stop):
-            raise SettingsError("stop: a text to stop at is empty; leave it out")
+        if len(self.stop) > _MAX_STOPS or max(map(len, self.stop), default=0) > _MAX_STOP_LENGTH:
+            raise SettingsError(f"stop: give at most {_MAX_STOPS} texts of at most {_MAX_STOP_LENGTH} characters")
         if wrong := [token for token in self.stop_ids if not 0 <= token < info.vocab_size]:
             raise SettingsError(f"stop_token_ids: {wrong[0]} must be from 0 to {info.vocab_size - 1}")
 

@@ -20,17 +20,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lmpool.aio import await_beside
-from lmpool.errors import SettingsError
+from lmpool.errors import LMPoolError, SettingsError
 from lmpool.http.errors import error_response
 from lmpool.metrics import Histogram
 from lmpool.producer.client.requests import Deadline, check_timeout
 from lmpool.settings import shown
-from lmpool.web.guard import Refused, Sessions, host_and_port, is_address
+from lmpool.web.guard import HEALTH_PATHS, Refused, Sessions, host_and_port, is_address
 
 T = TypeVar("T")
 
-HEALTH_PATHS = ("/health", "/healthz", "/readyz")
-"""Paths for health probes, which need no token."""
+PROBE_PATHS = ("/health", *HEALTH_PATHS)
+"""Paths for health probes, which need no token; vLLM's server has the first one."""
 
 TIMEOUT_HEADER = "x-lmpool-timeout"
 """Header with the seconds that a request may take."""
@@ -48,7 +48,6 @@ MAX_PROMPTS = 4096
 """Max prompts, and max continuations, of one request."""
 
 _MAX_TIMEOUT_S = 3600.0  # Max seconds of a request; a client may ask for more, but gets this number.
-_SEND_S = 60.0  # Max seconds until a client has received a piece of a response, so that a client cannot hold memory.
 _GROWTH = 8  # Bytes in memory per byte of a JSON body: a list of token ids takes about 40 bytes per id.
 _PIECE_BYTES = 1024 * 1024  # Bytes per write of a response.
 _GONE = 499  # The status of requests whose clients have hung up, in metrics only; nginx uses this number too.
@@ -65,12 +64,14 @@ class Limits:
         max_body_bytes: max bytes of a body.
         max_held_bytes: max estimated bytes of all bodies and responses; the gateway refuses more with status 429.
         timeout_s: seconds of a request that states no time.
+        send_s: max seconds until a client has received a piece of a response, so that a client cannot hold memory.
     """
 
     max_inflight: int = 512
     max_body_bytes: int = MAX_BODY_BYTES
     max_held_bytes: int = MAX_HELD_BYTES
     timeout_s: float = 60.0
+    send_s: float = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -125,15 +126,29 @@ class Turn:
     def hold(self, count: int) -> None:
         """Count the estimated bytes of a part of the request or response; raises `Refused` if there are too many."""
         most = self._limits.max_held_bytes
-        if count > most:
-            raise Refused(413, f"the response would take about {count} bytes; the limit is {most}: ask for less")
+        if (own := self._held + count) > most:
+            raise Refused(413, f"the request would take about {own} bytes; the limit is {most}: ask for less")
         if self._counters.held_bytes + count > most:
             raise Refused(429, f"the requests in flight hold {self._counters.held_bytes} bytes; try again soon")
         self._counters.held_bytes += count
         self._held += count
 
+    def release(self) -> None:
+        """Count the held bytes no longer, because the request has ended."""
+        self._counters.held_bytes -= self._held
+
     async def read(self, receive: Receive) -> None:
-        """Read the body; raises `Refused` if it is too large, or ConnectionAbortedError if the client has gone."""
+        """Read the body before the deadline.
+
+        Raises:
+            Refused: the body is too large.
+            DeadlineExceeded: the client sends too slowly.
+            ConnectionAbortedError: the client has closed the connection.
+        """
+        async with self.deadline.limit():
+            await self._read(receive)
+
+    async def _read(self, receive: Receive) -> None:
         sized = self.headers.get("content-length", "")
         self._check_size(int(sized) if sized.isdecimal() else 0)
         data, is_complete = bytearray(), False
@@ -154,7 +169,10 @@ class Turn:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Count the request as in flight during the block; raises `Refused` if too many are in flight."""
+        """Count the request as in flight during the block; raises `Refused` if too many are in flight.
+
+        A request is in flight when its body is complete, so that slow uploads take no slot of other requests.
+        """
         if self._counters.in_flight >= (most := self._limits.max_inflight):
             raise Refused(429, f"{most} requests are in flight, the limit of this gateway; try again soon")
         self._counters.in_flight += 1
@@ -162,14 +180,14 @@ class Turn:
             yield
         finally:
             self._counters.in_flight -= 1
-            self._counters.held_bytes -= self._held
 
 
 class _Sender:
     """Passes on the messages of a response, with a time limit for each, and records the response's status."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, seconds: float) -> None:
         self._send = send
+        self._seconds = seconds
         self.status = _GONE
         self.is_complete = False
 
@@ -179,7 +197,7 @@ class _Sender:
         elif not message.get("more_body", False):
             self.is_complete = True
         try:
-            async with asyncio.timeout(_SEND_S):
+            async with asyncio.timeout(self._seconds):
                 await self._send(message)
         except TimeoutError:
             raise ConnectionAbortedError("the client reads no more") from None
@@ -218,7 +236,7 @@ class Gateway:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        loop, sender = asyncio.get_running_loop(), _Sender(send)
+        loop, sender = asyncio.get_running_loop(), _Sender(send, self._limits.send_s)
         began = loop.time()
         try:
             await self._serve(scope, receive, sender)
@@ -231,17 +249,20 @@ class Gateway:
 
     async def _serve(self, scope: Scope, receive: Receive, send: _Sender) -> None:
         try:
-            if scope["path"] not in HEALTH_PATHS:
+            if scope["path"] not in PROBE_PATHS:
                 self._check(scope)
             if scope["path"] not in self._paths:
                 await self._app(scope, receive, send)
                 return
             turn = Turn(scope, self._limits, self.counters)
-            with turn.counted():
+            try:
                 await turn.read(receive)
-                scope["lmpool.turn"] = turn
-                await await_beside(self._respond(scope, receive, send), [_watch(receive, send)])
-        except (Refused, SettingsError) as error:
+                with turn.counted():
+                    scope["lmpool.turn"] = turn
+                    await await_beside(self._respond(scope, receive, send), [_watch(receive, send)])
+            finally:
+                turn.release()
+        except LMPoolError as error:
             await error_response(scope["path"], error)(scope, receive, send)
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,8 +13,8 @@ import msgspec
 from redis.asyncio import Redis
 
 from lmpool.broker.registries import AdapterRegistry
-from lmpool.errors import ProtocolError, UnknownModel, UnknownTokenizer
-from lmpool.http.limits import Turn
+from lmpool.errors import ProtocolError, UnknownAdapter, UnknownModel, UnknownTokenizer
+from lmpool.http.limits import MODEL_HEADER, Turn
 from lmpool.producer import Producer
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.requests import Deadline
@@ -106,7 +106,7 @@ class GatewayModel(OpenModel):
 
 def read_end_ids(info: ModelInfo) -> frozenset[int]:
     """The end tokens in a model's files: in its folder, or in the hub's cache on this machine."""
-    for name in _CONFIGS:
+    for name in _CONFIGS if info.source else ():  # The path "" would be this process's working directory.
         path: Any = Path(info.source, name)
         if not path.is_file():
             path = None
@@ -180,24 +180,27 @@ class Targets:
 
         `adapter` is the name in a field of its own, for dialects that have one.
         """
-        name = name or turn.headers.get("x-lmpool-model", "") or self._default
+        name = name or turn.headers.get(MODEL_HEADER, "") or self._default
         model_name, named = await self._split(name)
-        async with self._models.use(model_name or None) as model:
-            texts = await model.texts()
-            yield Target(name or model.producer.model.name, model, adapter or named, texts, turn)
+        try:
+            async with self._models.use(model_name or None) as model:
+                texts = await model.texts()
+                yield Target(name or model.producer.model.name, model, adapter or named, texts, turn)
+        except (UnknownModel, UnknownAdapter):
+            self._names.pop(name, None)
+            raise
 
     async def _split(self, name: str) -> tuple[str, str]:
         """Split a name into model and adapter. A model's own name may contain colons."""
         if ":" not in name or name in self._names:
             return self._names.get(name, (name, ""))
-        model, _, adapter = name.rpartition(":")
-        split = model, adapter
+        split = name, ""
         try:
-            async with self._models.use(model):
+            async with self._models.use(name):
                 pass
         except UnknownModel:
-            async with self._models.use(name):
-                split = name, ""
+            model, _, adapter = name.rpartition(":")
+            split = model, adapter
         if len(self._names) >= _MAX_NAMES:
             self._names.clear()
         self._names[name] = split

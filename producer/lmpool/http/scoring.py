@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -12,11 +14,25 @@ from numpy.typing import NDArray
 from lmpool.http.models import TokenTexts
 from lmpool.protocol.picks import TopK
 
+T = TypeVar("T")
+
 FLOOR = -9999.0
 """The number that vLLM and OpenAI's clients read as −∞, which JSON does not have."""
 
 ENTRY_BYTES = 100
 """Estimated bytes of one token with its log-probability in a JSON response."""
+
+TARGET_BYTES = 12
+"""Bytes of one target of a position: its int64 id and its float32 value."""
+
+_MAX_ENTRIES_IN_LOOP = 50_000  # Max tokens of a response that is made in the event loop: this takes about 20 ms.
+
+
+async def by_size(entries: int, make: Callable[..., T], *args: Any) -> T:
+    """Call a function that makes a part of a response; in a thread if it is large, so that other requests go on."""
+    if entries < _MAX_ENTRIES_IN_LOOP:
+        return make(*args)
+    return await asyncio.to_thread(make, *args)
 
 
 class Ranked(NamedTuple):
@@ -25,7 +41,8 @@ class Ranked(NamedTuple):
     Attributes:
         ids: int64 (n, k + 1): the token that follows, then the most likely tokens, the most likely first.
         logprobs: float32 (n, k + 1), the log-probabilities of these tokens.
-        ranks: int64 (n, k + 1), from 1. The rank of the token that follows is k + 1 if it is not among the k others.
+        ranks: int64 (n, k + 1), from 1. The rank of the token that follows is k + 1 if it is not among the k others,
+            and 0, for unknown, if k is 0.
         is_new: bool (n, k + 1); False where one of the most likely tokens is the token that follows.
     """
 
@@ -41,7 +58,7 @@ def rank(follows: NDArray[np.int64], logprobs: NDArray[np.float32], top: TopK | 
     values, ids = (np.empty((n, 0), np.float32), np.empty((n, 0), np.int64)) if top is None else top
     k = ids.shape[1]
     is_same = ids == follows[:, None]
-    own_rank = np.where(is_same.any(1), is_same.argmax(1) + 1, k + 1) if k else np.ones(n, np.int64)
+    own_rank = np.where(is_same.any(1), is_same.argmax(1) + 1, k + 1) if k else np.zeros(n, np.int64)
     return Ranked(
         np.concatenate((follows[:, None], ids), 1),
         np.maximum(np.concatenate((logprobs[:, None], values), 1), np.float32(FLOOR)),
@@ -65,7 +82,8 @@ def prompt_logprobs_json(ranked: Ranked, texts: TokenTexts) -> msgspec.Raw:
     separators[:, 0], separators[:, 1:] = b'},{"', b',"'
     opened = separators.ravel()[kept].tolist()
     opened[0] = b'{"'
-    middles = [b',"rank":%d,"decoded_token":' % place for place in range(ranked.ids.shape[1] + 1)]
+    names = [b"null", *(b"%d" % place for place in range(1, ranked.ids.shape[1] + 1))]
+    middles = [b',"rank":%b,"decoded_token":' % name for name in names]
     ranks = [middles[place] for place in ranked.ranks.ravel()[kept].tolist()]
     keys = [b'%d":{"logprob":' % token for token in ids]
     closed = [b"%b}" % texts.json(token) for token in ids]

@@ -7,10 +7,8 @@ from typing import Annotated
 import typer
 
 from lmpool.errors import SettingsError
-from lmpool.producer.cli.options import ServerOptions, with_options
+from lmpool.producer.cli.options import Host, Port, ServerOptions, with_options
 
-Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
 Changes = Annotated[bool, typer.Option("--allow-changes", help="Let pages retry and drop dead letters.")]
 Hosts = Annotated[list[str] | None, typer.Option("--allow-host", help="Host name of this service, as behind a proxy.")]
 Token = Annotated[str | None, typer.Option(envvar="LMPOOL_WEB_TOKEN", help="Secret to sign in (default: generated).")]

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, ClassVar, cast
 
 import uvicorn
-from starlette.types import ASGIApp, Scope
+from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lmpool.cli import INTERRUPTED
@@ -74,6 +74,7 @@ class HttpConnection(H11Protocol):
     def __init__(self, is_allowed: Callable[[Scope], bool], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._is_allowed = is_allowed
+        self._serve, self.app = self.app, self._run
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -101,6 +102,19 @@ class HttpConnection(H11Protocol):
         if is_complete and self in self._idle and self._is_allowed(cast(Any, self.scope)):
             del self._idle[self]
             self._end_in(None if self.scope["path"].endswith(self.endless) else self.response_s)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request. If the application ends within a response, abort the connection.
+
+        uvicorn would close the connection when the client has read the rest, for which it could wait forever.
+        """
+        cycle = self.cycle
+        try:
+            await self._serve(scope, receive, send)
+        finally:
+            if cycle.response_started and not cycle.response_complete:
+                cycle.disconnected = True  # Otherwise uvicorn logs an error.
+                self.transport.abort()
 
     def on_response_complete(self) -> None:
         """Start the timer that limits the time until the next request is complete."""

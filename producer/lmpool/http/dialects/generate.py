@@ -23,6 +23,7 @@ from lmpool.http.dialects.openai import (
     NEUTRAL,
     Count,
     StreamOptions,
+    TokenId,
     Top,
     check_count,
     choice_table,
@@ -37,7 +38,7 @@ from lmpool.http.dialects.openai import (
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import Ranked
+from lmpool.http.scoring import TARGET_BYTES, Ranked, by_size
 from lmpool.web.guard import Refused
 
 PATH = "/inference/v1/generate"
@@ -65,7 +66,7 @@ class TokensSampling(Struct, forbid_unknown_fields=True):
     max_tokens: Count | None = None
     logprobs: Top | None = None
     prompt_logprobs: Top | None = None
-    prompt_logprob_token_ids: list[list[int]] | None = None
+    prompt_logprob_token_ids: list[list[Annotated[int, Meta(ge=-1, le=0xFFFFFFFF)]]] | None = None
     prompt_logprob_start: Count | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
@@ -74,7 +75,7 @@ class TokensSampling(Struct, forbid_unknown_fields=True):
 class TokensRequest(Struct, forbid_unknown_fields=True):
     """The fields of a request that are served."""
 
-    token_ids: list[int]
+    token_ids: list[TokenId]
     sampling_params: dict[str, Any]
     model: str = ""
     request_id: str = ""
@@ -116,15 +117,10 @@ def routes(targets: Targets) -> list[Route]:
 
 
 async def _sampling(target: Target, wanted: TokensRequest, params: TokensSampling) -> TextSampling:
-    stop = [params.stop] if isinstance(params.stop, str) else params.stop
     # Without max_tokens, a continuation may be as long as the model allows.
     room = max(1, target.info.max_prompt_tokens - len(wanted.token_ids) + 1)
-    return TextSampling(
-        room if params.max_tokens is None else params.max_tokens, params.temperature, params.top_p, params.seed,
-        tuple(filter(None, stop)), frozenset(params.stop_token_ids),
-        frozenset() if params.ignore_eos else await target.model.end_ids(),
-        params.include_stop_str_in_output, params.skip_special_tokens,
-    )  # fmt: skip
+    most = room if params.max_tokens is None else params.max_tokens
+    return await TextSampling.of(target, params, most, params.seed, keep_stop=params.include_stop_str_in_output)
 
 
 async def _complete(target: Target, wanted: TokensRequest, params: TokensSampling, how: TextSampling) -> dict[str, Any]:
@@ -159,6 +155,7 @@ async def _named_logprobs(target: Target, ids: list[int], params: TokensSampling
         raise Refused(
             400, f"prompt_logprob_token_ids: {len(rows)} lists; the prompt has {max(0, most)} places for them"
         )
+    target.turn.hold(TARGET_BYTES * len(rows) * max(map(len, rows)))
     found = await target.predict(ids[: start + len(rows)], start, targets=rows)
     assert found.targets is not None
     return base64.b64encode(b"".join(npy(np.ascontiguousarray(found.targets)))).decode("ascii")
@@ -180,7 +177,7 @@ async def _choice(
     if params.logprobs is not None:
         table = await choice_table(target, prompt, done, limit_top(target, params.logprobs))
         most = None if params.logprobs < 0 else max(1, params.logprobs)
-        answer["logprobs"] = {"content": _content(target, wanted, table, most)}
+        answer["logprobs"] = {"content": await by_size(table.ids.size, _content, target, wanted, table, most)}
     return answer
 
 
@@ -189,7 +186,7 @@ def _content(target: Target, wanted: TokensRequest, table: Ranked, most: int | N
 
     def entry(token: int, value: float, place: int) -> dict[str, Any]:
         if wanted.output_mode == "tokens":
-            return {"token_id": token, "logprob": value, "rank": place}
+            return {"token_id": token, "logprob": value, "rank": place or None}
         text = target.texts.token(token)
         return {"token": text, "logprob": value, "bytes": list(text.encode("utf-8", "replace"))}
 

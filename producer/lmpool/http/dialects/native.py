@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from msgspec import Meta, MsgspecError, Struct
-from msgspec.json import decode, encode
+from msgspec.json import decode
 from numpy.typing import NDArray
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,12 +14,14 @@ from starlette.routing import Route
 
 from lmpool.errors import SettingsError
 from lmpool.http.arrays import NPY, TYPES, Arrays, Format, pack, read_npy
-from lmpool.http.dialects.openai import check_count
+from lmpool.http.dialects.openai import TokenId, check_count, kind_of
 from lmpool.http.limits import PiecewiseResponse, Turn, read_fields, turn_of
 from lmpool.http.models import Target, Targets
+from lmpool.http.scoring import TARGET_BYTES
 from lmpool.protocol.query import Predictions
 from lmpool.web.guard import Refused
 
+_Id = Annotated[int, Meta(ge=-1, le=0xFFFFFFFF)]  # A token id, or -1 as padding.
 _MAX_AXES = 2  # A .npy body has the ids of one text, or one text per row.
 
 
@@ -29,7 +31,7 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
     `ids` are the token ids of one text, or one list for each of several texts; -1 pads the end of a text.
     """
 
-    ids: Any
+    ids: list[_Id | list[_Id]]
     model: str = ""
     adapter: str = ""
     timeout: float | None = None
@@ -39,7 +41,7 @@ class _Common(Struct, forbid_unknown_fields=True, kw_only=True):
 class RowsRequest(_Common, kw_only=True):
     """The fields of `/v1/rows`, as arguments of `Producer.batch_logprobs`."""
 
-    targets: Any = None
+    targets: list[TokenId | list[TokenId]] | None = None
     mode: Literal["logprobs", "logits"] = "logprobs"
     temperature: float = 1.0
 
@@ -49,7 +51,7 @@ class PositionsRequest(_Common, kw_only=True):
 
     start: Annotated[int, Meta(ge=0)] = 0
     top: Annotated[int, Meta(ge=0)] = 0
-    targets: Any = None
+    targets: list[_Id | list[_Id | list[_Id]]] | None = None  # Lists of lists of lists for several texts.
     next_token: bool = False
     logz: bool = False
     tail: bool = False
@@ -65,7 +67,7 @@ def routes(targets: Targets) -> list[Route]:
         wanted = _read(turn, RowsRequest)
         prompts, is_one = _texts(wanted.ids)
         async with targets.use(wanted.model, turn, wanted.adapter) as target:
-            width = target.info.vocab_size if wanted.targets is None else max(1, np.shape(wanted.targets)[-1])
+            width = target.info.vocab_size if wanted.targets is None else _longest(wanted.targets)
             turn.hold(4 * len(prompts) * width)
             options: dict[str, Any] = {name: getattr(wanted, name) for name in ("targets", "mode", "temperature")}
             found = await target.producer.batch_logprobs(prompts, **options, **target.options)
@@ -88,7 +90,7 @@ def _read(turn: Turn, kind: Any) -> Any:
     if turn.body.startswith(NPY):
         # Decode the parameters as JSON where that is possible: "3", "true", "[1,2]"; a model's name is no JSON.
         given = {name: _value(text) for name, text in turn.query.items()}
-        wanted = read_fields(encode({**given, "ids": []}), kind)
+        wanted = read_fields({**given, "ids": []}, kind)
         wanted.ids = read_npy(turn.body)
     else:
         wanted = read_fields(turn.body, kind)
@@ -100,7 +102,7 @@ def _read(turn: Turn, kind: Any) -> Any:
 def _value(text: str) -> Any:
     try:
         return decode(text)
-    except MsgspecError:
+    except (MsgspecError, RecursionError):
         return text
 
 
@@ -114,15 +116,17 @@ def _texts(ids: Any) -> tuple[list[Any], bool]:
     if isinstance(ids, np.ndarray):
         if not 1 <= ids.ndim <= _MAX_AXES:
             raise Refused(400, f"ids: an array with shape {ids.shape}: expected (n,) or (m, n)")
-        texts = list(ids) if ids.ndim == _MAX_AXES else [ids]
-        check_count(len(texts), 1)
-        return [_unpadded(text) for text in texts], ids.ndim == 1
-    if not isinstance(ids, list):
-        raise Refused(400, "ids: expected a list of token ids, or a list of lists")
-    is_one = not (ids and isinstance(ids[0], list))
-    texts = [ids] if is_one else ids
-    check_count(len(texts), 1)
-    return [_unpadded(text) for text in texts], is_one
+        is_one = ids.ndim == 1
+    else:
+        is_one = kind_of("ids", ids) is not list
+    # An array of many empty texts is small, so count the texts before each becomes an object.
+    check_count(1 if is_one else len(ids), 1)
+    return [_unpadded(text) for text in ([ids] if is_one else ids)], is_one
+
+
+def _longest(targets: list[Any]) -> int:
+    """The number of ids in the longest list of ids in nested lists."""
+    return max((_longest(each) for each in targets if isinstance(each, list)), default=len(targets))
 
 
 def _unpadded(text: Any) -> Any:
@@ -139,11 +143,17 @@ async def _predict(target: Target, wanted: PositionsRequest, texts: list[Any], *
     """The predictions for each text."""
     count = sum(max(0, len(text) - wanted.start) for text in texts)
     width = target.info.vocab_size if wanted.full else 0
+    # Lists of different lengths become one array.
+    target.turn.hold(TARGET_BYTES * count * _longest(wanted.targets or []))
     target.turn.hold(4 * count * (width + 3 * wanted.top + 8))
     options: dict[str, Any] = {
         name: value for name in ("top", "next_token", "logz", "tail", "full") if (value := getattr(wanted, name))
     }
     if wanted.targets is not None:
+        if kind_of("targets", wanted.targets) is list:
+            inner = {kind_of("targets", each) for each in wanted.targets if isinstance(each, list)}
+            if is_one and list in inner:
+                raise Refused(400, "targets: lists of lists of lists are for several texts; the request has one text")
         options["targets"] = [wanted.targets] if is_one else wanted.targets
     options["temperature"] = wanted.temperature
     return await target.producer.batch_positions(texts, wanted.start, **options, **target.options)
@@ -160,7 +170,7 @@ def _joined(found: list[Predictions], *, is_one: bool) -> Arrays:
         each.append(arrays)
     if is_one:
         return each[0]
-    widths = {len(arrays["targets"][0]) for arrays in each if "targets" in arrays}
+    widths = {arrays["targets"].shape[1] for arrays in each if "targets" in arrays}
     if len(widths) > 1:
         raise SettingsError(f"targets: lists of {sorted(widths)} ids; pad them with -1 to the same number")
     joined = {name: np.concatenate([arrays[name] for arrays in each]) for name in each[0]}

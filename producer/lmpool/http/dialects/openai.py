@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -24,12 +25,16 @@ from lmpool.http.errors import describe
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, Turn, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets, TokenTexts, placeholder
-from lmpool.http.scoring import ENTRY_BYTES, Ranked, prompt_logprobs_json, rank
+from lmpool.http.scoring import ENTRY_BYTES, Ranked, by_size, prompt_logprobs_json, rank
 from lmpool.protocol.picks import TopK
 from lmpool.protocol.query import Continuation, Predictions
 from lmpool.web.guard import Refused
 
+_log = logging.getLogger("lmpool")
+
 Count = Annotated[int, Meta(ge=0)]
+TokenId = Annotated[int, Meta(ge=0, le=0xFFFFFFFF)]
+"""A token id of some vocabulary; the model's V is checked later."""
 Top = Annotated[int, Meta(ge=-1)]
 """A number of most likely tokens; -1 for all tokens."""
 
@@ -50,8 +55,6 @@ IGNORED = ("user", "priority", "cache_salt", "session_id", "request_id", "stream
            "mm_payload", "return_mm_kwargs", "routed_experts_prompt_start")  # fmt: skip
 """Fields that change no result of a pool."""
 
-_MAX_ENTRIES_IN_LOOP = 50_000  # Max tokens of a response that is encoded in the event loop: this takes about 20 ms.
-
 
 class StreamOptions(Struct, frozen=True):
     """Which chunks of a stream have the usage."""
@@ -63,7 +66,7 @@ class StreamOptions(Struct, frozen=True):
 class CompletionRequest(Struct, forbid_unknown_fields=True):
     """The fields of `/v1/completions` that are served."""
 
-    prompt: str | list[str | int | list[int]]  # A text, token ids, or a list of either.
+    prompt: str | list[str | TokenId | list[TokenId]]  # A text, token ids, or a list of either.
     model: str = ""
     echo: bool = False
     logprobs: Top | None = None
@@ -133,7 +136,7 @@ class _TokenizeRequest(Struct, forbid_unknown_fields=True):
 
 
 class _DetokenizeRequest(Struct, forbid_unknown_fields=True):
-    tokens: list[int]
+    tokens: list[TokenId]
     model: str = ""
 
 
@@ -145,10 +148,19 @@ def check_count(prompts: int, n: int) -> None:
         raise Refused(400, f"the request has {count} continuations; the limit is {MAX_PROMPTS}: send several requests")
 
 
+def kind_of(name: str, items: Sequence[Any]) -> type:
+    """The type of the items of a list, `NoneType` for an empty list; raises `Refused` for items of several types."""
+    kinds = set(map(type, items)) or {type(None)}
+    if len(kinds) > 1:
+        names = " and ".join(sorted(kind.__name__ for kind in kinds))
+        raise Refused(400, f"{name}: a list has items of the types {names}; give items of one type")
+    return kinds.pop()
+
+
 async def _completions(target: Target, wanted: CompletionRequest) -> list[_Completion]:
     """The continuations of a request, those of the first prompt first."""
     given: Any = wanted.prompt
-    prompts: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
+    prompts: list[Any] = [given] if isinstance(given, str) or kind_of("prompt", given) is int else given
     check_count(len(prompts), wanted.n)
     texts, deadline = target.texts, target.turn.deadline
     jobs: list[_Completion] = []
@@ -164,12 +176,8 @@ async def _completions(target: Target, wanted: CompletionRequest) -> list[_Compl
 
 
 async def _sampling(target: Target, wanted: CompletionRequest) -> TextSampling:
-    stop = [wanted.stop] if isinstance(wanted.stop, str) else wanted.stop
-    return TextSampling(
-        wanted.max_tokens, wanted.temperature, wanted.top_p, wanted.seed, tuple(filter(None, stop)),
-        frozenset(wanted.stop_token_ids), frozenset() if wanted.ignore_eos else await target.model.end_ids(),
-        wanted.include_stop_str_in_output, wanted.skip_special_tokens,
-    )  # fmt: skip
+    keep_stop = wanted.include_stop_str_in_output
+    return await TextSampling.of(target, wanted, wanted.max_tokens, wanted.seed, keep_stop=keep_stop)
 
 
 def limit_top(target: Target, top: int | None) -> int:
@@ -235,7 +243,7 @@ async def _choice(
     done = await generate(target, job.prompt, how, job.number, known)
     answer: dict[str, Any] = {
         "index": job.number,
-        "text": (job.text if wanted.echo and not wanted.return_token_ids else "") + done.text,
+        "text": (job.text if _has_prompt(wanted) else "") + done.text,
         "logprobs": None,
         "finish_reason": done.reason,
         "stop_reason": done.matched,
@@ -244,7 +252,7 @@ async def _choice(
     if wanted.logprobs is not None:
         found = await _logprobs(target, wanted, job.prompt, done, scored)
         if scored is not None and wanted.echo:
-            found = _echoed(target, wanted, job.prompt, scored, found)
+            found = await _echoed(target, wanted, job.prompt, scored, found)
         answer["logprobs"] = found | {"text_offset": offsets(found["tokens"])}
     if wanted.prompt_logprobs is not None and scored is not None:
         table = table_of(scored, job.prompt[1:], limit_top(target, wanted.prompt_logprobs))
@@ -254,11 +262,14 @@ async def _choice(
     return answer, len(done.ids)
 
 
+def _has_prompt(wanted: CompletionRequest) -> bool:
+    """Whether the text of a choice begins with the prompt, which vLLM leaves out if it returns the prompt's ids."""
+    return wanted.echo and not wanted.return_token_ids
+
+
 async def encode_table(table: Ranked, texts: TokenTexts) -> Raw:
     """The JSON of `prompt_logprobs_json`; of a large table in a thread, so that other requests go on."""
-    if table.ids.size < _MAX_ENTRIES_IN_LOOP:
-        return prompt_logprobs_json(table, texts)
-    return await asyncio.to_thread(prompt_logprobs_json, table, texts)
+    return await by_size(table.ids.size, prompt_logprobs_json, table, texts)
 
 
 async def choice_table(
@@ -274,7 +285,10 @@ async def choice_table(
     best = None if scored is None else scored.top
     if best is not None and len(ids) == 1 and best.ids.shape[1] >= top:
         return rank(ids, values, TopK(best.values[-1:, :top], best.ids[-1:, :top]))
-    return await ranked(target, prompt + done.ids, len(prompt) - 1, top)
+    # Leave out the last token, because a continuation may end one token after the longest prompt.
+    target.turn.hold(len(ids) * (top + 1) * ENTRY_BYTES)
+    found = await target.predict(prompt + done.ids[:-1], len(prompt) - 1, top=top)
+    return rank(ids, values, found.top)
 
 
 async def _logprobs(
@@ -282,15 +296,16 @@ async def _logprobs(
 ) -> dict[str, list[Any]]:
     """The field `logprobs` of the new tokens, without `text_offset`."""
     table = await choice_table(target, prompt, done, limit_top(target, wanted.logprobs), scored)
-    return table_logprobs(table, _namer(target, wanted))
+    return await by_size(table.ids.size, table_logprobs, table, _namer(target, wanted))
 
 
-def _echoed(
+async def _echoed(
     target: Target, wanted: CompletionRequest, prompt: list[int], scored: Predictions, new: dict[str, list[Any]]
 ) -> dict[str, list[Any]]:
     """The field `logprobs` of the prompt, and of the new tokens after it."""
     name = _namer(target, wanted)
-    found = table_logprobs(table_of(scored, prompt[1:], limit_top(target, wanted.logprobs)), name)
+    table = table_of(scored, prompt[1:], limit_top(target, wanted.logprobs))
+    found = await by_size(table.ids.size, table_logprobs, table, name)
     # No token precedes the first one.
     first: dict[str, list[Any]] = {"tokens": [name(prompt[0])], "token_logprobs": [None], "top_logprobs": [None]}
     return {field: first[field] + found[field] + new[field] for field in first}
@@ -375,7 +390,7 @@ async def _stream_choice(
         async for piece in continuing:
             answer: dict[str, Any] = {
                 "index": job.number,
-                "text": (job.text if wanted.echo and is_first else "") + piece.text,
+                "text": (job.text if is_first and _has_prompt(wanted) else "") + piece.text,
                 "logprobs": None,
                 "finish_reason": piece.reason,
                 "stop_reason": piece.matched,
@@ -385,7 +400,7 @@ async def _stream_choice(
                 found = await _logprobs(target, wanted, before, new, None)
                 if wanted.echo and is_first:
                     scored = await _predict(target, job.prompt, 0, limit_top(target, wanted.logprobs))
-                    found = _echoed(target, wanted, job.prompt, scored, found)
+                    found = await _echoed(target, wanted, job.prompt, scored, found)
                 answer["logprobs"] = found | {"text_offset": offsets(found["tokens"], offset)}
                 offset += sum(map(len, found["tokens"]))
             if wanted.return_token_ids:
@@ -412,6 +427,9 @@ def stream(path: str, chunks: AsyncGenerator[bytes, None]) -> Response:
                     yield chunk
         except LMPoolError as error:
             yield event(describe(path, error))
+        except Exception as error:  # noqa: BLE001  # The client gets the error as the last chunk.
+            _log.exception("a stream of %s failed", path)
+            yield event(describe(path, error))
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(sent(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
@@ -427,7 +445,7 @@ async def merged(streams: Sequence[Any]) -> AsyncGenerator[tuple[int, Any], None
             async with aclosing(streams[number]()) as items:
                 async for item in items:
                     await queue.put((number, item, None))
-        except LMPoolError as error:
+        except Exception as error:  # noqa: BLE001  # The reader of the merged stream raises the exception.
             failed = error
         await queue.put((-1, None, failed))
 

@@ -6,7 +6,7 @@ import base64
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -18,11 +18,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from lmpool.aio import gather
-from lmpool.http.dialects.openai import check_count, event, merged, stream
+from lmpool.http.dialects.openai import Count, TokenId, check_count, event, kind_of, merged, stream
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import ENTRY_BYTES
+from lmpool.http.scoring import ENTRY_BYTES, by_size
 from lmpool.protocol.query import Predictions
 from lmpool.web.guard import Refused
 
@@ -51,13 +51,13 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
     """The fields of a request that are served. In a batch, most fields are one value for all texts, or a list."""
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: list[TokenId | list[TokenId]] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] = {}
     rid: str | list[str] | None = None
     return_logprob: bool | list[bool] = False
     logprob_start_len: int | list[int] = -1
-    top_logprobs_num: int | list[int] = 0
-    token_ids_logprob: list[int | list[int]] | None = None
+    top_logprobs_num: Count | list[Count] = 0
+    token_ids_logprob: list[TokenId | list[TokenId]] | None = None
     return_text_in_logprobs: bool = False
     return_flat_raw_top_logprobs: bool = False
     return_flat_raw_top_logprobs_b64: bool = False
@@ -70,7 +70,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
 class SamplingParams(Struct, forbid_unknown_fields=True):
     """The fields of `sampling_params` that are served, with SGLang's defaults."""
 
-    max_new_tokens: Annotated[int, Meta(ge=0)] = 128
+    max_new_tokens: Count = 128
     temperature: float = 1.0
     top_p: float = 1.0
     n: Annotated[int, Meta(ge=1, le=MAX_PROMPTS)] = 1
@@ -138,14 +138,16 @@ async def _jobs(target: Target, wanted: GenerateRequest) -> tuple[list[_Job], bo
     given: Any = wanted.text if wanted.input_ids is None else wanted.input_ids
     if given is None or (wanted.text is not None and wanted.input_ids is not None):
         raise Refused(400, "give either text or input_ids")
-    is_one = isinstance(given, str) or bool(given and isinstance(given[0], int))
+    is_one = isinstance(given, str) or kind_of("input_ids", given) is int
     texts: list[Any] = [given] if is_one else given
     check_count(len(texts), 1)
 
     def one(name: str, at: int, value: Any) -> Any:
         """The value of a field for text `at`."""
-        if not isinstance(value, list) or is_one:
+        if not isinstance(value, list):
             return value
+        if is_one:
+            raise Refused(400, f"{name}: a list of values is for a list of texts; the request has one text")
         if len(value) != len(texts):
             raise Refused(400, f"{name}: {len(value)} values for {len(texts)} texts; give one for each, or one for all")
         return value[at]
@@ -157,7 +159,7 @@ async def _jobs(target: Target, wanted: GenerateRequest) -> tuple[list[_Job], bo
         params = read_fields(fields, SamplingParams, _IGNORED_PARAMS, _NEUTRAL_PARAMS)
         check_count(len(texts), params.n)
         named: Any = wanted.token_ids_logprob
-        if named and isinstance(named[0], list):
+        if named and kind_of("token_ids_logprob", named) is list:
             named = one("token_ids_logprob", at, named)
         start, rid = one("logprob_start_len", at, wanted.logprob_start_len), one("rid", at, wanted.rid)
         if start > len(ids):
@@ -175,17 +177,14 @@ async def _jobs(target: Target, wanted: GenerateRequest) -> tuple[list[_Job], bo
 
 async def _sampling(target: Target, job: _Job) -> TextSampling:
     params = job.params
-    stop = [params.stop] if isinstance(params.stop, str) else params.stop
-    return TextSampling(
-        params.max_new_tokens, params.temperature, params.top_p, params.sampling_seed, tuple(filter(None, stop)),
-        frozenset(params.stop_token_ids), frozenset() if params.ignore_eos else await target.model.end_ids(),
-        params.no_stop_trim, params.skip_special_tokens,
-    )  # fmt: skip
+    keep_stop = params.no_stop_trim
+    return await TextSampling.of(target, params, params.max_new_tokens, params.sampling_seed, keep_stop=keep_stop)
 
 
 async def _complete(job: _Job, how: TextSampling, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
     target = target.with_adapter(job.adapter)
-    return await _answer(job, await generate(target, job.ids, how, job.number), target, wanted)
+    done = await generate(target, job.ids, how, job.number)
+    return _answer(job, done, await _logprobs(job, done, target, wanted), target, wanted)
 
 
 async def _stream(
@@ -193,13 +192,22 @@ async def _stream(
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The results of a stream: each has the whole text so far, as SGLang sends it."""
     target, done = target.with_adapter(job.adapter), Choice()
+    logprobs: dict[str, Any] = {}
     async with aclosing(pieces(target, job.ids, how, job.number)) as continuing:
         async for piece in continuing:
+            # Only the first piece has the prompt's log-probabilities; a later one continues the prompt and its tokens.
+            before = job.ids + done.ids
+            at = replace(job, ids=before, start=len(before)) if logprobs else job
+            new = await _logprobs(at, Choice(*piece), target, wanted)
+            outputs = {name: logprobs[name] + new[name] for name in logprobs if name.startswith("output_")}
+            logprobs = logprobs | outputs if logprobs else new
             done.add(piece)
-            yield await _answer(job, done, target, wanted)
+            yield _answer(job, done, logprobs, target, wanted)
 
 
-async def _answer(job: _Job, done: Choice, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
+def _answer(
+    job: _Job, done: Choice, logprobs: dict[str, Any], target: Target, wanted: GenerateRequest
+) -> dict[str, Any]:
     reason: dict[str, Any] | None = None
     if done.reason == "length":
         reason = {"type": "length", "length": job.params.max_new_tokens}
@@ -212,15 +220,33 @@ async def _answer(job: _Job, done: Choice, target: Target, wanted: GenerateReque
         "completion_tokens": len(done.ids),
         "cached_tokens": 0,
         "weight_version": target.info.revision,
+        **logprobs,
     }
-    if job.has_logprobs:
-        info |= await _logprobs(job, done, target, wanted)
     answer = {"text": done.text, "output_ids": list(done.ids), "meta_info": info}
     return {**answer, "prompt_token_ids": job.ids} if wanted.return_prompt_token_ids else answer
 
 
 async def _logprobs(job: _Job, done: Choice, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
-    """The log-probabilities of the prompt from `job.start` on, and of the new tokens."""
+    """The log-probabilities of the prompt from `job.start` on, and of the new tokens; {} if none are wanted."""
+    if not job.has_logprobs:
+        return {}
+    # Position i predicts token i + 1. The last new token predicts nothing that is wanted, and may be one token after
+    # the longest prompt. The first token of the input has no log-probability in SGLang's format.
+    ids, start = job.ids + done.ids[:-1], min(job.start, len(job.ids) - 1)
+    has_input = len(job.ids) - 1 > job.start
+    entries = (len(ids) - start) * (job.top + len(job.named or ()) + 1)
+    target.turn.hold(entries * ENTRY_BYTES)
+    found = Predictions(start)
+    if has_input or ((job.top or job.named) and done.ids):
+        options: dict[str, Any] = {"top": job.top} if job.top else {}
+        if job.named:
+            options["targets"] = job.named
+        found = await target.predict(ids, start, next_token=True, **options)
+    return await by_size(entries, _listed, job, done, found, target, wanted)
+
+
+def _listed(job: _Job, done: Choice, found: Predictions, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
+    """The fields of log-probabilities, from the predictions from `job.start`, or the prompt's last token, on."""
     texts = target.texts if wanted.return_text_in_logprobs else None
 
     def listed(values: Any, ids: Any) -> list[tuple[float | None, int, str | None]]:
@@ -232,23 +258,11 @@ async def _logprobs(job: _Job, done: Choice, target: Target, wanted: GenerateReq
     def rows(values: NDArray[np.float32], ids: NDArray[np.int64]) -> list[Any]:
         return [listed(*row) for row in zip(values.tolist(), ids.tolist(), strict=True)]
 
-    ids, prompt_length = job.ids + done.ids, len(job.ids)
-    # Position i predicts token i + 1. The first token of the input has no log-probability in SGLang's format.
-    start = min(job.start, prompt_length - 1)
-    n_input = max(0, prompt_length - job.start - 1)
-    target.turn.hold((len(ids) - start) * (job.top + len(job.named or ()) + 1) * ENTRY_BYTES)
-    found = Predictions(start)
-    is_needed = n_input or ((job.top or job.named) and done.ids)
-    if is_needed:
-        options: dict[str, Any] = {"top": job.top} if job.top else {}
-        if job.named:
-            options["targets"] = job.named
-        found = await target.predict(ids, start, next_token=True, **options)
-    own = np.array(done.logprobs, np.float32) if found.next_token is None else found.next_token
-    first = prompt_length - 1 - start if is_needed else 0  # The place in `found` of the first new token.
-    end, lead = first + len(done.ids), [None] * (job.start < prompt_length)
+    n_input = max(0, len(job.ids) - 1 - job.start)  # Also the place in `found` of the first new token.
+    end, lead = n_input + len(done.ids), [None] * (job.start < len(job.ids))
+    own = [] if found.next_token is None else found.next_token[:n_input].tolist()
     info: dict[str, Any] = {
-        "input_token_logprobs": listed([*lead, *own[:n_input].tolist()], job.ids[job.start :]),
+        "input_token_logprobs": listed([*lead, *own], job.ids[job.start :]),
         "output_token_logprobs": listed(done.logprobs, done.ids),
         "output_token_logprobs_length": len(done.ids),
     }
@@ -260,12 +274,12 @@ async def _logprobs(job: _Job, done: Choice, target: Target, wanted: GenerateReq
             info |= _flat(values[:n_input], top_ids[:n_input], len(lead), wanted.return_flat_raw_top_logprobs_b64)
         else:
             info["input_top_logprobs"] = [*lead, *rows(values[:n_input], top_ids[:n_input])]
-        info["output_top_logprobs"] = rows(values[first:end], top_ids[first:end])
+        info["output_top_logprobs"] = rows(values[n_input:end], top_ids[n_input:end])
     if job.named is not None:
-        named_values = np.empty((0, 0), np.float32) if found.targets is None else found.targets
+        named_values = np.empty((0, len(job.named)), np.float32) if found.targets is None else found.targets
         named_ids = np.broadcast_to(np.array(job.named, np.int64), named_values.shape)
         info["input_token_ids_logprobs"] = [*lead, *rows(named_values[:n_input], named_ids[:n_input])]
-        info["output_token_ids_logprobs"] = rows(named_values[first:end], named_ids[first:end])
+        info["output_token_ids_logprobs"] = rows(named_values[n_input:end], named_ids[n_input:end])
     return info
 
 

@@ -19,7 +19,8 @@ from lmpool.aio import gather
 from lmpool.http.dialects.openai import check_count
 from lmpool.http.limits import json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
-from lmpool.http.scoring import ENTRY_BYTES
+from lmpool.http.scoring import ENTRY_BYTES, by_size
+from lmpool.protocol.job import encode_prompt
 from lmpool.web.guard import Refused
 
 PATH = "/get_sequence_logprobs/"
@@ -62,7 +63,8 @@ def routes(targets: Targets) -> list[Route]:
                 for at, (ids, length) in enumerate(zip(wanted.sequences, wanted.prompt_lengths, strict=True))
             ]
             scored = await gather(work)
-        return json_response(_binary(scored) if wanted.response_format == "binary" else _lists(scored))
+        make = _binary if wanted.response_format == "binary" else _lists
+        return json_response(await by_size(sum(each.ids.size for each in scored), make, scored))
 
     return [Route(PATH, handle, methods=["POST"])]
 
@@ -70,6 +72,7 @@ def routes(targets: Targets) -> list[Route]:
 async def _score(target: Target, wanted: SequenceLogprobsRequest, ids: list[int], length: int, at: int) -> _Scored:
     if not 0 <= length <= len(ids):
         raise Refused(400, f"prompt_lengths[{at}]: {length} must be from 0 to {len(ids)}, the sequence's length")
+    encode_prompt(ids, vocab_size=target.info.vocab_size, max_tokens=target.info.max_prompt_tokens)
     n, k = len(ids) - length, wanted.top_logprobs
     target.turn.hold(n * k * ENTRY_BYTES)
     # The first token of a text has no log-probability; TRL's server leaves its place empty.
@@ -96,8 +99,8 @@ def _binary(scored: list[_Scored]) -> dict[str, Any]:
     lengths = [len(each.ids) for each in scored]
 
     def packed(name: str, fill: float, dtype: str) -> str:
-        arrays = [getattr(each, name).reshape(len(each.ids), -1) for each in scored]
-        whole = np.full((len(scored), max(lengths), arrays[0].shape[1]), fill, dtype)
+        arrays = [getattr(each, name) for each in scored]
+        whole = np.full((len(scored), max(lengths), *arrays[0].shape[1:]), fill, dtype)
         for place, array in zip(whole, arrays, strict=True):
             place[: len(array)] = array
         return base64.b64encode(whole.tobytes()).decode("ascii")

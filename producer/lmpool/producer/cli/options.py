@@ -65,6 +65,8 @@ Waits = Annotated[
         show_default=False,
     ),
 ]
+Host = Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")]
 AreIds = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 
 
