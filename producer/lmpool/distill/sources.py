@@ -81,8 +81,8 @@ class States:
 
     def logits(self, *arrays: Array) -> Array:
         """The logits of parts of the arrays."""
-        given = dict(zip(self._names, arrays, strict=True))
-        hidden, weights, bias, down, up = map(given.get, ("hidden", "weights", "bias", "down", "up"))
+        given: dict[str, Any] = dict.fromkeys(("bias", "down", "up")) | dict(zip(self._names, arrays, strict=True))
+        hidden, weights, bias, down, up = (given[name] for name in ("hidden", "weights", "bias", "down", "up"))
         if isinstance(hidden, np.ndarray):
             head = Head(weights, bias, self.scale, self.soft_cap, self.dtype or "float32", down, up)
             return head.logits(hidden)
