@@ -71,9 +71,14 @@ def test_a_pending_request_keeps_its_model_open(pool: Pool, tmp_path: Path) -> N
         try:
             until(pool.jobs, "the worker holds the prompt")
             for name in register_others(pool, MAX_MODELS):
-                register_others(pool, MAX_MODELS)  # Repeat: a worker's first sweep may have removed infos.
-                # A request with a too long prompt opens the model, and fails without a worker.
-                assert "Shorten it" in service.request("/api/row", {"model": name, "ids": [1] * 5000}).json["error"]
+
+                def is_open(name: str = name) -> bool:
+                    """Open the model by a request with a too long prompt, which fails without a worker."""
+                    register_others(pool, MAX_MODELS)  # Repeat: the worker's first sweep may remove infos at any time.
+                    answer = service.request("/api/row", {"model": name, "ids": [1] * 5000})
+                    return "Shorten it" in answer.json["error"]
+
+                until(is_open, f"the explorer opens {name}")
             assert not held.done()
         finally:
             gate.open()
