@@ -343,7 +343,7 @@ def check_logprobs(row: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def check_logits(logits: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return these logits or logZ; raise `ProtocolError` if their largest value is NaN or infinite."""
+    """Return these logits or logZ; raise `ProtocolError` if their largest value is NaN or +inf."""
     if not (most := logits.max()) < np.inf:
         raise ProtocolError(f"the largest of {len(logits)} logits is {most}")
     return logits

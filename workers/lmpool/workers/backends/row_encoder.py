@@ -256,7 +256,9 @@ def _fault(logits: Tensor) -> str:
 
 
 def values_at_positions(states: Tensor, query: PositionsQuery, ids: bytes, begin: int) -> NDArray[np.float32] | None:
-    """The values (m, width) that a query requests at the m positions from `begin` on; None if one is NaN or infinite.
+    """The values (m, width) that a query requests at the m positions from `begin` on.
+
+    None if a value is NaN, or a hidden state is infinite. A log-probability may be -inf.
 
     Args:
         states: logits (m, V) of the positions, or hidden states (m, d) for a query that requests these.
