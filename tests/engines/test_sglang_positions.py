@@ -16,6 +16,7 @@ from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.sglang import head
+from lmpool.workers.backends.sglang.engine import limit_logits
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
 from tests.contract.model import reference_rows, reference_states
@@ -76,6 +77,15 @@ def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monk
         np.testing.assert_allclose(rows, expected(ids, 2), atol=3e-4)
     driver.check(prompts, driver.finish(rows_of_prompts))
     assert no_answer_is_open(driver)
+
+
+def test_logits_of_a_large_vocabulary_are_computed_in_small_parts(
+    driver: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = processor_of(driver)
+    monkeypatch.setattr(processor, "logprobs_chunk_size", processor.logprobs_chunk_size)  # Restore it after the test.
+    limit_logits(processor, 2**20)
+    assert processor.logprobs_chunk_size == 32
 
 
 def test_hidden_states_need_no_logits(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def vectors_of(steps: Iterable[Finished]) -> dict[bytes, Logprobs]:
 
 def limit_logits(backend: HfBackend, positions: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Let the backend compute the logits of few positions at once; returns the list of the numbers of positions."""
-    monkeypatch.setattr(hf_backend, "_MAX_LOGITS", positions * backend.info.vocab_size)
+    monkeypatch.setattr(hf_backend, "MAX_LOGITS", positions * backend.info.vocab_size)
     backend._rules = backend._rules._replace(logits=positions)
     seen = list[int]()
     at_positions = values_at_positions

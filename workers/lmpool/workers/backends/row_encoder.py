@@ -34,6 +34,8 @@ _REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this pro
 _NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
 _log = logging.getLogger(__name__)
 
+# Max logits at positions that a backend computes at once: 128 MiB in float32.
+MAX_LOGITS = 1 << 25
 NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or infinite"
 
 

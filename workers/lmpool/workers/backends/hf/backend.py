@@ -32,7 +32,7 @@ from lmpool.workers.backends.hf.model import (
 )
 from lmpool.workers.backends.hf.placement import is_offloaded
 from lmpool.workers.backends.lora import weights_of
-from lmpool.workers.backends.row_encoder import NO_DISTRIBUTION, RowEncoder, values_at_positions
+from lmpool.workers.backends.row_encoder import MAX_LOGITS, NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished, is_device_error
 
@@ -42,8 +42,6 @@ _NO_LIMIT = 2**62  # A number of tokens that no batch reaches.
 
 # Default max tokens of one prompt in a step, on a CPU and on other devices: more tokens hardly save time per token.
 _CPU_CHUNK, _CHUNK = 512, 2048
-# Max logits that a forward returns or the head computes at once (128 MiB in float32). A batch of rows may need more.
-_MAX_LOGITS = 1 << 25
 
 
 @dataclass(slots=True, eq=False)
@@ -116,7 +114,8 @@ class HfBackend(EngineBackend):
         chunk = settings.chunked_prefill_size or (_CPU_CHUNK if is_cpu or abilities.attention else _CHUNK)
         self._rules = BatchRules(
             tokens=settings.max_batch_tokens,
-            logits=max(settings.max_batch, _MAX_LOGITS // vocab_size),
+            # Max logits of a forward, or of the head at once. A batch of rows may need more.
+            logits=max(settings.max_batch, MAX_LOGITS // vocab_size),
             kv_tokens=max(self._pool.capacity, settings.max_batch_tokens) if self._pool else _NO_LIMIT,
             pads=abilities.pads,
             horizon=abilities.horizon,
@@ -383,7 +382,7 @@ class HfBackend(EngineBackend):
         kept = torch.cat([rows[-chunk.kept :] for chunk, rows in zip(chunks, states, strict=True)])
         # Compute the values of all chunks before recording any values: if memory runs out, the batch runs again.
         taken: list[list[NDArray[np.float32] | None]] = [[] for _ in jobs]
-        at_once = max(1, _MAX_LOGITS // self._info.vocab_size)
+        at_once = max(1, MAX_LOGITS // self._info.vocab_size)
         for first in range(0, row, at_once):
             part = kept[first : first + at_once]
             logits = part if is_logits else None

@@ -44,7 +44,7 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
 from lmpool.workers.backends.output_head import OutputHead
-from lmpool.workers.backends.row_encoder import Piece, PositionAnswers
+from lmpool.workers.backends.row_encoder import MAX_LOGITS, Piece, PositionAnswers
 from lmpool.workers.backends.sglang.head import RankHead
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.ranks import Followers
@@ -447,6 +447,7 @@ def make_scheduler(server_args: Any, ports: Any, rank: int = 0) -> Any:
         # Do not let SGLang compute logprobs in the memory of CUDA graphs, which has no space for the capture. All ranks
         # must compute the same parts of the logits.
         processor._can_borrow_logprob_memory = lambda *_, **__: False
+        limit_logits(processor, scheduler.model_config.vocab_size)
     worker = scheduler.tp_worker
     group = runtime_context.get_parallel().tp_group
     scheduler.output_head = RankHead(worker.model_runner.model, scheduler.model_config, group)
@@ -461,6 +462,11 @@ def logprob_processors(scheduler: Any) -> Iterator[Any]:
     for module in scheduler.tp_worker.model_runner.model.modules():
         if isinstance(module, LogitsProcessor):
             yield module.input_logprob_processor
+
+
+def limit_logits(processor: Any, vocab_size: int) -> None:
+    """Let a module that computes logprobs of prompts hold at most `MAX_LOGITS` logits at once."""
+    processor.logprobs_chunk_size = max(1, min(processor.logprobs_chunk_size, MAX_LOGITS // vocab_size))
 
 
 def _load_in_all_ranks(load: Callable[[Any], Any], wanted: Any) -> Any:

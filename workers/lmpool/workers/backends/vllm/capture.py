@@ -25,15 +25,12 @@ from vllm.v1.worker.gpu.sample.logits_processor import LogitsProcessor as Logits
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.row import RowBlock
-from lmpool.workers.backends.row_encoder import Piece, PositionAnswers, RowEncoder
+from lmpool.workers.backends.row_encoder import MAX_LOGITS, Piece, PositionAnswers, RowEncoder
 from lmpool.workers.backends.vllm.head import HeadPart, find_head
 from lmpool.workers.execution.contract import BackendJob
 
 KEY = "lmpool"
 """The entry of `SamplingParams.extra_args` that holds a prompt's digest."""
-
-_MAX_LOGITS = 1 << 25
-"""Max logits of positions that are computed at once (128 MiB in float32)."""
 
 
 def _check_shape(logits: Tensor, count: int, vocab_size: int, unit: str) -> None:
@@ -229,7 +226,7 @@ class PositionCapture(PositionAnswers):
                 continue
             with self._one_adapter(adapter):
                 first = 0
-                for part in torch.split(taken, max(1, _MAX_LOGITS // self._vocab_size)):
+                for part in torch.split(taken, max(1, MAX_LOGITS // self._vocab_size)):
                     self.add(pieces, first, self._logits(hidden[part]))
                     first += len(part)
 
