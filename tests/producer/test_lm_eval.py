@@ -28,7 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lmpool.errors import LMPoolError, PromptTooLong, ServerUnreachable, SettingsError, UnknownAdapter
 from lmpool.lm_eval import LmpoolLM, main
 from tests.contract.model import write_adapter
+from tests.gateway.service import GatewayService
 from tests.support.pool import DEADLINE_S, Pool, until
+from tests.web.service import TOKEN
 
 LONGEST = 64
 TEXT = "The river ran past the mill, and the miller's wife sang to the geese.\n\nShe had a café in the town. " * 3
@@ -66,7 +68,7 @@ metric_list: [{metric: exact_match}]
 }
 
 
-def write_model(folder: Path, *, marks: bool = False) -> Path:
+def write_model(folder: Path, *, marks: bool = False, longest: int = LONGEST) -> Path:
     """Write a tiny random Llama and a byte-level tokenizer; with `marks` texts begin with the BOS token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ċ", "Ċ"), ("e", "r"), ("i", "n"), (".", "ĊĊ")]
@@ -90,7 +92,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=longest,
         bos_token_id=0,
         # Two end tokens, like many chat models; the tokenizer has only the first.
         eos_token_id=[1, 2],
@@ -382,6 +384,44 @@ def test_lm_evals_command_runs_on_a_pool(served: Pool, folder: Path, tasks: Path
     for name, metrics in theirs["results"].items():
         numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
         assert {key: results[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny model that accepts the prompts of all tasks; only the texts of `rolling` are longer."""
+    return write_model(tmp_path_factory.mktemp("roomy"), longest=2 * LONGEST)
+
+
+@pytest.fixture(scope="module")
+def gateway(served: Pool, roomy: Path) -> GatewayService:
+    """A gateway with a token, in front of the pool that serves `roomy`."""
+    pooled(served, roomy)
+    return GatewayService(served, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_concurrent": 8}, {"batch_size": 4}, {"tokenized_requests": False, "num_concurrent": 2, "batch_size": 3}],
+    ids=["concurrent", "batches", "texts"],
+)
+def test_local_completions_of_a_gateway_gives_the_results_of_the_same_model_in_transformers(
+    gateway: GatewayService, roomy: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
+    url, most = f"{gateway.base}/v1/completions", 2 * LONGEST + 1
+    # lm-eval requests one token after each prompt, so its prompts may have `most` - 1 tokens, and its texts are cut as
+    # `hf` cuts them with `max_length` = `most` - 2.
+    ours = get_model("local-completions")(
+        model=roomy.name, base_url=url, tokenizer=str(roomy), max_length=most, max_retries=1, **options
+    )
+    mine, theirs = evaluate(ours, tasks), evaluate(hf(roomy, max_length=most - 2), tasks)
+    answers, expected = answers_of(mine), answers_of(theirs)
+    for name in TASKS:
+        assert_same(answers[name], expected[name])
+        metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
+        assert {key: mine["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+    assert len({str(answer) for answer in flat(answers["written"])}) > 3
+    assert 0 < mine["results"]["choice"]["acc,none"] < 1
 
 
 def test_errors_of_the_command_are_one_line(
