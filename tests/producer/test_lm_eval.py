@@ -387,41 +387,60 @@ def test_lm_evals_command_runs_on_a_pool(served: Pool, folder: Path, tasks: Path
 
 
 @pytest.fixture(scope="module")
-def roomy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a tiny model that accepts the prompts of all tasks; only the texts of `rolling` are longer."""
-    return write_model(tmp_path_factory.mktemp("roomy"), longest=2 * LONGEST)
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Folders of tiny models that accept the prompts of all tasks; only the texts of `rolling` are longer.
+
+    The key is whether the tokenizer adds the BOS token.
+    """
+    folders = {marks: tmp_path_factory.mktemp(f"roomy-{marks}") for marks in (False, True)}
+    return {marks: write_model(path, marks=marks, longest=2 * LONGEST) for marks, path in folders.items()}
 
 
 @pytest.fixture(scope="module")
-def gateway(served: Pool, roomy: Path) -> GatewayService:
-    """A gateway with a token, in front of the pool that serves `roomy`."""
-    pooled(served, roomy)
+def gateway(served: Pool) -> GatewayService:
+    """A gateway with a token."""
     return GatewayService(served, token=TOKEN)
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"num_concurrent": 8}, {"batch_size": 4}, {"tokenized_requests": False, "num_concurrent": 2, "batch_size": 3}],
-    ids=["concurrent", "batches", "texts"],
+    ("marks", "options"),
+    [
+        (False, {"num_concurrent": 8}),
+        (False, {"num_concurrent": 2, "batch_size": 3, "tokenized_requests": False}),
+        (True, {"batch_size": 4, "add_bos_token": True}),
+    ],
+    ids=["concurrent", "texts", "bos"],
 )
 def test_local_completions_of_a_gateway_gives_the_results_of_the_same_model_in_transformers(
-    gateway: GatewayService, roomy: Path, tasks: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    served: Pool,
+    gateway: GatewayService,
+    roomy: dict[bool, Path],
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    marks: bool,
+    options: dict[str, Any],
 ) -> None:
+    folder, most = roomy[marks], 2 * LONGEST + 1
+    pooled(served, folder)
     monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
-    url, most = f"{gateway.base}/v1/completions", 2 * LONGEST + 1
     # lm-eval requests one token after each prompt, so its prompts may have `most` - 1 tokens, and its texts are cut as
     # `hf` cuts them with `max_length` = `most` - 2.
     ours = get_model("local-completions")(
-        model=roomy.name, base_url=url, tokenizer=str(roomy), max_length=most, max_retries=1, **options
+        model=folder.name,
+        base_url=f"{gateway.base}/v1/completions",
+        tokenizer=str(folder),
+        max_length=most,
+        max_retries=1,
+        **options,
     )
-    mine, theirs = evaluate(ours, tasks), evaluate(hf(roomy, max_length=most - 2), tasks)
-    answers, expected = answers_of(mine), answers_of(theirs)
+    found, theirs = evaluate(ours, tasks), evaluate(hf(folder, max_length=most - 2), tasks)
+    answers, expected = answers_of(found), answers_of(theirs)
     for name in TASKS:
         assert_same(answers[name], expected[name])
         metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
-        assert {key: mine["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+        assert {key: found["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
     assert len({str(answer) for answer in flat(answers["written"])}) > 3
-    assert 0 < mine["results"]["choice"]["acc,none"] < 1
+    assert 0 < found["results"]["choice"]["acc,none"] < 1
 
 
 def test_errors_of_the_command_are_one_line(
