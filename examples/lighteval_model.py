@@ -36,7 +36,7 @@ class GatewayModel(LightevalModel):  # type: ignore[misc]  # lighteval has no ty
         self._client = OpenAI(timeout=600, max_retries=8)
         served = self._client.models.retrieve(config.model_name).model_dump()
         self.max_length = served["max_model_len"]
-        self._tokenizer = AutoTokenizer.from_pretrained(served["root"])  # type: ignore[no-untyped-call]
+        self._tokenizer = AutoTokenizer.from_pretrained(served["root"])
         self.prompt_manager = PromptManager(system_prompt=config.system_prompt)
         self._cache = SampleCache(config)  # lighteval needs this attribute; no method here uses the cache.
 
