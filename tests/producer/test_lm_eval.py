@@ -28,7 +28,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from lmpool.errors import LMPoolError, PromptTooLong, ServerUnreachable, SettingsError, UnknownAdapter
 from lmpool.lm_eval import LmpoolLM, main
 from tests.contract.model import write_adapter
+from tests.gateway.service import GatewayService
 from tests.support.pool import DEADLINE_S, Pool, until
+from tests.web.service import TOKEN
 
 LONGEST = 64
 TEXT = "The river ran past the mill, and the miller's wife sang to the geese.\n\nShe had a café in the town. " * 3
@@ -66,7 +68,7 @@ metric_list: [{metric: exact_match}]
 }
 
 
-def write_model(folder: Path, *, marks: bool = False) -> Path:
+def write_model(folder: Path, *, marks: bool = False, longest: int = LONGEST) -> Path:
     """Write a tiny random Llama and a byte-level tokenizer; with `marks` texts begin with the BOS token."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("Ċ", "Ċ"), ("e", "r"), ("i", "n"), (".", "ĊĊ")]
@@ -90,7 +92,7 @@ def write_model(folder: Path, *, marks: bool = False) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=LONGEST,
+        max_position_embeddings=longest,
         bos_token_id=0,
         # Two end tokens, like many chat models; the tokenizer has only the first.
         eos_token_id=[1, 2],
@@ -248,16 +250,22 @@ def test_texts_are_tokenized_as_in_transformers(served: Pool, folder: Path, mark
     assert ours.generate_until(written) == theirs.generate_until(written)
 
 
-def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: Pool, folder: Path) -> None:
-    ours, theirs = pooled(served, folder), hf(folder)
-    (said,) = ours._producer.generate(ours.tok_encode("The mill"), 8, temperature=0)
+def greedy_questions(model: LmpoolLM) -> list[Any]:
+    """Return eight prefixes of the most likely continuation of a text, and eight texts with another last token."""
+    (said,) = model._producer.generate(model.tok_encode("The mill"), 8, temperature=0)
     likely = said.ids.tolist()
-    context = ours.tok_encode("The mill")
+    context = model.tok_encode("The mill")
     questions: list[Any] = [(None, context, likely[:size]) for size in range(1, 9)]
     # Replace the last token by the second most likely token.
     for size in range(8):
-        second = ours._producer.topk([*context, *likely[:size]], 2).ids[1]
+        second = model._producer.topk([*context, *likely[:size]], 2).ids[1]
         questions.append((None, context, [*likely[:size], int(second)]))
+    return questions
+
+
+def test_greedy_is_reported_for_every_prefix_of_the_greedy_continuation(served: Pool, folder: Path) -> None:
+    ours, theirs = pooled(served, folder), hf(folder)
+    questions = greedy_questions(ours)
     answers = ours._loglikelihood_tokens(questions)
     assert [is_greedy for _, is_greedy in answers] == [True] * 8 + [False] * 8
     assert_same(answers, theirs._loglikelihood_tokens(questions))
@@ -382,6 +390,65 @@ def test_lm_evals_command_runs_on_a_pool(served: Pool, folder: Path, tasks: Path
     for name, metrics in theirs["results"].items():
         numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
         assert {key: results[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def roomy(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Folders of tiny models that accept the prompts of all tasks; only the texts of `rolling` are longer.
+
+    The key is whether the tokenizer adds the BOS token.
+    """
+    folders = {marks: tmp_path_factory.mktemp(f"roomy-{marks}") for marks in (False, True)}
+    return {marks: write_model(path, marks=marks, longest=2 * LONGEST) for marks, path in folders.items()}
+
+
+@pytest.fixture(scope="module")
+def gateway(served: Pool) -> GatewayService:
+    """A gateway with a token."""
+    return GatewayService(served, token=TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("marks", "options"),
+    [
+        (False, {"num_concurrent": 8}),
+        (False, {"num_concurrent": 2, "batch_size": 3, "tokenized_requests": False}),
+        (True, {"batch_size": 4, "add_bos_token": True}),
+    ],
+    ids=["concurrent", "texts", "bos"],
+)
+def test_local_completions_of_a_gateway_gives_the_results_of_the_same_model_in_transformers(
+    served: Pool,
+    gateway: GatewayService,
+    roomy: dict[bool, Path],
+    tasks: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    marks: bool,
+    options: dict[str, Any],
+) -> None:
+    folder, most = roomy[marks], 2 * LONGEST + 1
+    questions = greedy_questions(pooled(served, folder))
+    monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
+    # lm-eval requests one token after each prompt, so its prompts may have `most` - 1 tokens, and its texts are cut as
+    # `hf` cuts them with `max_length` = `most` - 2.
+    ours = get_model("local-completions")(
+        model=folder.name,
+        base_url=f"{gateway.base}/v1/completions",
+        tokenizer=str(folder),
+        max_length=most,
+        max_retries=1,
+        **options,
+    )
+    if ours.tokenized_requests:  # The tokens of a decoded text may be others.
+        assert [is_greedy for _, is_greedy in ours._loglikelihood_tokens(questions)] == [True] * 8 + [False] * 8
+    found, theirs = evaluate(ours, tasks), evaluate(hf(folder, max_length=most - 2), tasks)
+    answers, expected = answers_of(found), answers_of(theirs)
+    for name in TASKS:
+        assert_same(answers[name], expected[name])
+        metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
+        assert {key: found["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+    assert len({str(answer) for answer in flat(answers["written"])}) > 3
+    assert 0 < found["results"]["choice"]["acc,none"] < 1
 
 
 def test_errors_of_the_command_are_one_line(

@@ -407,13 +407,13 @@ def test_every_example_is_explained_and_listed(path: Path) -> None:
     if path.suffix == ".py":
         text = ast.get_docstring(ast.parse(source))
         assert text is not None
-        # own_backend.py is a module with a backend, not a program.
-        assert f"python examples/{path.name}" in text or path.name == "own_backend.py"
+        # These two are modules for other programs: a backend, and a model for lighteval.
+        assert f"python examples/{path.name}" in text or path.name in ("own_backend.py", "lighteval_model.py")
     else:
         assert json.loads(source)["cells"][0]["cell_type"] == "markdown"
     assert f"[{path.name}](../../examples/{path.name})" in (FOLDER / "examples.md").read_text("utf-8")
 
 
 def test_every_example_that_asks_a_pool_is_tested() -> None:
-    others = {"demo.py", "own_backend.py", "smollm2.py", "surprise.ipynb"}
+    others = {"demo.py", "lighteval_model.py", "own_backend.py", "smollm2.py", "surprise.ipynb"}
     assert {path.name for path in EXAMPLES} == others | set(ASKING)
