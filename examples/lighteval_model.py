@@ -54,8 +54,8 @@ class GatewayModel(LightevalModel):  # type: ignore[misc]  # lighteval has no ty
         return self._map(self._generate, docs)
 
     def loglikelihood_rolling(self, docs: list[Any]) -> list[Any]:
-        """Not available: lighteval 0.13 compares the tokens of such tasks with the predictions of other positions."""
-        raise NotImplementedError("use lm-evaluation-harness or `lmpool perplexity` for the perplexity of texts")
+        """Not available: tasks about whole texts, such as perplexity."""
+        raise NotImplementedError("for the perplexity of texts use lm-evaluation-harness or examples/perplexity.py")
 
     def _map(self, request: Callable[[Any], Any], docs: list[Any]) -> list[Any]:
         with ThreadPoolExecutor(AT_ONCE) as threads:
