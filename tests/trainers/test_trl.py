@@ -1,0 +1,112 @@
+"""TRL's trainers on a CPU: the losses and the student are the same with teachers in a pool and in the same process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from examples.trainers.trl_teacher import PooledTeacher, RoutedTrainer
+from peft import LoraConfig, PeftModel, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl import DistillationConfig, DistillationTrainer
+from trl.experimental.server_distillation import ServerDistillationConfig, ServerDistillationTrainer
+from trl.generation import vllm_client
+
+from tests.gateway.service import GatewayService
+from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
+from tests.support.pool import Pool
+
+TEACHERS = ("llama", "llama:poet", "llama:rhyme", "gpt2")
+STEPS = 3
+# The pool computes each text alone, and TRL a padded batch. Their float32 sums differ by rounding: losses of about 1 by
+# less than 1e-5, and other teachers change the loss by more than 0.01.
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Two models of different widths, and two adapters of the first, of which one changes its head."""
+    folder = tmp_path_factory.mktemp("trl")
+    for kind in ("llama", "gpt2"):
+        write_model(folder / kind, kind)
+    for seed, (name, modules) in enumerate({"poet": ["q_proj", "v_proj"], "rhyme": ["q_proj", "lm_head"]}.items()):
+        torch.manual_seed(seed)
+        config = LoraConfig(r=4, target_modules=modules, init_lora_weights=False)
+        get_peft_model(make_model("llama"), config).save_pretrained(str(folder / name))
+    return {name: folder / name for name in ("llama", "gpt2", "poet", "rhyme")}
+
+
+@pytest.fixture(scope="module")
+def served(server_url: str, folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    """A pool with the models and the adapters."""
+    pool = Pool(server_url, "trl", tmp_path_factory.mktemp("pool"))
+    adapters = [word for name in ("poet", "rhyme") for word in ("--adapters", f"{name}={folders[name]}")]
+    for kind, options in (("llama", adapters), ("gpt2", [])):
+        pool.start("--backend", "hf", "--dtype", "float32", "--name", kind, *options, model=str(folders[kind]), wait=False)
+    for worker in pool.workers:
+        worker.until_says("serving ")
+    yield pool
+    pool.end()
+
+
+@pytest.fixture(scope="module")
+def local(folders: dict[str, Path]) -> dict[str, Any]:
+    """The same teachers in this process."""
+    found: dict[str, Any] = {}
+    auto: Any = AutoModelForCausalLM
+    for name in TEACHERS:
+        kind, _, adapter = name.partition(":")
+        model = auto.from_pretrained(folders[kind], dtype=torch.float32)
+        found[name] = PeftModel.from_pretrained(model, folders[adapter]).merge_and_unload() if adapter else model
+    return found
+
+
+@pytest.fixture(scope="module")
+def pooled(served: Pool) -> PooledTeacher:
+    """The teachers of the pool."""
+    return PooledTeacher(*TEACHERS, redis=served.url, prefix=served.prefix)
+
+
+def train(make: Callable[..., Any], config: type[Any], folder: Path, **options: Any) -> tuple[list[float], np.ndarray]:
+    """Train a student for some steps; return the losses and the student's weights."""
+    words = {f"w{number}": number for number in range(VOCAB_SIZE)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1", unk_token="w0")
+    samples = [
+        {"prompt": " ".join(f"w{2 + (7 * at + k) % 90}" for k in range(2 + at % 4)), "teacher": TEACHERS[at % 4]}
+        for at in range(4 * STEPS)
+    ]
+    settings: dict[str, Any] = {
+        "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "max_completion_length": 6,
+        "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.5,
+        "save_strategy": "no", "report_to": "none", "bf16": False, "use_cpu": True, "seed": 3, "disable_tqdm": True,
+        **options.pop("settings", {}),
+    }  # fmt: skip
+    student = make_model("llama", seed=5)
+    args = config(**settings)
+    trainer = make(model=student, args=args, train_dataset=Dataset.from_list(samples), processing_class=fast, **options)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS
+    weights = torch.cat([each.detach().flatten() for each in student.parameters()])
+    return losses, weights.numpy()
+
+
+def test_losses_and_student_are_those_of_a_teacher_in_the_process(
+    local: dict[str, Any], pooled: PooledTeacher, tmp_path: Path
+) -> None:
+    losses, weights = train(DistillationTrainer, DistillationConfig, tmp_path, teacher_model=local["llama"])
+    found, trained = train(DistillationTrainer, DistillationConfig, tmp_path, teacher_model=pooled)
+    np.testing.assert_allclose(found, losses, **CLOSE)
+    np.testing.assert_allclose(trained, weights, **CLOSE)
+    other, _ = train(DistillationTrainer, DistillationConfig, tmp_path, teacher_model=local["llama:poet"])
+    assert np.abs(np.subtract(other, losses)).max() > 0.01
