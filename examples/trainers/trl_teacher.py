@@ -75,16 +75,18 @@ class PooledTeacher(nn.Module):
         """The states of texts at their last `logits_to_keep` positions (0: all): (B, n, d), 0 at padding."""
         weights, width = self.head.weight, input_ids.shape[1]
         first = max(0, width - (logits_to_keep or width))
-        states = torch.zeros(*input_ids.shape, weights.shape[1], dtype=weights.dtype, device=weights.device)
-        routes = self.routes or [0] * len(input_ids)
+        states = torch.zeros(len(input_ids), width - first, weights.shape[1], dtype=weights.dtype, device=weights.device)
+        routes, masks = self.routes or [0] * len(input_ids), attention_mask.bool()
+        starts = masks[:, :first].sum(1).tolist()
+        texts = [ids[mask].tolist() for ids, mask in zip(input_ids, masks, strict=True)]
         with ThreadPoolExecutor(_THREADS) as threads:
-            for at, found in enumerate(threads.map(self._states, routes, input_ids.cpu(), attention_mask.cpu().bool())):
-                states[at, attention_mask[at].bool(), self._columns[routes[at]]] = found.to(weights)
-        return BaseModelOutput(last_hidden_state=states[:, first:])
+            for at, found in enumerate(threads.map(self._states, routes, texts, starts)):
+                states[at, masks[at, first:], self._columns[routes[at]]] = found.to(weights)
+        return BaseModelOutput(last_hidden_state=states)
 
-    def _states(self, route: int, ids: Tensor, mask: Tensor) -> Tensor:
+    def _states(self, route: int, ids: list[int], start: int) -> Tensor:
         producer, adapter = self._teachers[route]
-        found = torch.from_numpy(producer.hidden(ids[mask].tolist(), adapter=adapter))
+        found = torch.from_numpy(producer.hidden(ids, start, adapter=adapter))
         columns = self._columns[route].stop - self._columns[route].start
         # The column of a bias has the state 1.
         return nn.functional.pad(found, (0, columns - found.shape[1]), value=1.0)

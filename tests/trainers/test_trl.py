@@ -110,3 +110,59 @@ def test_losses_and_student_are_those_of_a_teacher_in_the_process(
     np.testing.assert_allclose(trained, weights, **CLOSE)
     other, _ = train(DistillationTrainer, DistillationConfig, tmp_path, teacher_model=local["llama:poet"])
     assert np.abs(np.subtract(other, losses)).max() > 0.01
+
+
+class LocalRoutedTrainer(RoutedTrainer):
+    """The reference: each sample's loss with its own teacher in this process, whose sum is the loss of the batch."""
+
+    local: dict[str, Any] = {}
+
+    def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
+        parts, pooled = [], self.teacher_model
+        for at, route in enumerate(inputs["routes"].tolist()):
+            self.teacher_model = self.local[TEACHERS[route]]
+            one = {key: value[at : at + 1] if value.ndim else value for key, value in inputs.items()}
+            parts.append(DistillationTrainer._compute_loss(self, student, one, num_items_in_batch))
+        self.teacher_model = pooled
+        return tuple(sum(values) for values in zip(*parts, strict=True))
+
+
+def test_each_sample_has_the_teacher_that_its_column_names(
+    local: dict[str, Any], pooled: PooledTeacher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, trained = train(RoutedTrainer, DistillationConfig, tmp_path, teacher_model=pooled)
+    monkeypatch.setattr(LocalRoutedTrainer, "local", local)
+    losses, weights = train(LocalRoutedTrainer, DistillationConfig, tmp_path, teacher_model=pooled)
+    np.testing.assert_allclose(found, losses, **CLOSE)
+    np.testing.assert_allclose(trained, weights, **CLOSE)
+
+
+def test_logits_of_a_mixed_batch_are_those_of_each_teacher(local: dict[str, Any], pooled: PooledTeacher) -> None:
+    ids = torch.arange(24).reshape(4, 6) + 2
+    mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1] * 6, [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])
+    pooled.routes = [0, 1, 2, 3]
+    states = pooled(ids, mask, logits_to_keep=4).last_hidden_state
+    assert states.shape[:2] == (4, 4)
+    logits = pooled.get_output_embeddings()(states)
+    for at, name in enumerate(TEACHERS):
+        kept = mask[at].bool()
+        with torch.inference_mode():
+            expected = local[name](input_ids=ids[at][kept][None]).logits[0]
+        torch.testing.assert_close(logits[at][kept[2:]], expected[int(kept[:2].sum()) :], rtol=0, atol=1e-4)
+
+
+def test_the_url_of_a_gateway_is_the_teacher_of_the_server_trainer(
+    served: Pool, local: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward KL over the k = V most likely tokens is the loss of a teacher in the process."""
+    # TRL's client checks that vLLM is installed, but needs vLLM only to send weights.
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
+    # The client takes the first model that the gateway lists, which is its default and not the first by name.
+    gateway = GatewayService(served, "--model", "llama")
+    url = {"teacher_model_server_url": gateway.base, "loss_top_k": VOCAB_SIZE, "loss_add_tail": False, "beta": 0.0}
+    found, trained = train(ServerDistillationTrainer, ServerDistillationConfig, tmp_path, settings=url)
+    losses, weights = train(
+        DistillationTrainer, DistillationConfig, tmp_path, teacher_model=local["llama"], settings={"beta": 0.0}
+    )
+    np.testing.assert_allclose(found, losses, **CLOSE)
+    np.testing.assert_allclose(trained, weights, **CLOSE)
