@@ -51,9 +51,14 @@ class PooledTeacher(nn.Module):
         self._teachers = [(producers[model], adapter) for model, adapter in parts]
         heads = [producer.head(adapter=adapter) for producer, adapter in self._teachers]
         if len({(len(head.weights), head.soft_cap) for head in heads}) > 1:
-            raise SettingsError(f"names: {', '.join(names)} have different vocabularies or soft-caps: use a trainer each")
+            raise SettingsError(
+                f"names: {', '.join(names)} have different vocabularies or soft-caps: use a trainer each"
+            )
         # Adapters without factors for the head share the head of their model.
-        keys = [(model, adapter if head.down is not None else "") for (model, adapter), head in zip(parts, heads)]
+        keys = [
+            (model, adapter if head.down is not None else "")
+            for (model, adapter), head in zip(parts, heads, strict=True)
+        ]
         matrices = {key: _matrix(head) for key, head in zip(keys, heads, strict=True)}
         ends = dict(zip(matrices, np.cumsum([each.shape[1] for each in matrices.values()]).tolist(), strict=True))
         self._columns = [slice(ends[key] - matrices[key].shape[1], ends[key]) for key in keys]
@@ -75,7 +80,9 @@ class PooledTeacher(nn.Module):
         """The states of texts at their last `logits_to_keep` positions (0: all): (B, n, d), 0 at padding."""
         weights, width = self.head.weight, input_ids.shape[1]
         first = max(0, width - (logits_to_keep or width))
-        states = torch.zeros(len(input_ids), width - first, weights.shape[1], dtype=weights.dtype, device=weights.device)
+        states = torch.zeros(
+            len(input_ids), width - first, weights.shape[1], dtype=weights.dtype, device=weights.device
+        )
         routes, masks = self.routes or [0] * len(input_ids), attention_mask.bool()
         starts = masks[:, :first].sum(1).tolist()
         texts = [ids[mask].tolist() for ids, mask in zip(input_ids, masks, strict=True)]

@@ -1,12 +1,14 @@
-"""A pool as the teacher of verl's on-policy distillation, in place of inference servers that verl starts on GPUs.
+"""A pool as the teacher of verl's on-policy distillation, in place of the servers that verl starts on GPUs.
 
     VERL_USE_EXTERNAL_MODULES=examples.trainers.verl_teacher LMPOOL_REDIS_URL=redis://HOST \\
-        python -m verl.trainer.main_ppo distillation.enabled=true distillation.n_gpus_per_node=1 distillation.nnodes=1 \\
+        python -m verl.trainer.main_ppo distillation.enabled=true \\
+        distillation.n_gpus_per_node=1 distillation.nnodes=1 \\
+        distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size=1 \\
         distillation.teacher_models.teacher_model.model_path=smollm2 ...
 
-verl imports this module in each of its processes. `model_path` names a model of the pool, or "model:adapter". Of several
-entries in `teacher_models`, verl selects one for each sample: the entry whose `key` is the sample's `data_source`, or
-its value in the field that `distillation.teacher_key` names.
+verl imports this module in each of its processes. `model_path` is a model of the pool, or "model:adapter". Of several
+entries in `teacher_models`, verl takes one for each sample: the entry whose `key` is the sample's `data_source`, or its
+value in the field that `distillation.teacher_key` names. verl refuses a configuration without a GPU for the teachers.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -50,7 +50,9 @@ def served(server_url: str, folders: dict[str, Path], tmp_path_factory: pytest.T
     pool = Pool(server_url, "trl", tmp_path_factory.mktemp("pool"))
     adapters = [word for name in ("poet", "rhyme") for word in ("--adapters", f"{name}={folders[name]}")]
     for kind, options in (("llama", adapters), ("gpt2", [])):
-        pool.start("--backend", "hf", "--dtype", "float32", "--name", kind, *options, model=str(folders[kind]), wait=False)
+        pool.start(
+            "--backend", "hf", "--dtype", "float32", "--name", kind, *options, model=str(folders[kind]), wait=False
+        )
     for worker in pool.workers:
         worker.until_says("serving ")
     yield pool
@@ -115,7 +117,7 @@ def test_losses_and_student_are_those_of_a_teacher_in_the_process(
 class LocalRoutedTrainer(RoutedTrainer):
     """The reference: each sample's loss with its own teacher in this process, whose sum is the loss of the batch."""
 
-    local: dict[str, Any] = {}
+    local: ClassVar[dict[str, Any]] = {}
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         parts, pooled = [], self.teacher_model

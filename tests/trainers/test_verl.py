@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from lmpool.producer import SyncProducer
-from tests.support.pool import Pool, V
+from tests.support.pool import Pool
 
 # verl itself reads the environment when it is imported.
 pytest.importorskip("hydra")
@@ -56,7 +56,10 @@ def configured(teachers: list[str], *overrides: str) -> Any:
     counts = [f"distillation.{name}=1" for name in ("n_gpus_per_node", "nnodes")]
     entries = [f"{'+' * (each[0] == '+')}distillation.teacher_models.{each.lstrip('+')}" for each in teachers]
     with initialize_config_module("verl.trainer.config", version_base=None):
-        return compose("ppo_trainer", ["distillation.enabled=true", "actor_rollout_ref.rollout.name=vllm", *counts, *entries, *overrides])
+        return compose(
+            "ppo_trainer",
+            ["distillation.enabled=true", "actor_rollout_ref.rollout.name=vllm", *counts, *entries, *overrides],
+        )
 
 
 def manager(config: Any) -> Any:
