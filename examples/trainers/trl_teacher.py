@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutput
-from trl import DistillationTrainer
+from trl import DistillationTrainer  # type: ignore[attr-defined]  # trl imports its classes on demand
 
 from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
@@ -59,11 +59,12 @@ class PooledTeacher(nn.Module):
             (model, adapter if head.down is not None else "")
             for (model, adapter), head in zip(parts, heads, strict=True)
         ]
-        matrices = {key: _matrix(head) for key, head in zip(keys, heads, strict=True)}
+        matrices = {key: _matrix(head) for key, head in dict(zip(keys, heads, strict=True)).items()}
         ends = dict(zip(matrices, np.cumsum([each.shape[1] for each in matrices.values()]).tolist(), strict=True))
         self._columns = [slice(ends[key] - matrices[key].shape[1], ends[key]) for key in keys]
         matrix = torch.cat(list(matrices.values()), 1)
-        self.config = PreTrainedConfig(vocab_size=matrix.shape[0], final_logit_softcapping=heads[0].soft_cap)
+        facts: dict[str, Any] = {"vocab_size": matrix.shape[0], "final_logit_softcapping": heads[0].soft_cap}
+        self.config = PreTrainedConfig(**facts)
         self.head = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta")
         self.head.weight = nn.Parameter(matrix, requires_grad=False)
 
@@ -80,7 +81,7 @@ class PooledTeacher(nn.Module):
         """The states of texts at their last `logits_to_keep` positions (0: all): (B, n, d), 0 at padding."""
         weights, width = self.head.weight, input_ids.shape[1]
         first = max(0, width - (logits_to_keep or width))
-        states = torch.zeros(
+        states: Any = torch.zeros(
             len(input_ids), width - first, weights.shape[1], dtype=weights.dtype, device=weights.device
         )
         routes, masks = self.routes or [0] * len(input_ids), attention_mask.bool()
@@ -120,4 +121,5 @@ class RoutedTrainer(DistillationTrainer):
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
         self.accelerator.unwrap_model(self.teacher_model).routes = inputs["routes"].tolist()
-        return super()._compute_loss(student, inputs, num_items_in_batch)
+        base: Any = super()  # TRL is partly untyped.
+        return base._compute_loss(student, inputs, num_items_in_batch)

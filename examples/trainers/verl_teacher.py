@@ -49,8 +49,8 @@ class PooledTeacherClient:
         k = sampling_params["prompt_logprobs"]
         wanted: dict[str, Any] = {"top": k} if k else {"targets": [[token] for token in prompt_ids[1:]]}
         found = await self.producer.positions(prompt_ids[:-1], adapter=self.adapter, **wanted)
-        values, ids = found.top if found.top else (found.targets, np.array(wanted["targets"]))
-        padded = [np.pad(each, ((0, 1), (0, 0))).tolist() for each in (values, ids)]
+        values, ids = found.top or (found.targets, wanted["targets"])
+        padded = [np.pad(np.asarray(each), ((0, 1), (0, 0))).tolist() for each in (values, ids)]
         return TokenOutput(token_ids=[], extra_fields={"prompt_logprobs": padded[0], "prompt_ids": padded[1]})
 
 

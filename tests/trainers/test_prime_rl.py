@@ -1,8 +1,8 @@
 """The gateway as prime-rl's teacher, for the requests of prime-rl 0.8.0 and of the main branch of August 2026.
 
-prime-rl is not on PyPI and trains only on GPUs. These tests send the requests of `check_health`, `maybe_check_has_model`
-and `prefill_logprobs` in its file `utils/client.py`, the last with OpenAI's client as prime-rl does, and read the
-responses in the same way.
+prime-rl is not on PyPI and trains only on GPUs. These tests send the requests of `check_health`,
+`maybe_check_has_model` and `prefill_logprobs` in its file `utils/client.py`, the last with OpenAI's client as prime-rl
+does, and read the responses in the same way.
 """
 
 from __future__ import annotations

@@ -16,9 +16,6 @@ import pytest
 from lmpool.producer import SyncProducer
 from tests.support.pool import Pool
 
-# verl itself reads the environment when it is imported.
-pytest.importorskip("hydra")
-
 ALONE = "inference.tensor_model_parallel_size=1"
 ONE = ["teacher_model.model_path=syn", f"teacher_model.{ALONE}"]
 # `+` adds an entry. verl drops its entry `teacher_model` if there are others. The teachers' GPUs must add up to 1.
@@ -51,6 +48,7 @@ def producer(served: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[SyncProd
 
 def configured(teachers: list[str], *overrides: str) -> Any:
     """verl's configuration with teachers."""
+    # verl reads its variable in the environment when it is imported.
     from hydra import compose, initialize_config_module
 
     counts = [f"distillation.{name}=1" for name in ("n_gpus_per_node", "nnodes")]
