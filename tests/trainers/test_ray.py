@@ -37,6 +37,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="ray")
     before = children_of(os.getpid()).keys()
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray sets this variable, which would keep later tests from forking processes.
+    monkeypatch.setenv("PYTHONBREAKPOINT", "")
     monkeypatch.setenv("RAY_agent_register_timeout_ms", str(round(DEADLINE_S * 1000)))
     options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "log_to_driver": False}
     for attempt in range(ATTEMPTS):
