@@ -31,7 +31,7 @@ def served(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     folder = tmp_path_factory.mktemp("prime")
     (folder / "adapter_model.bin").write_bytes(b"poet")
     pool = Pool(server_url, "prime", folder)
-    pool.start("--adapters", f"poet={folder}", model="llama")
+    pool.start("--adapters", f"poet={folder}", model="smollm2")
     yield pool
     pool.end()
 
@@ -53,7 +53,7 @@ async def test_each_source_has_the_teacher_of_the_configuration(served: Pool) ->
         for source in tomllib.loads(CONFIG.read_text("utf-8"))["orchestrator"]["train"]["source"]
     ]
     assert [teacher["api_key_var"] for teacher in teachers] == ["LMPOOL_HTTP_TOKEN"] * 2
-    with SyncProducer("llama", redis=served.url, prefix=served.prefix) as producer:
+    with SyncProducer("smollm2", redis=served.url, prefix=served.prefix) as producer:
         scored = []
         for teacher in teachers:
             assert teacher["base_url"] == "http://127.0.0.1:8000/v1"
