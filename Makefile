@@ -51,6 +51,11 @@ ARQ := $(LMPOOL_TEST_SERVERS)/arq
 QUANTISERS := $(LMPOOL_TEST_SERVERS)/quantisers
 QUANTISERS_NEEDED := compressed-tensors==0.20.0 loguru torchao==0.18.0 bitsandbytes==0.50.2 optimum==2.3.0 \
 	gptqmodel==7.7.0 device-smi defuser logbar pypcre threadpoolctl tokenicer
+# Trainers and Ray, in a folder of their own: verl states an older transformers than ours, which its tested part does not
+# need, and Ray takes 240 MB. Remove the package `tests` of verl's wheel, which has the name of ours.
+TRAINERS := $(LMPOOL_TEST_SERVERS)/trainers
+TRAINERS_NEEDED := ray==2.60.0 verl==0.9.1 tensordict==0.10.0 hydra-core==1.3.8 omegaconf==2.4.0 \
+	antlr4-python3-runtime==4.9.3 cachetools codetiming fastapi orjson pyvers
 QUANTISED := $(MODELS)/quantised/written
 # Versions of the linters for docker/, and the folder of the built images.
 HADOLINT := 2.15.1
@@ -78,7 +83,7 @@ export PYTHONDONTWRITEBYTECODE =
 export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
-	test-smoke test-quantised test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
+	test-smoke test-quantised test-trainers test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
 	test-cluster chaos fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
 
 ## help: list the targets
@@ -114,9 +119,9 @@ collect: $(INSTALLED)
 test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
-## test-others: test-vllm, test-sglang, test-quantised and test-smoke
-test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(QUANTISED)
-	$(MAKE) --output-sync=target test-vllm test-sglang test-quantised test-smoke
+## test-others: test-vllm, test-sglang, test-quantised, test-trainers and test-smoke
+test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(QUANTISED) $(TRAINERS)
+	$(MAKE) --output-sync=target test-vllm test-sglang test-quantised test-trainers test-smoke
 
 ## test-quantised: quantised checkpoints with transformers; test-vllm and test-sglang run the same tests
 test-quantised: $(QUANTISED)
@@ -124,6 +129,15 @@ test-quantised: $(QUANTISED)
 
 $(QUANTISED): tests/support/models/quantised.py tests/contract/model.py | $(INSTALLED) $(QUANTISERS)
 	PYTHONPATH=$(QUANTISERS) $(BIN)/python -m tests.support.models.quantised $(@D)
+
+## test-trainers: a pool as the teacher of TRL and verl, and Ray Data with a pool
+test-trainers: $(INSTALLED) $(TRAINERS)
+	PYTHONPATH=$(TRAINERS) $(BIN)/python -m pytest tests/trainers
+
+$(TRAINERS): $(INSTALLED)
+	$(PIP_INSTALL) --upgrade --no-deps --target $@ $(TRAINERS_NEEDED)
+	rm -rf $@/tests
+	touch $@
 
 $(QUANTISERS): $(INSTALLED)
 	$(PIP_INSTALL) --upgrade --no-deps --target $@ $(QUANTISERS_NEEDED)

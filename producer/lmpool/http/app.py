@@ -82,7 +82,7 @@ def gateway(settings: GatewaySettings) -> Gateway:
     async def metrics(_: Request) -> Response:
         return metrics_response(served.counters, models)
 
-    gets = [*model_routes(server, keys), *health_routes(server), Route("/metrics", metrics)]
+    gets = [*model_routes(server, keys, settings.model), *health_routes(server), Route("/metrics", metrics)]
     # Starlette raises other exceptions again after their response, and uvicorn logs them.
     handlers: dict[Any, Any] = dict.fromkeys((LMPoolError, HTTPException, Exception), _explain)
     app = Starlette(routes=[*posts, *gets], lifespan=run, exception_handlers=handlers)
@@ -101,8 +101,11 @@ async def _explain(request: Request, error: Exception) -> Response:
     return response
 
 
-def model_routes(server: Server, keys: Keys) -> list[Route]:
-    """The routes `/v1/models` and `/v1/models/NAME`, in the format of OpenAI with vLLM's fields."""
+def model_routes(server: Server, keys: Keys, default: str) -> list[Route]:
+    """The routes `/v1/models` and `/v1/models/NAME`, in the format of OpenAI with vLLM's fields.
+
+    The model of requests that name none is listed first: clients that need one model take the first.
+    """
 
     async def cards() -> list[dict[str, Any]]:
         found, now = [], int(time.time())
@@ -111,7 +114,7 @@ def model_routes(server: Server, keys: Keys) -> list[Route]:
                 for name, parent in [(info.name, None), *((f"{info.name}:{each}", info.name) for each in adapters)]:
                     card = {"id": name, "object": "model", "created": now, "owned_by": "lmpool", "parent": parent}
                     found.append({**card, "root": info.source or None, "max_model_len": info.max_prompt_tokens})
-        return found
+        return sorted(found, key=lambda card: card["id"] != default)
 
     async def listed(_: Request) -> Response:
         return json_response({"object": "list", "data": await cards()})

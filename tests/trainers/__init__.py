@@ -1,0 +1,1 @@
+"""Trainers that use a pool as their teacher."""
