@@ -30,7 +30,7 @@ from benchmarks.measures import (
     tries,
 )
 from benchmarks.peers.environment import peers_python, versions
-from benchmarks.teacher import divergences, positions
+from benchmarks.teacher import divergences, gateway, positions
 from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Testbed], list[Result]]] = {
@@ -90,6 +90,8 @@ _TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {
     "divergence": divergences.divergence,
     "teacher-hf": positions.hf,
     "teacher-vllm": positions.vllm,
+    "gateway-vllm": gateway.vllm,
+    "gateway-rows": gateway.rows,
 }
 _DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
 _GROUPS = {
