@@ -300,6 +300,7 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
 	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
+	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks teacher --write docs/benchmarks-teacher.md
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
 
 ## bench-devices: measure hf with large models on a GPU, and write docs/benchmarks-devices.md

@@ -87,11 +87,11 @@ _GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "smc": smc.smc,
 }
 _TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {
-    "divergence": divergences.divergence,
     "teacher-hf": positions.hf,
     "teacher-vllm": positions.vllm,
     "gateway-vllm": gateway.vllm,
     "gateway-rows": gateway.rows,
+    "divergence": divergences.divergence,
 }
 _DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
 _GROUPS = {

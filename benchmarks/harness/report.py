@@ -34,16 +34,17 @@ server that is full and evicts. The table shows the median of {repeats} samples 
 maximum in brackets, and the median of the ratios of the pairs. Absolute figures depend on the machine and its load much
 more than the ratios do.
 
-`make bench` writes six pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
+`make bench` writes seven pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
 docs/benchmarks.md`), [benchmarks-control-plane.md](benchmarks-control-plane.md) for the cost of the control plane,
 [benchmarks-scaling.md](benchmarks-scaling.md) for several workers (the group `scaling`),
 [benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`),
-[benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md)
-for genlm programs and requests for parts of a row (the group `genlm`). `make bench-devices` writes
-[benchmarks-devices.md](benchmarks-devices.md), for large models on a GPU (the group `devices`). `python -m benchmarks
-new-f32 --quick` runs one measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-venv`, unless
-`LMPOOL_BENCH_PEERS` names another environment. The engines run in the environments that `make test` builds, or in the
-folder that `LMPOOL_BENCH_ENGINES` names.
+[benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`), [benchmarks-genlm.md](benchmarks-genlm.md)
+for genlm programs and requests for parts of a row (the group `genlm`) and
+[benchmarks-teacher.md](benchmarks-teacher.md) for a pool as a teacher and its HTTP gateway (the group `teacher`).
+`make bench-devices` writes [benchmarks-devices.md](benchmarks-devices.md), for large models on a GPU (the group
+`devices`). `python -m benchmarks new-f32 --quick` runs one measure quickly. The benchmark installs its peers from PyPI
+into `.cache/peers-venv`, unless `LMPOOL_BENCH_PEERS` names another environment. The engines run in the environments
+that `make test` builds, or in the folder that `LMPOOL_BENCH_ENGINES` names.
 
 To compare two commits, do not compare two of these pages: run `make bench-compare BASE=<commit>`. The command runs both
 pools on one machine in turns, each with its own environment, server, workers and client. It prints the ratios of rates

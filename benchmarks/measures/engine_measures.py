@@ -29,7 +29,7 @@ _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS, _TENSOR_PROMPT
 _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
 _LONG_TOKENS = 256  # Initial tokens per context, so many that a recomputed context stands out in the count of tokens.
 _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
-_SERVER_READY_S = 180.0  # Max seconds until vLLM's own server is ready.
+_SERVER_READY_S = 600.0  # Max seconds until vLLM's own server is ready: minutes on a busy machine.
 VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
 _RANKS = 2  # Processes over which a model is spread.
 _RANKS_REST_S = 2.0  # Seconds until vLLM's ranks rest: they spin for one second after each step.
