@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from benchmarks.harness.pairs import Result
 from benchmarks.harness.processes import BenchmarkError, Skipped
-from benchmarks.harness.report import Failures, describe_run, read_notes, render
+from benchmarks.harness.report import Failures, describe_run, write_page
 from benchmarks.harness.testbed import Testbed, open_testbed
 from benchmarks.measures import (
     bulk,
@@ -142,7 +142,7 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
     for name, fact in facts.items():
         print(f"{name}: {fact}")
     if write is not None:
-        write.write_text(render(results, failures, facts, repeats, read_notes(write)))
+        write_page(write, results, failures, facts, repeats)
     return 1 if failures.failed else 0
 
 
