@@ -100,7 +100,7 @@ def _post(connection: http.client.HTTPConnection, batch: Batch) -> Rows:
         raise RuntimeError(f"the gateway responded with {response.status}: {response.read()[:500]!r}")
     # Read into an array that exists, as `numpy.load` cannot do from a socket.
     data = np.empty(int(response.headers["Content-Length"]), np.uint8)
-    view = memoryview(data)
+    view = data.data
     while view:
         view = view[response.readinto(view) :]
     response.close()

@@ -226,7 +226,8 @@ async def test_a_stream_ends_with_an_error_if_the_gateway_has_a_bug(caplog: pyte
 
 
 async def test_the_data_of_a_response_are_sent_without_a_copy() -> None:
-    config, view = uvicorn.Config(Gateway, lifespan="off"), memoryview(bytes(1 << 20))
+    view: Any = memoryview(bytes(1 << 20))
+    config = uvicorn.Config(Gateway, lifespan="off")
     http = HttpConnection(lambda _: True, config=config, server_state=ServerState(), app_state={}).conn
     http.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     assert isinstance(http.next_event(), h11.Request)
