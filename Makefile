@@ -310,15 +310,16 @@ screenshots: $(INSTALLED) $(SMOLLM2) $(LMPOOL_TEST_BROWSER)
 ## bench: run all benchmarks and write their pages in docs/
 bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks pool --write docs/benchmarks.md
-	$(BIN)/python -m benchmarks scaling --write docs/benchmarks-scaling.md
-	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks-engines.md
-	$(BIN)/python -m benchmarks tries --write docs/benchmarks-tries.md
-	$(BIN)/python -m benchmarks genlm --write docs/benchmarks-genlm.md
-	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md
+	$(BIN)/python -m benchmarks scaling --write docs/benchmarks/scaling.md
+	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks engines --write docs/benchmarks/engines.md
+	$(BIN)/python -m benchmarks tries --write docs/benchmarks/tries.md
+	$(BIN)/python -m benchmarks genlm --write docs/benchmarks/genlm.md
+	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks teacher --write docs/benchmarks/teacher.md
+	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks/control-plane.md
 
-## bench-devices: measure hf with large models on a GPU, and write docs/benchmarks-devices.md
+## bench-devices: measure hf with large models on a GPU, and write docs/benchmarks/devices.md
 bench-devices: $(INSTALLED)
-	$(BIN)/python -m benchmarks devices --write docs/benchmarks-devices.md
+	$(BIN)/python -m benchmarks devices --write docs/benchmarks/devices.md
 
 ## bench-compare: check that the pool is as fast as at another commit, BASE
 # The default BASE is the fastest commit so far. COMPARE takes options of benchmarks.compare such as `--measures tiny

@@ -13,7 +13,7 @@ from redis.exceptions import RedisError
 
 from benchmarks.harness.pairs import Result
 from benchmarks.harness.processes import BenchmarkError, Skipped
-from benchmarks.harness.report import Failures, describe_run, read_notes, render
+from benchmarks.harness.report import Failures, describe_run, write_page
 from benchmarks.harness.testbed import Testbed, open_testbed
 from benchmarks.measures import (
     bulk,
@@ -30,7 +30,7 @@ from benchmarks.measures import (
     tries,
 )
 from benchmarks.peers.environment import peers_python, versions
-from benchmarks.teacher import divergences, positions
+from benchmarks.teacher import divergences, gateway, positions
 from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Testbed], list[Result]]] = {
@@ -87,9 +87,11 @@ _GENLM: dict[str, Callable[[Testbed], list[Result]]] = {
     "smc": smc.smc,
 }
 _TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {
-    "divergence": divergences.divergence,
     "teacher-hf": positions.hf,
     "teacher-vllm": positions.vllm,
+    "gateway-vllm": gateway.vllm,
+    "gateway-rows": gateway.rows,
+    "divergence": divergences.divergence,
 }
 _DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
 _GROUPS = {
@@ -140,7 +142,7 @@ def _run(names: Sequence[str], repeats: int, quick: bool, write: Path | None) ->
     for name, fact in facts.items():
         print(f"{name}: {fact}")
     if write is not None:
-        write.write_text(render(results, failures, facts, repeats, read_notes(write)))
+        write_page(write, results, failures, facts, repeats)
     return 1 if failures.failed else 0
 
 

@@ -206,7 +206,7 @@ def _page(fleet: Sequence[str], calls: Sequence[str], run: Mapping[str, str], no
 # The control plane
 
 The server's processor time for the control plane, without rows, on the embedded server through a Unix socket. Written
-by `python -m benchmarks.control_plane --write docs/benchmarks-control-plane.md`.
+by `python -m benchmarks.control_plane --write docs/benchmarks/control-plane.md`.
 
 ## By the number of workers
 

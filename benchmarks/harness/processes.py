@@ -7,6 +7,7 @@ import json
 import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -111,7 +112,8 @@ class Process:
         # Send only one SIGTERM: on a second SIGTERM, a worker exits without releasing its jobs.
         self.terminate()
         if not self._ends_within(_STOP_S):
-            process.kill()
+            # Also end the processes that it has started, such as the engine of vLLM's server: they would keep memory.
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
     def _ends_within(self, seconds: float) -> bool:

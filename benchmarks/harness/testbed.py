@@ -129,7 +129,7 @@ class Testbed:
         Raises:
             BenchmarkError: a worker ended, or the workers are not ready within 3 minutes.
         """
-        lmpool = command or [_own_command()]
+        lmpool = command or [own_command()]
         command = [*lmpool, "worker", model, "--name", name, "--redis", self.url, *options]
         with self._serving(name, command, number, environment or {}):
             yield
@@ -137,7 +137,7 @@ class Testbed:
     @contextmanager
     def trie_worker(self, *options: str) -> Iterator[None]:
         """Start one trie worker; the trie worker is ready when the `with` block begins."""
-        with self._serving(TRIE_SERVICE, [_own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
+        with self._serving(TRIE_SERVICE, [own_command(), "trie-worker", "--redis", self.url, *options], 1, {}):
             yield
 
     def heartbeats(self, model: str) -> dict[str, dict[str, str]]:
@@ -204,7 +204,8 @@ def wait_until(condition: Callable[[], bool], seconds: float, description: str) 
         time.sleep(_POLL_S)
 
 
-def _own_command() -> str:
+def own_command() -> str:
+    """The `lmpool` command of the environment that runs the benchmark."""
     return str(Path(sys.executable).with_name("lmpool"))
 
 

@@ -29,7 +29,7 @@ _VLLM_PROMPTS, _SGLANG_PROMPTS, _HTTP_PROMPTS, _OVERHEAD_PROMPTS, _TENSOR_PROMPT
 _CONTEXTS, _STEPS = 16, 32  # Number of growing contexts, and tokens by which each context grows.
 _LONG_TOKENS = 256  # Initial tokens per context, so many that a recomputed context stands out in the count of tokens.
 _HTTP_REPEATS = 2  # Number of samples of vLLM's own server: a sample takes about a minute.
-_SERVER_READY_S = 180.0  # Max seconds until vLLM's own server is ready.
+_SERVER_READY_S = 600.0  # Max seconds until vLLM's own server is ready: minutes on a busy machine.
 VLLM = ("--backend", "vllm", "--kv-cache-bytes", str(1 << 30))
 _RANKS = 2  # Processes over which a model is spread.
 _RANKS_REST_S = 2.0  # Seconds until vLLM's ranks rest: they spin for one second after each step.
@@ -77,7 +77,7 @@ def vllm_sessions(testbed: Testbed) -> list[Result]:
     options = (*VLLM, "--engine-args", "load_format=dummy enable_prefix_caching=false")
     with ExitStack() as stack:
         for port in ports:
-            command, environment = _command("vllm")
+            command, environment = engine_command("vllm")
             metrics = ("--metrics-port", str(port))
             stack.enter_context(
                 testbed.workers(name, model, *options, *metrics, command=command, environment=environment)
@@ -237,25 +237,30 @@ def pool(stack: ExitStack, testbed: Testbed, name: str, model: str, *options: st
 
     The producer caches no rows: until a cache is full, each row allocates new memory, which takes additional time.
     """
-    command, environment = _command(options[options.index("--backend") + 1])
+    command, environment = engine_command(options[options.index("--backend") + 1])
     stack.enter_context(testbed.workers(name, model, *options, command=command, environment=environment | variables))
     return stack.enter_context(testbed.producer(name, "--cache-bytes", "0"))
 
 
-def server(stack: ExitStack, testbed: Testbed) -> Child:
-    """A client of vLLM's own server, which serves SmolLM2."""
+def server(stack: ExitStack, testbed: Testbed, *options: str) -> Child:
+    """A client of vLLM's own server, which serves SmolLM2; `options` are more options of the server."""
     port = free_port()
     command = [engine_python("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(smollm2_folder()),
                "--port", str(port), "--host", "127.0.0.1", "--dtype", "float32", "--max-logprobs", "-1",
                "--enforce-eager", "--kv-cache-memory-bytes", str(1 << 30), "--block-size", "32", "--served-model-name",
-               "smollm2", "--return-tokens-as-token-ids"]  # fmt: skip
+               "smollm2", *options]  # fmt: skip
     server = stack.enter_context(testbed.process("vllm-serve", *command))
-    wait_until(lambda: _is_healthy(server, port), _SERVER_READY_S, "vLLM's own server")
-    url = f"http://127.0.0.1:{port}/v1/completions"
+    wait_until(lambda: is_healthy(server, port), _SERVER_READY_S, "vLLM's own server")
+    return completions_client(stack, testbed, f"http://127.0.0.1:{port}")
+
+
+def completions_client(stack: ExitStack, testbed: Testbed, base: str) -> Child:
+    """A client of the completions that a server at the URL `base` serves."""
+    url = f"{base}/v1/completions"
     return stack.enter_context(testbed.child("peers.vllm_http_peer", url, str(FULL_V), python=engine_python("vllm")))
 
 
-def _command(engine: str) -> tuple[list[str], dict[str, str]]:
+def engine_command(engine: str) -> tuple[list[str], dict[str, str]]:
     """The command in place of `lmpool` that starts an engine's worker, and the worker's environment variables."""
     python = engine_python(engine)
     if engine == "sglang":  # On a CPU SGLang needs stubs of missing packages, which the tests provide.
@@ -289,7 +294,8 @@ def _dummy_model(folder: Path) -> Path:
     return made
 
 
-def _is_healthy(server: Process, port: int) -> bool:
+def is_healthy(server: Process, port: int) -> bool:
+    """Whether a server's route `/health` responds with status 200; raises BenchmarkError if its process has ended."""
     server.check()
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2):

@@ -1,4 +1,4 @@
-"""A client of vLLM's own server: `python -m benchmarks.peers.vllm_http_peer URL V`.
+"""A client of vLLM's own server, or of a gateway: `python -m benchmarks.peers.vllm_http_peer URL V`.
 
 The client requests whole rows, or the top-k tokens at every position of a text.
 """
@@ -70,6 +70,7 @@ class Peer:
     async def _request(self, ids: Ids, **wanted: int) -> dict[str, Any]:
         """The server's response for one token after a prompt."""
         request = {"model": "smollm2", "prompt": ids, "max_tokens": 1, "temperature": 0.0, **wanted}
+        request["return_tokens_as_token_ids"] = True
         async with self._free, self._session.post(self._url, json=request) as response:
             text = await response.text()
             if response.status != 200:

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+import h11
 import numpy as np
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from lmpool.http.dialects.openai import stream
 from lmpool.http.limits import Gateway, HttpCounters, Limits, PiecewiseResponse, Turn
@@ -221,6 +223,18 @@ async def test_a_stream_ends_with_an_error_if_the_gateway_has_a_bug(caplog: pyte
     assert text.endswith('its log has the details"}}\n\ndata: [DONE]\n\n')
     assert "secret" not in text
     assert "KeyError: 'secret'" in caplog.text
+
+
+async def test_the_data_of_a_response_are_sent_without_a_copy() -> None:
+    view: Any = memoryview(bytes(1 << 20))
+    config = uvicorn.Config(Gateway, lifespan="off")
+    http = HttpConnection(lambda _: True, config=config, server_state=ServerState(), app_state={}).conn
+    http.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert isinstance(http.next_event(), h11.Request)
+    head = http.send(h11.Response(status_code=200, headers=[("Content-Length", str(len(view)))]))
+    assert head == b"HTTP/1.1 200 \r\nContent-Length: 1048576\r\n\r\n"
+    assert http.send(h11.Data(data=view)) is view
+    assert http.send(h11.EndOfMessage()) == b""
 
 
 def test_a_client_that_does_not_read_loses_its_connection() -> None:

@@ -278,7 +278,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
             for name in ("generate", "native", "openai", "sglang", "trl")
         },
         "producer/lmpool/web/app.py": {"starlette"},
-        "producer/lmpool/web/server.py": {"starlette", "uvicorn"},
+        "producer/lmpool/web/server.py": {"starlette", "uvicorn", "h11"},
         "producer/lmpool/web/cli.py": {"typer"},
         "producer/lmpool/web/explorer.py": {"starlette"},
         "producer/lmpool/web/guard.py": {"starlette"},

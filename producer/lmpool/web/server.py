@@ -12,6 +12,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, cast
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -47,6 +48,17 @@ def open_port(host: str, port: int, command: str) -> tuple[socket.socket, str]:
     return listening, f"http://{name}:{listening.getsockname()[1]}/"
 
 
+class _Http(h11.Connection):
+    """The state of a connection; sends data without a copy of the data, because a row may have megabytes."""
+
+    def send(self, event: h11.Event) -> Any:
+        """The bytes of an event, or None for the end of the connection; for data, the same object."""
+        parts = self.send_with_data_passthrough(event)
+        if parts is None:
+            return None
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
 class HttpConnection(H11Protocol):
     """A connection with time limits for requests and responses.
 
@@ -73,6 +85,7 @@ class HttpConnection(H11Protocol):
 
     def __init__(self, is_allowed: Callable[[Scope], bool], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _Http(h11.SERVER)
         self._is_allowed = is_allowed
         self._serve, self.app = self.app, self._run
         self._timer: asyncio.TimerHandle | None = None

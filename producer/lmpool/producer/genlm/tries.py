@@ -249,7 +249,7 @@ class ParallelTokenCharacterTrie(TokenCharacterTrie):
 
     The relative error of sums is below 1e-6. genlm-backend's class adds in float32, and its error grows with the
     vocabulary: 3e-6 of the root's sum for 5,000 tokens, more than 1e-4 for 131,072 (`trie-error-par` in
-    docs/benchmarks-tries.md).
+    docs/benchmarks/tries.md).
 
     Args:
         decode: see `TokenCharacterTrie`.
