@@ -32,7 +32,7 @@ def url(smollm2_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ray with two CPUs on this machine, reachable from this machine only; its processes end with the test."""
+    """Ray with two CPUs on this machine, which sends to the loopback only; its processes end with the test."""
     # Ray's paths of sockets would be too long in a folder of pytest.
     folder = tempfile.mkdtemp(prefix="ray")
     before = children_of(os.getpid()).keys()
@@ -43,7 +43,8 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "log_to_driver": False}
     for attempt in range(ATTEMPTS):
         try:
-            ray.init(_temp_dir=folder, _node_ip_address="127.0.0.1", **options)
+            # Ray replaces 127.0.0.1 by the machine's own address, but takes other addresses of the loopback.
+            ray.init(_temp_dir=folder, _node_ip_address="127.0.0.2", **options)
             break
         except Exception as error:
             ray.shutdown()
