@@ -1,11 +1,11 @@
 """A model for lighteval that a gateway serves: tasks with choices, and tasks with generated texts.
 
-    pip install lighteval openai
+    pip install lighteval==0.13.0 openai 'xxhash<4'
     export OPENAI_BASE_URL=http://127.0.0.1:8000/v1 OPENAI_API_KEY=none
     lighteval custom smollm2 examples/lighteval_model.py "arc:easy|0"
 
-The gateway is `lmpool http`; if it has a token, the token is the API key. Texts are tokenized as lighteval does it for
-its own models of transformers, with the tokenizer from the folder or the hub name of the served model.
+The gateway is `lmpool http`; if it has a token, the token is the API key. Texts are tokenized in the same
+way as by lighteval's models of transformers, with the tokenizer from the folder or the hub name of the served model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lighteval.utils.cache_management import SampleCache
 from openai import OpenAI
 from transformers import AutoTokenizer
 
-AT_ONCE = 32
+MAX_IN_FLIGHT = 32
 """Number of concurrent requests, enough to fill the batch of a worker."""
 
 
@@ -58,7 +58,7 @@ class GatewayModel(LightevalModel):  # type: ignore[misc]  # lighteval has no ty
         raise NotImplementedError("for the perplexity of texts use lm-evaluation-harness or examples/perplexity.py")
 
     def _map(self, request: Callable[[Any], Any], docs: list[Any]) -> list[Any]:
-        with ThreadPoolExecutor(AT_ONCE) as threads:
+        with ThreadPoolExecutor(MAX_IN_FLIGHT) as threads:
             return list(threads.map(request, docs))
 
     def _score(self, doc: Any) -> Any:
@@ -76,11 +76,11 @@ class GatewayModel(LightevalModel):  # type: ignore[misc]  # lighteval has no ty
         return ModelResponse(logprobs=logprobs, argmax_logits_eq_gold=is_greedy, **tokens)
 
     def _generate(self, doc: Any) -> Any:
-        ids = self.tok_encode(self.prompt_manager.prepare_prompt(doc))
-        length = doc.generation_size or self.max_length // 2
+        ids = self.tok_encode(self.prompt_manager.prepare_prompt(doc))[1 - self.max_length :]
+        length = min(doc.generation_size or self.max_length // 2, self.max_length - len(ids))
         how = {"max_tokens": length, "n": doc.num_samples, "temperature": float(doc.num_samples > 1)}
         stop = list(doc.stop_sequences or [])
-        found = self._complete(ids[length - self.max_length :], stop=stop, seed=0, **how)
+        found = self._complete(ids, stop=stop, seed=0, **how)
         return ModelResponse(text=[choice.text for choice in found], input_tokens=ids)
 
     def _complete(self, prompt: Any, **how: Any) -> list[Any]:

@@ -102,7 +102,9 @@ def _post(connection: http.client.HTTPConnection, batch: Batch) -> Rows:
     data = np.empty(int(response.headers["Content-Length"]), np.uint8)
     view = data.data
     while view:
-        view = view[response.readinto(view) :]
+        if not (count := response.readinto(view)):
+            raise RuntimeError(f"the gateway closed the connection; {len(view):,} bytes are missing")
+        view = view[count:]
     response.close()
     begin = 10 + int.from_bytes(data[8:10].tobytes(), "little")  # The head of a .npy file of version 1.
     return data[begin:].view(np.float32).reshape(len(batch), -1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -114,7 +115,10 @@ def _head(path: Path, repeats: int) -> str:
     is_main = path.name == "benchmarks.md"
     up, down = ("", "benchmarks/") if is_main else ("../", "")
     text = _HEAD.format(repeats=repeats, best=BEST_COMMIT, up=up, down=down)
-    return "\n\n".join(fill(part, _COLUMNS, break_on_hyphens=False) for part in text.split("\n\n"))
+    # Keep each command on one line, so that a reader of the file can copy the command.
+    kept = re.sub("`[^`]+`", lambda code: code[0].replace(" ", "\0"), text)
+    parts = [fill(part, _COLUMNS, break_on_hyphens=False, break_long_words=False) for part in kept.split("\n\n")]
+    return "\n\n".join(parts).replace("\0", " ")
 
 
 def _row(result: Result) -> str:

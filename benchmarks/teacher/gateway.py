@@ -14,7 +14,7 @@ from benchmarks.measures.real_model import smollm2_folder
 
 _READY_S = 60.0  # Max seconds until a gateway is ready.
 # The engine's limits on both sides: the defaults of a worker and of vLLM's server differ.
-_STEP_TOKENS, _PLACES = 2048, 256
+_STEP_TOKENS, _MAX_SEQUENCES = 2048, 256
 _BATCH, _BATCHES, _QUICK_BATCHES = 32, 128, 16  # Prompts per request of rows, and requests per sample.
 _CONCURRENCY = 4  # Requests of rows in flight.
 _TIMES = 4  # Requests of each batch in a sample of cached rows.
@@ -24,19 +24,21 @@ def vllm(testbed: Testbed) -> list[Result]:
     """Compare the gateway, with vLLM behind the pool, with vLLM's own server."""
     with ExitStack() as stack:
         command, environment = engine_command("vllm")
-        limits = ("--max-batch-tokens", str(_STEP_TOKENS), "--max-batch", str(_PLACES), "--sessions", "0")
+        limits = ("--max-batch-tokens", str(_STEP_TOKENS), "--max-batch", str(_MAX_SEQUENCES), "--sessions", "0")
         workers = testbed.workers(
             "smollm2", str(smollm2_folder()), *VLLM, *limits, command=command, environment=environment
         )
         stack.enter_context(workers)
         ours = completions_client(stack, testbed, _gateway(stack, testbed))
-        peer = server(stack, testbed, "--max-num-batched-tokens", str(_STEP_TOKENS), "--max-num-seqs", str(_PLACES))
+        peer = server(
+            stack, testbed, "--max-num-batched-tokens", str(_STEP_TOKENS), "--max-num-seqs", str(_MAX_SEQUENCES)
+        )
         top = TopTokens(testbed)
         samples = alternated({"gateway": top.new(ours), "server": top.same(peer)}, testbed.repeats)
     meaning = (
         f"{top.meaning}, `/v1/completions` with `prompt_logprobs`, 16 concurrent requests of new texts, JSON parsed, "
         f"the gateway of a pool with one vLLM worker ÷ vLLM's OpenAI server with the same engine, up to "
-        f"{_STEP_TOKENS:,} tokens per step and {_PLACES} sequences, and the same client"
+        f"{_STEP_TOKENS:,} tokens per step and {_MAX_SEQUENCES} sequences, and the same client"
     )
     return [Result("gateway-vllm", meaning, Goal(1.5), *top.sides(samples))]
 

@@ -15,24 +15,27 @@ import torch
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Row
 from lmpool.workers.backends.output_head import OutputHead
-from lmpool.workers.backends.sglang import head
-from lmpool.workers.backends.sglang.engine import limit_logits
+from lmpool.workers.backends.sglang import engine, head
 from lmpool.workers.execution.contract import BackendJob
 from tests.contract.driver import Opened, prompt
-from tests.contract.model import reference_rows, reference_states
+from tests.contract.model import V, reference_rows, reference_states
 from tests.contract.sglang_subject import SUBJECT
 from tests.contract.subjects import MAX_BATCH_TOKENS
 
 LONG = 3 * MAX_BATCH_TOKENS + 5
 TARGETS = PositionsQuery(0, targets=np.arange(4, dtype="<u4").tobytes())
 HIDDEN = PositionsQuery(2, values="hidden", size=128)
+POSITIONS_AT_ONCE = 20
+"""Number of positions whose logits the backend computes at once in these tests, less than a part of a prompt."""
 
 
 @pytest.fixture(scope="module")
 def driver(model_folder: Path) -> Iterator[Opened]:
     """One backend that tests share if they leave the backend usable."""
-    with Opened(SUBJECT, model_folder, "float32", {}) as opened:
-        yield opened
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "MAX_LOGITS", POSITIONS_AT_ONCE * V)
+        with Opened(SUBJECT, model_folder, "float32", {}) as opened:
+            yield opened
 
 
 @pytest.fixture
@@ -79,13 +82,8 @@ def test_logits_in_parts_are_assembled(driver: Opened, draw: random.Random, monk
     assert no_answer_is_open(driver)
 
 
-def test_logits_of_a_large_vocabulary_are_computed_in_small_parts(
-    driver: Opened, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor = processor_of(driver)
-    monkeypatch.setattr(processor, "logprobs_chunk_size", processor.logprobs_chunk_size)  # Restore it after the test.
-    limit_logits(processor, 2**20)
-    assert processor.logprobs_chunk_size == 32
+def test_a_part_has_at_most_the_logits_that_a_backend_may_hold(driver: Opened) -> None:
+    assert processor_of(driver).logprobs_chunk_size == POSITIONS_AT_ONCE
 
 
 def test_hidden_states_need_no_logits(driver: Opened, draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:

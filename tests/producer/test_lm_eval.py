@@ -426,22 +426,22 @@ def test_local_completions_of_a_gateway_gives_the_results_of_the_same_model_in_t
     marks: bool,
     options: dict[str, Any],
 ) -> None:
-    folder, most = roomy[marks], 2 * LONGEST + 1
+    folder, max_length = roomy[marks], 2 * LONGEST + 1
     questions = greedy_questions(pooled(served, folder))
     monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
-    # lm-eval requests one token after each prompt, so its prompts may have `most` - 1 tokens, and its texts are cut as
-    # `hf` cuts them with `max_length` = `most` - 2.
+    # lm-eval requests one token after each prompt, so its prompts may have one token less than `max_length`. It cuts
+    # its texts as `hf` does with a `max_length` that is two tokens smaller.
     ours = get_model("local-completions")(
         model=folder.name,
         base_url=f"{gateway.base}/v1/completions",
         tokenizer=str(folder),
-        max_length=most,
+        max_length=max_length,
         max_retries=1,
         **options,
     )
     if ours.tokenized_requests:  # The tokens of a decoded text may be others.
         assert [is_greedy for _, is_greedy in ours._loglikelihood_tokens(questions)] == [True] * 8 + [False] * 8
-    found, theirs = evaluate(ours, tasks), evaluate(hf(folder, max_length=most - 2), tasks)
+    found, theirs = evaluate(ours, tasks), evaluate(hf(folder, max_length=max_length - 2), tasks)
     answers, expected = answers_of(found), answers_of(theirs)
     for name in TASKS:
         assert_same(answers[name], expected[name])

@@ -100,7 +100,7 @@ async def test_a_killed_run_to_a_bucket_continues(pool: Pool, tmp_path: Path, bu
 
 
 def is_done(bucket: TestBucket, output: str, number: int) -> bool:
-    """Whether so many shards of ten lines are complete."""
+    """Whether at least `number` shards of ten lines are complete."""
     return bucket.shards("out") >= number and len(lmpool.batch.open(output)) >= 10 * number
 
 
