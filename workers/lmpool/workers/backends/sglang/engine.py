@@ -447,7 +447,8 @@ def make_scheduler(server_args: Any, ports: Any, rank: int = 0) -> Any:
         # Do not let SGLang compute logprobs in the memory of CUDA graphs, which has no space for the capture. All ranks
         # must compute the same parts of the logits.
         processor._can_borrow_logprob_memory = lambda *_, **__: False
-        limit_logits(processor, scheduler.model_config.vocab_size)
+        most = max(1, MAX_LOGITS // scheduler.model_config.vocab_size)
+        processor.logprobs_chunk_size = min(processor.logprobs_chunk_size, most)
     worker = scheduler.tp_worker
     group = runtime_context.get_parallel().tp_group
     scheduler.output_head = RankHead(worker.model_runner.model, scheduler.model_config, group)
@@ -462,11 +463,6 @@ def logprob_processors(scheduler: Any) -> Iterator[Any]:
     for module in scheduler.tp_worker.model_runner.model.modules():
         if isinstance(module, LogitsProcessor):
             yield module.input_logprob_processor
-
-
-def limit_logits(processor: Any, vocab_size: int) -> None:
-    """Let a module that computes logprobs of prompts hold at most `MAX_LOGITS` logits at once."""
-    processor.logprobs_chunk_size = max(1, min(processor.logprobs_chunk_size, MAX_LOGITS // vocab_size))
 
 
 def _load_in_all_ranks(load: Callable[[Any], Any], wanted: Any) -> Any:
