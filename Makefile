@@ -130,9 +130,9 @@ test-quantised: $(QUANTISED)
 $(QUANTISED): tests/support/models/quantised.py tests/contract/model.py | $(INSTALLED) $(QUANTISERS)
 	PYTHONPATH=$(QUANTISERS) $(BIN)/python -m tests.support.models.quantised $(@D)
 
-## test-trainers: a pool as the teacher of TRL and verl, and Ray Data with a pool
+## test-trainers: a pool as the teacher of verl, and Ray Data with a pool; test-main runs the tests of TRL and prime-rl
 test-trainers: $(INSTALLED) $(TRAINERS)
-	PYTHONPATH=$(TRAINERS) $(BIN)/python -m pytest tests/trainers
+	PYTHONPATH=$(TRAINERS) $(BIN)/python -m pytest tests/trainers/test_ray.py tests/trainers/test_verl.py
 
 $(TRAINERS): $(INSTALLED)
 	$(PIP_INSTALL) --upgrade --no-deps --target $@ $(TRAINERS_NEEDED)

@@ -32,15 +32,20 @@ class Score:
     """
 
     def __init__(self, model: str | None = None, redis: str | None = None) -> None:
-        self.producer = SyncProducer(model, redis=redis)
+        # As `lmpool batch run`: do not keep results of texts, and let workers take interactive prompts first.
+        options: dict[str, Any] = {"timeout": 600, "cache_bytes": 0, "keep_answers": False, "priority": "bulk"}
+        self.producer = SyncProducer(model, redis=redis, **options)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Send all texts of the batch to the pool together."""
         texts = [self.producer.encode(text) for text in batch["text"].tolist()]
         found = self.producer.batch_positions(texts, next_token=True)
         batch["tokens"] = np.array([len(text) for text in texts])
-        # No token follows the last one, which is NaN.
-        batch["logprob"] = np.array([each.next_token[:-1].sum() for each in found if each.next_token is not None])
+        sums = []
+        for each in found:
+            assert each.next_token is not None
+            sums.append(each.next_token[:-1].sum())  # No token follows the last one, whose value is NaN.
+        batch["logprob"] = np.array(sums)
         return batch
 
 
@@ -53,6 +58,8 @@ def main() -> None:
     parser.add_argument("--model", help="name of the served model (default: the only one)")
     parser.add_argument("--redis", help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server)")
     given = parser.parse_args()
+    # Connect now, so that a wrong model name fails here and not in an actor.
+    SyncProducer(given.model, redis=given.redis).close()
     lines = [{"text": line} for line in given.texts.read_text("utf-8").splitlines() if line.strip()]
     scored = ray.data.from_items(lines).map_batches(
         Score,

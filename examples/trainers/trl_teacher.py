@@ -36,14 +36,18 @@ class PooledTeacher(nn.Module):
 
     Args:
         names: the teachers, each "model" or "model:adapter". A trainer without routes uses the first.
-        options: options of each model's `SyncProducer`, such as `redis`.
+        options: options of each model's `SyncProducer`, such as `redis`. By default, a request may take 600 s, and the
+            pool does not keep its result.
 
     Raises:
-        SettingsError: the teachers have different vocabularies or soft-caps.
+        SettingsError: no teacher is named, or the teachers have different vocabularies or soft-caps.
     """
 
     def __init__(self, *names: str, **options: Any) -> None:
         super().__init__()
+        if not names:
+            raise SettingsError("names: name at least one teacher, such as PooledTeacher('smollm2')")
+        options = {"timeout": 600.0, "keep_answers": False, **options}
         self.names = names
         self.routes: list[int] | None = None  # The number of each sample's teacher in the next batch.
         parts = [(model, adapter) for model, _, adapter in (name.partition(":") for name in names)]
@@ -51,9 +55,11 @@ class PooledTeacher(nn.Module):
         self._teachers = [(producers[model], adapter) for model, adapter in parts]
         heads = [producer.head(adapter=adapter) for producer, adapter in self._teachers]
         if len({(len(head.weights), head.soft_cap) for head in heads}) > 1:
-            raise SettingsError(
-                f"names: {', '.join(names)} have different vocabularies or soft-caps: use a trainer each"
-            )
+            found = [
+                f"{name} has V = {len(head.weights)}, soft-cap {head.soft_cap}"
+                for name, head in zip(names, heads, strict=True)
+            ]
+            raise SettingsError(f"names: {'; '.join(found)}. Use a trainer for each vocabulary and each soft-cap")
         # Adapters without factors for the head share the head of their model.
         keys = [
             (model, adapter if head.down is not None else "")
@@ -77,8 +83,12 @@ class PooledTeacher(nn.Module):
         """The head."""
         return self.head
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int = 0, **_: Any) -> BaseModelOutput:
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int = 0, use_cache: bool = False, **media: Any
+    ) -> BaseModelOutput:
         """The states of texts at their last `logits_to_keep` positions (0: all): (B, n, d), 0 at padding."""
+        if given := [name for name, value in media.items() if value is not None]:
+            raise SettingsError(f"{', '.join(given)}: a pool takes only token ids; use samples of text")
         weights, width = self.head.weight, input_ids.shape[1]
         first = max(0, width - (logits_to_keep or width))
         states: Any = torch.zeros(
@@ -101,13 +111,17 @@ class PooledTeacher(nn.Module):
 
 
 def _matrix(head: Head) -> Tensor:
-    """The head as one matrix (V, d), with the bias as the last column if the head has one."""
+    """The head as one matrix (V, d), with the bias as the last column if the head has one.
+
+    It has the model's dtype, but float32 if it includes LoRA factors or a scale, which rounding would change.
+    """
     weights = head.weights.astype(np.float32)
+    is_folded = head.down is not None or head.scale != 1
     if head.down is not None and head.up is not None:
         weights = weights + head.up @ head.down
     if head.bias is not None:
         weights = np.concatenate([weights, head.bias[:, None]], 1)
-    dtype: torch.dtype = getattr(torch, head.dtype)
+    dtype: torch.dtype = torch.float32 if is_folded else getattr(torch, head.dtype)
     return torch.from_numpy(weights * np.float32(head.scale)).to(dtype)
 
 
@@ -116,10 +130,21 @@ class RoutedTrainer(DistillationTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         names = self.accelerator.unwrap_model(self.teacher_model).names
-        routes = torch.tensor([names.index(sample["teacher"]) for sample in inputs])
+        routes = torch.tensor([_route(names, sample) for sample in inputs])
         return {**super()._generate_and_score_completions(inputs), "routes": routes}
 
     def _compute_loss(self, student: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Any:
-        self.accelerator.unwrap_model(self.teacher_model).routes = inputs["routes"].tolist()
+        teacher = self.accelerator.unwrap_model(self.teacher_model)
+        teacher.routes = inputs["routes"].tolist()
         base: Any = super()  # TRL is partly untyped.
-        return base._compute_loss(student, inputs, num_items_in_batch)
+        try:
+            return base._compute_loss(student, inputs, num_items_in_batch)
+        finally:
+            teacher.routes = None
+
+
+def _route(names: tuple[str, ...], sample: dict[str, Any]) -> int:
+    """The number of the teacher that a sample names."""
+    if (name := sample.get("teacher")) not in names:
+        raise SettingsError(f"column teacher: {name!r} must be one of {', '.join(names)}; pass it to PooledTeacher")
+    return names.index(name)

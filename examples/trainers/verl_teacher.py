@@ -9,6 +9,7 @@
 verl imports this module in each of its processes. `model_path` is a model of the pool, or "model:adapter". Of several
 entries in `teacher_models`, verl takes one for each sample: the entry whose `key` is the sample's `data_source`, or its
 value in the field that `distillation.teacher_key` names. verl refuses a configuration without a GPU for the teachers.
+Set both variables before `ray start` on every machine, because verl does not forward them to a running Ray cluster.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ class PooledTeacherClient:
 
     Args:
         name: "model" or "model:adapter".
-        options: options of `Producer`, such as `redis`.
+        options: options of `Producer`, such as `redis`. By default, a request may take 600 s, and the pool does not
+            keep its result.
     """
 
     def __init__(self, name: str, **options: Any) -> None:
         model, _, self.adapter = name.partition(":")
-        self.producer = Producer(model, **options)
+        self.producer = Producer(model, **{"timeout": 600.0, "keep_answers": False, **options})
 
     async def generate(
         self, request_id: str, *, prompt_ids: list[int], sampling_params: dict[str, Any], **media: Any
@@ -44,8 +46,8 @@ class PooledTeacherClient:
         In `extra_fields`, `prompt_logprobs` and `prompt_ids` are (n, max(k, 1)), where k is the request's
         `prompt_logprobs`. Position i has the values for token i + 1; the last position has zeros.
         """
-        if any(value is not None for value in media.values()):
-            raise SettingsError(f"{', '.join(media)}: a pool takes only token ids")
+        if given := [name for name, value in media.items() if value]:  # verl passes {} and None for texts.
+            raise SettingsError(f"{', '.join(given)}: a pool takes only token ids; use samples of text")
         k = sampling_params["prompt_logprobs"]
         wanted: dict[str, Any] = {"top": k} if k else {"targets": [[token] for token in prompt_ids[1:]]}
         found = await self.producer.positions(prompt_ids[:-1], adapter=self.adapter, **wanted)

@@ -29,6 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb") and path.stem[0] != "_"
 )
+# Modules and configurations for trainers, which tests/trainers runs.
+TRAINERS = sorted(path for path in (ROOT / "examples/trainers").iterdir() if path.is_file() and path.stem[0] != "_")
 # Examples that use a running pool, and the arguments of each example.
 ASKING: dict[str, tuple[str, ...]] = {
     "next_words.py": (),
@@ -412,6 +414,13 @@ def test_every_example_is_explained_and_listed(path: Path) -> None:
     else:
         assert json.loads(source)["cells"][0]["cell_type"] == "markdown"
     assert f"[{path.name}](../../examples/{path.name})" in (FOLDER / "examples.md").read_text("utf-8")
+
+
+@pytest.mark.parametrize("path", TRAINERS, ids=lambda path: path.name)
+def test_every_example_for_a_trainer_is_explained_and_listed(path: Path) -> None:
+    assert path.read_text("utf-8").startswith("# " if path.suffix == ".toml" else '"""')
+    for page in ("examples.md", "trainers.md"):
+        assert f"(../../examples/trainers/{path.name})" in (FOLDER / page).read_text("utf-8")
 
 
 def test_every_example_that_asks_a_pool_is_tested() -> None:

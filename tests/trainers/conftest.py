@@ -1,4 +1,4 @@
-"""The tests of trainers need packages that only `make test-trainers` installs; prime-rl's test needs none."""
+"""The tests of Ray and verl need packages that only `make test-trainers` installs."""
 
 import os
 import secrets
@@ -7,4 +7,4 @@ from importlib.util import find_spec
 # Ray reads its token when it is imported; without a token, it would write one to the home folder.
 os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)})
 
-collect_ignore = [] if find_spec("ray") else ["test_ray.py", "test_trl.py", "test_verl.py"]
+collect_ignore = [] if find_spec("ray") else ["test_ray.py", "test_verl.py"]

@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import ray
+import ray.data
 
 from lmpool.embedded import EmbeddedServer
+from lmpool.errors import UnknownModel
 from lmpool.producer import SyncProducer
 from tests.support.pool import DEADLINE_S, Pool, children_of, is_running, until
 
@@ -40,6 +41,17 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Ray sets this variable, which would keep later tests from forking processes.
     monkeypatch.setenv("PYTHONBREAKPOINT", "")
     monkeypatch.setenv("RAY_agent_register_timeout_ms", str(round(DEADLINE_S * 1000)))
+    try:
+        start_ray(folder)
+        yield
+    finally:
+        ray.shutdown()
+        until(lambda: not any(map(is_running, children_of(os.getpid()).keys() - before)), "Ray's processes end")
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_ray(folder: str) -> None:
+    """Start Ray with its files in a folder."""
     options = {"num_cpus": 2, "object_store_memory": 80 << 20, "include_dashboard": False, "log_to_driver": False}
     for attempt in range(ATTEMPTS):
         try:
@@ -50,10 +62,17 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             ray.shutdown()
             if attempt == ATTEMPTS - 1 or "timed out during startup" not in str(error):
                 raise
-    yield
-    ray.shutdown()
-    until(lambda: not any(map(is_running, children_of(os.getpid()).keys() - before)), "Ray's processes end")
-    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_wrong_model_ends_before_actors_start(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import ray_map
+
+    (tmp_path / "texts.txt").write_text("Once", "utf-8")
+    monkeypatch.setattr(sys, "argv", ["ray_map.py", str(tmp_path / "texts.txt"), "--model", "smollm3", "--redis", url])
+    # A dataset would start Ray.
+    monkeypatch.setattr(ray.data, "from_items", None)
+    with pytest.raises(UnknownModel, match="did you mean 'smollm2'"):
+        ray_map.main()
 
 
 def test_actors_score_the_batches_of_a_dataset(
@@ -65,12 +84,13 @@ def test_actors_score_the_batches_of_a_dataset(
     options = ["--batch", "2", "--actors", "2", "--redis", url]
     monkeypatch.setattr(sys, "argv", ["ray_map.py", str(tmp_path / "texts.txt"), *options])
     ray_map.main()
-    found = {}
-    for line in capsys.readouterr().out.splitlines():
+    found, lines = {}, capsys.readouterr().out.splitlines()
+    assert len(lines) == len(TEXTS)
+    for line in lines:
         tokens, logprob, text = line.split(maxsplit=2)
         found[text] = int(tokens), float(logprob)
     assert set(found) == set(TEXTS)
-    with SyncProducer("smollm2", redis=url) as producer:
+    with SyncProducer("smollm2", redis=url, timeout=DEADLINE_S) as producer:
         for text, (count, total) in found.items():
             ids = producer.encode(text)
             expected = producer.score(ids[:1], ids[1:]).sum() if len(ids) > 1 else 0

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset  # type: ignore[import-untyped]
+from examples.trainers import trl_teacher
 from examples.trainers.trl_teacher import PooledTeacher, RoutedTrainer
 from peft import LoraConfig, PeftModel, get_peft_model
 from tokenizers import Tokenizer
@@ -21,9 +25,10 @@ from trl.experimental.server_distillation import ServerDistillationConfig, Serve
 from trl.generation import vllm_client
 
 from lmpool.errors import SettingsError
+from lmpool.protocol.row import Head
 from tests.gateway.service import GatewayService
 from tests.support.models.tiny_models import VOCAB_SIZE, make_model, write_model
-from tests.support.pool import Pool
+from tests.support.pool import DEADLINE_S, Pool
 
 TEACHERS = ("llama", "llama:poet", "llama:rhyme", "phi")
 KINDS = ("llama", "phi", "gemma2")
@@ -89,11 +94,14 @@ def local(folders: dict[str, Path]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def pooled(served: Pool) -> PooledTeacher:
     """The teachers of the pool."""
-    return PooledTeacher(*TEACHERS, redis=served.url, prefix=served.prefix)
+    return PooledTeacher(*TEACHERS, redis=served.url, prefix=served.prefix, timeout=DEADLINE_S)
 
 
 def train(make: Callable[..., Any], config: type[Any], folder: Path, **options: Any) -> tuple[list[float], np.ndarray]:
-    """Train a student for some steps; return the losses and the student's weights."""
+    """Train a student for some steps; return the losses and the student's weights.
+
+    `column` has the name of a column and the value in all of its rows, in place of the column `teacher`.
+    """
     words = {f"w{number}": number for number in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
@@ -103,6 +111,9 @@ def train(make: Callable[..., Any], config: type[Any], folder: Path, **options: 
         {"prompt": " ".join(f"w{2 + (7 * at + k) % 90}" for k in range(2 + at % 4)), "teacher": TEACHERS[at % 4]}
         for at in range(4 * STEPS)
     ]
+    if "column" in options:
+        name, value = options.pop("column")
+        samples = [{"prompt": sample["prompt"], name: value} for sample in samples]
     settings: dict[str, Any] = {
         "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "max_completion_length": 6,
         "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1, "beta": 0.5,
@@ -153,12 +164,49 @@ def test_each_sample_has_the_teacher_that_its_column_names(
     losses, weights = train(LocalRoutedTrainer, DistillationConfig, tmp_path, teacher_model=pooled)
     np.testing.assert_allclose(found, losses, **CLOSE)
     np.testing.assert_allclose(trained, weights, **CLOSE)
+    assert pooled.routes is None
 
 
-def test_logits_of_a_mixed_batch_are_those_of_each_teacher(local: dict[str, Any], pooled: PooledTeacher) -> None:
+@pytest.mark.parametrize("column", ["teacher", "other"])
+def test_a_sample_without_a_known_teacher_is_refused(pooled: PooledTeacher, tmp_path: Path, column: str) -> None:
+    given = "prose" if column == "teacher" else None
+    message = f"column teacher: {given!r} must be one of llama, llama:poet, llama:rhyme, phi; pass it to PooledTeacher"
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+        train(RoutedTrainer, DistillationConfig, tmp_path, teacher_model=pooled, column=(column, "prose"))
+
+
+def test_a_teacher_without_names_and_samples_with_images_are_refused(pooled: PooledTeacher) -> None:
+    with pytest.raises(SettingsError, match="^names: name at least one teacher"):
+        PooledTeacher()
+    ids = torch.arange(6)[None] + 2
+    with pytest.raises(SettingsError, match="^pixel_values: a pool takes only token ids"):
+        pooled(ids, torch.ones_like(ids), use_cache=False, pixel_values=ids, image_sizes=None)
+
+
+def test_a_16_bit_head_with_factors_of_an_adapter_is_not_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    shapes = (50, 8), (2, 8), (50, 2), (3, 8)
+    arrays: list[Any] = [(generator.integers(-64, 65, shape) / 64).astype(np.float32) for shape in shapes]
+    weights, down, up, hidden = arrays
+    heads = {
+        "": Head(weights, None, 1.0, None, "bfloat16"),
+        "poet": Head(weights, None, 0.3, None, "bfloat16", down, up),
+    }
+    monkeypatch.setattr(
+        trl_teacher, "SyncProducer", lambda *_, **__: SimpleNamespace(head=lambda adapter: heads[adapter])
+    )
+    assert PooledTeacher("llama").head.weight.dtype == torch.bfloat16
+    logits = PooledTeacher("llama:poet").head(torch.from_numpy(hidden))
+    expected = replace(heads["poet"], dtype="float32").logits(hidden)
+    np.testing.assert_allclose(logits.numpy(), expected, rtol=0, atol=1e-5)
+
+
+def test_logits_of_a_mixed_batch_are_those_of_each_teacher(
+    local: dict[str, Any], pooled: PooledTeacher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = torch.arange(24).reshape(4, 6) + 2
     mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1] * 6, [0, 0, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])
-    pooled.routes = [0, 1, 2, 3]
+    monkeypatch.setattr(pooled, "routes", [0, 1, 2, 3])
     states = pooled(ids, mask, logits_to_keep=4).last_hidden_state
     assert states.shape[:2] == (4, 4)
     logits = pooled.get_output_embeddings()(states)
@@ -170,29 +218,31 @@ def test_logits_of_a_mixed_batch_are_those_of_each_teacher(local: dict[str, Any]
 
 
 def test_soft_caps_are_applied_and_not_mixed(served: Pool, local: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"redis": served.url, "prefix": served.prefix}
+    options: dict[str, Any] = {"redis": served.url, "prefix": served.prefix, "timeout": DEADLINE_S}
     teacher, ids = PooledTeacher("gemma2", **options), torch.arange(6)[None] + 2
     cap = teacher.config.get_text_config().final_logit_softcapping
     states = teacher(ids, torch.ones_like(ids)).last_hidden_state
     with torch.inference_mode():
         logits = cap * torch.tanh(teacher.get_output_embeddings()(states) / cap)
         torch.testing.assert_close(logits, local["gemma2"](input_ids=ids).logits, rtol=0, atol=1e-4)
-    with pytest.raises(SettingsError, match="llama, gemma2 have different vocabularies or soft-caps"):
+    message = f"llama has V = {VOCAB_SIZE}, soft-cap None; gemma2 has V = {VOCAB_SIZE}, soft-cap {cap}. Use a trainer"
+    with pytest.raises(SettingsError, match=re.escape(message)):
         PooledTeacher("llama", "gemma2", **options)
 
 
+@pytest.mark.parametrize("name", ["llama", "llama:poet"])
 def test_the_url_of_a_gateway_is_the_teacher_of_the_server_trainer(
-    served: Pool, local: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    served: Pool, local: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Forward KL over the k = V most likely tokens is the loss of a teacher in the process."""
     # TRL's client checks that vLLM is installed, but needs vLLM only to send weights.
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda *_, **__: True)
     # The client takes the first model that the gateway lists, which is its default and not the first by name.
-    gateway = GatewayService(served, "--model", "llama")
+    gateway = GatewayService(served, "--model", name)
     url = {"teacher_model_server_url": gateway.base, "loss_top_k": VOCAB_SIZE, "loss_add_tail": False, "beta": 0.0}
     found, trained = train(ServerDistillationTrainer, ServerDistillationConfig, tmp_path, settings=url)
     losses, weights = train(
-        DistillationTrainer, DistillationConfig, tmp_path, teacher_model=local["llama"], settings={"beta": 0.0}
+        DistillationTrainer, DistillationConfig, tmp_path, teacher_model=local[name], settings={"beta": 0.0}
     )
     np.testing.assert_allclose(found, losses, **CLOSE)
     np.testing.assert_allclose(trained, weights, **CLOSE)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmpool.errors import SettingsError
 from lmpool.producer import SyncProducer
-from tests.support.pool import Pool
+from tests.support.pool import DEADLINE_S, Pool
 
 ALONE = "inference.tensor_model_parallel_size=1"
 ONE = ["teacher_model.model_path=syn", f"teacher_model.{ALONE}"]
@@ -24,6 +25,8 @@ SEVERAL = [
     *["+b.key=poems", "+b.model_path=syn:poet", "+b.inference.name=vllm"],
 ]
 IDS = [5, 400, 17, 17, 3]
+# The arguments that verl passes for a sample of text.
+TEXT: dict[str, Any] = {"multi_modal_data": {}, "mm_processor_kwargs": {}}
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def producer(served: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[SyncProd
     """A producer of the pool; the environment names the pool's server, as in verl's processes."""
     monkeypatch.setenv("LMPOOL_REDIS_URL", served.url)
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "examples.trainers.verl_teacher")
-    with SyncProducer("syn") as producer:
+    with SyncProducer("syn", timeout=DEADLINE_S) as producer:
         yield producer
 
 
@@ -72,7 +75,7 @@ def manager(config: Any) -> Any:
 async def test_verl_gets_the_logprob_of_each_token(producer: SyncProducer) -> None:
     ids, values = await manager(
         configured(ONE, "distillation.distillation_loss.loss_mode=k3")
-    ).compute_teacher_logprobs_single(IDS)
+    ).compute_teacher_logprobs_single(IDS, **TEXT)
     assert ids.tolist() == [[token] for token in [*IDS[1:], 0]]
     expected = [*producer.score(IDS[:1], IDS[1:]), 0]
     np.testing.assert_allclose(values.numpy(), np.array(expected)[:, None], rtol=0, atol=1e-6)
@@ -80,7 +83,7 @@ async def test_verl_gets_the_logprob_of_each_token(producer: SyncProducer) -> No
 
 async def test_verl_gets_the_most_likely_tokens(producer: SyncProducer) -> None:
     options = [f"distillation.distillation_loss.{each}" for each in ("loss_mode=forward_kl_topk", "topk=7")]
-    ids, values = await manager(configured(ONE, *options)).compute_teacher_logprobs_single(IDS)
+    ids, values = await manager(configured(ONE, *options)).compute_teacher_logprobs_single(IDS, **TEXT)
     assert ids.shape == values.shape == (5, 7)
     top = producer.positions(IDS[:-1], top=7).top
     assert top is not None
@@ -93,8 +96,13 @@ async def test_verl_gets_the_most_likely_tokens(producer: SyncProducer) -> None:
 async def test_verl_selects_the_teacher_of_each_sample(producer: SyncProducer) -> None:
     teachers = manager(configured(SEVERAL))
     for key, adapter in (("maths", ""), ("poems", "poet")):
-        _, values = await teachers.compute_teacher_logprobs_single(IDS, routing_key=key)
+        _, values = await teachers.compute_teacher_logprobs_single(IDS, routing_key=key, **TEXT)
         expected = producer.score(IDS[:1], IDS[1:], adapter=adapter)
         np.testing.assert_allclose(values[:-1, 0], expected, rtol=0, atol=1e-6)
     with pytest.raises(ValueError, match="No teacher configured"):
-        await teachers.compute_teacher_logprobs_single(IDS, routing_key="art")
+        await teachers.compute_teacher_logprobs_single(IDS, routing_key="art", **TEXT)
+
+
+async def test_a_sample_with_an_image_is_refused(producer: SyncProducer) -> None:
+    with pytest.raises(SettingsError, match="^image_data: a pool takes only token ids"):
+        await manager(configured(ONE)).compute_teacher_logprobs_single(IDS, {"images": [1]}, {})
