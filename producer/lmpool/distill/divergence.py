@@ -99,8 +99,7 @@ def reduced(values: Array, weights: Array | None, reduction: str, grid: Grid) ->
             raise SettingsError(
                 f"weights: shape {tuple(factors.shape)} must be ({len(values)},), one for each position"
             )
-        counted = grid.xp.where(factors != 0, values, 0.0)  # 0 times infinity would be NaN.
-        values, total = counted * factors, factors.sum()
+        values, total = grid.xp.where(factors != 0, values, 0.0) * factors, factors.sum()  # 0 * infinity is NaN.
         total = grid.xp.where(total == 0, 1.0, total)  # The mean over no position is 0.
     if reduction == "none":
         return values
