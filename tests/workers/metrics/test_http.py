@@ -10,6 +10,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -385,3 +386,12 @@ def test_malformed_monitor_settings_are_refused_by_name() -> None:
         WorkerSettings(metrics_port=70_000)
     with pytest.raises(SettingsError, match="log_format"):
         WorkerSettings(log_format="xml")
+
+
+def test_a_slow_reply_of_the_server_is_no_difference_of_the_clocks() -> None:
+    counters, now = WorkerCounters(), time.time()
+    counters.note_clock(now, now - 1)
+    counters.published("row", [b"%d-0" % (now * 1000 - 5)], 0)
+    assert 0.004 < counters.job_s.total < DEADLINE_S
+    counters.note_clock(now + 3600, now - 1)  # The server's clock is an hour ahead, less the time of the reply.
+    assert 3600 - DEADLINE_S < counters.clock_ahead_s <= 3601

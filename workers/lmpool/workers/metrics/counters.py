@@ -81,9 +81,16 @@ class WorkerCounters:
 
     def note_queue(self, queue: QueueState, sent_at: float) -> None:
         """Record the state of the queue, which was requested at the local time `sent_at`."""
-        # Record the clock error: jobs carry the server's time, and a wrong local clock would look like a slow pool.
-        self.clock_ahead_s = queue.server_time - (sent_at + time.time()) / 2
+        self.note_clock(queue.server_time, sent_at)
         self.queue = queue
+
+    def note_clock(self, server_time: float, sent_at: float) -> None:
+        """Record the server's time, which was requested at the local time `sent_at`.
+
+        Jobs carry the server's time, and a wrong local clock would look like a slow pool. The server has read its clock
+        between the request and now. Keep a difference that this range permits: a slow reply has a wide range.
+        """
+        self.clock_ahead_s = min(max(self.clock_ahead_s, server_time - time.time()), server_time - sent_at)
 
     @property
     def drain_s(self) -> float | None:

@@ -43,8 +43,9 @@ class Consumer:
 
     async def ensure_group(self) -> None:
         """Create the shared stream and its consumer group, which also gets the jobs that are already queued."""
+        sent_at = time.time()
         seconds, micros = await self.connection.call(b"TIME")
-        self.reader.counters.clock_ahead_s = int(seconds) + int(micros) / 1e6 - time.time()
+        self.reader.counters.note_clock(int(seconds) + int(micros) / 1e6, sent_at)
         await self._create_group(self._keys.jobs)
         await self.keep_queue()
 
