@@ -289,7 +289,8 @@ class EmbeddedServer:
     Args:
         memory_bytes: memory limit of the server; None means a quarter of `physical_memory()`.
         folder: the folder of the server's files; None means `runtime_dir()`.
-        appendonly: log every write, so that a restart in the same folder loses nothing.
+        appendonly: log every write, so that a restart in the same folder loses nothing, even after SIGKILL. A power
+            failure may lose the writes of the last half minute.
 
     Attributes:
         url: URL of the server, for redis-py.
@@ -446,6 +447,8 @@ def keep(folder: Path, binary: str, memory_bytes: int, appendonly: str) -> None:
     settings = [
         "--unixsocket", str(path), "--unixsocketperm", "600", "--port", "0", "--daemonize", "no",
         "--dir", str(folder), "--save", "", "--appendonly", appendonly, "--loglevel", "notice",
+        # With `everysec`, the server delays a write of its log, but not the reply, while a sync takes long.
+        "--appendfsync", "no",
         "--maxmemory", str(memory_bytes), "--maxmemory-policy", "volatile-lru",
     ]  # fmt: skip
     keeper = os.getpid()

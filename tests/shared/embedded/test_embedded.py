@@ -196,6 +196,7 @@ def test_memory_limit_is_set_and_checked() -> None:
 
 def test_appendonly_keeps_written_values(folder: Path) -> None:
     with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
+        assert client.config_get("appendfsync") == {"appendfsync": "no"}  # No write waits for a sync of the disk.
         client.set("key", "value")
     with EmbeddedServer(appendonly=True) as server, redis.from_url(server.url) as client:
         assert client.get("key") == b"value"
