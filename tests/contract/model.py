@@ -152,11 +152,16 @@ def _model(adapter: str) -> Any:
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
     if adapter:
-        weights: dict[str, Any] = dict(model.named_parameters())
-        with torch.no_grad():
-            for module, (down, up, scale) in _adapter(adapter).items():
-                weights[f"{module}.weight"] += scale * up @ down
+        merge(model, adapter)
     return model.float().eval()
+
+
+def merge(model: Any, adapter: str) -> None:
+    """Add an adapter to the weights of a model with the shapes of the contract's model."""
+    weights: dict[str, Any] = dict(model.named_parameters())
+    with torch.no_grad():
+        for module, (down, up, scale) in _adapter(adapter).items():
+            weights[f"{module}.weight"] += scale * up @ down
 
 
 def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:

@@ -26,6 +26,7 @@ from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.settings import HfSettings, ModelSettings, SglangSettings, VllmSettings
 from lmpool.workers.execution.contract import Backend
 from tests.contract.driver import Opened, prompt
+from tests.contract.model import ADAPTERS, merge, write_adapter
 from tests.contract.subjects import DEVICE, KV_TOKENS, MAX_BATCH_TOKENS, Subject, chosen
 from tests.support.models.hf_fixtures import MODELS
 from tests.support.models.quantised import FORMATS, plain_folder
@@ -74,10 +75,12 @@ def engine() -> Subject:
 
 
 @functools.cache
-def reference(folder: Path) -> Callable[[Sequence[int], str], Row]:
-    """The rows of the model in a folder in transformers' float32, one prompt at a time."""
+def reference(folder: Path, merged: str = "") -> Callable[[Sequence[int], str], Row]:
+    """The rows of the model in a folder in transformers' float32, one prompt at a time; with the adapter `merged`."""
     load: Any = AutoModelForCausalLM.from_pretrained
     model = load(folder, dtype=torch.float32).eval()
+    if merged:
+        merge(model, merged)
 
     @torch.inference_mode()
     def row(ids: Sequence[int], adapter: str) -> Row:
@@ -177,8 +180,8 @@ def test_rows_in_16_bits_hold_the_logits_of_quantised_models_exactly(engine: Sub
 # Quantisation on load
 
 
-def opened_with(engine: Subject, folder: Path, dtype: str, quantization: str | None) -> Opened:
-    """This run's backend, which quantises a plain model on load."""
+def opened_with(engine: Subject, folder: Path, dtype: str, quantization: str | None, **options: Any) -> Opened:
+    """This run's backend, which quantises a plain model on load, with more options."""
     common: dict[str, Any] = {"model": str(folder), "dtype": dtype, "quantization": quantization, "max_batch": 8}
     more: dict[str, Any] = {"max_batch_tokens": MAX_BATCH_TOKENS, "kv_cache_bytes": KV_TOKENS * 2 * 2 * 2 * 32 * 4}
 
@@ -188,7 +191,7 @@ def opened_with(engine: Subject, folder: Path, dtype: str, quantization: str | N
             "vllm": VllmSettings,
             "sglang": functools.partial(SglangSettings, device=DEVICE),
         }
-        return kinds[engine.name](**common, **more).open()
+        return kinds[engine.name](**common, **more, **options).open()
 
     return Opened(replace(engine, make=make), folder, dtype, {})
 
@@ -245,3 +248,15 @@ def test_a_quantisation_that_cannot_be_is_refused_in_one_line(
 def test_a_dtype_that_a_kernel_cannot_compute_is_named(engine: Subject) -> None:
     with pytest.raises(SettingsError, match=r"^model: vLLM .* in float32 \(try --dtype bfloat16 for quantised weights"):
         Opened(engine, FOLDER / "w4a16", "float32", {}).__enter__()
+
+
+@pytest.mark.skipif(ENGINE != "vllm", reason="vLLM's kernel for int8 drops weights on CPUs without AMX")
+def test_an_adapter_of_int8_weights_has_the_rows_of_the_merged_model(engine: Subject, tmp_path: Path) -> None:
+    draw, adapter = random.Random(1), ADAPTERS[0]
+    prompts = [prompt(draw, length) for length in (3, 33, MAX_BATCH_TOKENS)]
+    with opened_with(engine, FOLDER / "w8a8", "bfloat16", None, max_adapters=1) as opened:
+        opened.backend.load_adapter(adapter, str(write_adapter(tmp_path / adapter, adapter)))
+        rows = opened.ask(prompts, adapter)
+    merged, plain = (reference(FOLDER / "w8a8-plain", name) for name in (adapter, ""))
+    for ids, row in zip(prompts, rows, strict=True):
+        assert np.abs(row - merged(ids, "")).max() < 1 < np.abs(row - plain(ids, "")).max()

@@ -38,7 +38,7 @@ def read_npy(data: bytes) -> NDArray[Any]:
     file = io.BytesIO(data)
     try:
         shape, is_fortran, dtype = _READERS[_npy.read_magic(file)](file)
-    except Exception as error:  # numpy evaluates the header as Python code, which can fail in many ways.
+    except Exception as error:  # numpy parses the header with `ast.literal_eval`, which fails in many ways.
         raise Refused(400, f"the body is no .npy file: {error}") from error
     if dtype.kind not in "iu":
         raise Refused(400, f"the body has numbers of type {dtype}, not integers")

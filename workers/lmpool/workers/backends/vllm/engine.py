@@ -18,7 +18,6 @@ from safetensors import SafetensorError
 from vllm import __version__ as vllm_version
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.lora.layers import base_linear
 from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.plugins import DEFAULT_PLUGINS_GROUP
@@ -113,14 +112,6 @@ def refusing(context: str, *passed: type[Exception]) -> Iterator[None]:
         if "EADDRINUSE" in text:
             text = "another program has the port master_port: start all machines again, with another master_port"
         raise SettingsError(f"{context}: {text}") from error
-
-
-def _device_for_adapters(layer: Any, find: Any = base_linear._get_lora_device) -> torch.device:
-    """The device of a layer, which vLLM reads from its weight. The int8 kernel for CPUs without AMX drops weights."""
-    return torch.device(current_platform.device_type) if getattr(layer, "weight", layer) is None else find(layer)
-
-
-base_linear._get_lora_device = _device_for_adapters
 
 
 class VllmEngine:

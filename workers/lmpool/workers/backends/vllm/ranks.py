@@ -33,6 +33,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+from vllm.lora.layers import base_linear
 from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.executor import multiproc_executor
@@ -276,6 +277,14 @@ def remove_names_of_collectives() -> None:
         return handle
 
     Collectives._init_cpu_shm = init_and_remove_name
+
+
+def _device_for_adapters(layer: Any, find: Any = base_linear._get_lora_device) -> torch.device:
+    """The device of a layer, which vLLM reads from its weight. The int8 kernel for CPUs without AMX drops weights."""
+    return torch.device(current_platform.device_type) if getattr(layer, "weight", layer) is None else find(layer)
+
+
+base_linear._get_lora_device = _device_for_adapters  # Here, because each process of a model imports this module.
 
 
 class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]  # vllm has no types here
