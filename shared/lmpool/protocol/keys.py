@@ -36,6 +36,9 @@ CONTINUED = b"continued"
 HOME_FIELD = b"h"
 """Field of a stream entry: the home of the prompt, the worker that computed most of its prefix; b"" for none."""
 
+WAKE_FIELD = b"w"
+"""Only field of a lane's entry that wakes the lane's worker: ms after which the worker looks for jobs."""
+
 CONTINUED_TIME, BULK_TIME = 1e11, 1e12
 """First virtual start times of continuations and of bulk prompts; all other prompts have lower start times."""
 
@@ -134,6 +137,10 @@ class ModelKeys:
         """Sorted set: worker id -> server time in ms after which the worker counts as lost; expires."""
         self.loading: Final = base + b":loading"
         """Sorted set: id of a worker that loads this model -> time in ms after which it counts as lost; expires."""
+        self.watcher: Final = base + b":watcher"
+        """String: id of the idle worker that looks for jobs which other workers do not read in time; expires."""
+        self.turn: Final = base + b":turn"
+        """String: id of the worker that last looked for lost jobs and workers; it expires when the next worker may."""
         self.claim_cursor: Final = base + b":claim_cursor"
         """String: id of the stream entry at which the next search for jobs of silent workers begins; expires."""
         self.dead: Final = base + b":dead"

@@ -13,6 +13,7 @@ from heapq import nsmallest
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.broker.connection import reply_timeout
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure, digest_of
 from lmpool.protocol.query import TrieQuery
@@ -38,7 +39,10 @@ _LOG_DROPPED_INTERVAL_S = 60.0
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
 _MIN_BLOCK_MS = 4  # Min ms that a read for jobs blocks: short, so that an idle worker soon steals other workers' jobs.
-_MAX_BLOCK_MS = 500  # Max ms that a read for jobs blocks: a worker that is stopped waits for the end of its last read.
+_BUSY_BLOCK_MS = 500  # Max ms that a read for jobs blocks while the worker holds jobs.
+# Max ms that a read of an idle worker blocks. Jobs in its lane and wake-ups end the read; after this time the worker
+# looks for jobs in any case, because the server may have lost a wake-up.
+_IDLE_BLOCK_MS = 10_000
 # Max seconds that the fetch loop pauses when the backend's thread begins to work, so that this thread gets the GIL.
 _GIVE_WAY_S = 0.001
 # Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
@@ -142,7 +146,9 @@ class FetchLoop:
         self._max_job_bytes = float("inf") if info.is_trie else 4 * info.max_prompt_tokens
         # Locked from the read of jobs until they are in `in_flight`: the worker renews leases only of jobs in flight.
         self._taking = asyncio.Lock()
-        self._block_ms = _MAX_BLOCK_MS  # Ms for which the next read for jobs may block.
+        self._block_ms = _MIN_BLOCK_MS  # Ms for which the next read for jobs may block.
+        # The reply to a read must come before the connection counts as broken.
+        self._idle_block_ms = int(min(_IDLE_BLOCK_MS, 1000 * reply_timeout(info.lease_s) * 2 / 3))
 
     async def fetch(self) -> None:
         """Take jobs until the worker stops: a batch for an idle backend, the next batch while the backend computes."""
@@ -163,21 +169,22 @@ class FetchLoop:
             if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                 return False
             taken = await consumer.take(self._count_to_take(capacity), self._block_ms)
-            if not taken:  # Move jobs here from the backlog, or from other workers' lanes (streams of one worker).
-                await consumer.refill()
-                if not self.in_flight:
-                    await consumer.steal(min(capacity, engine_thread.batch), engine_thread.step_s)
-            if consumer.is_alone:
-                self._block_ms = _MAX_BLOCK_MS
-            elif taken:  # Block the next read only briefly: other workers may soon have jobs to steal.
-                self._block_ms = _MIN_BLOCK_MS
-            elif self.in_flight:  # Block the next read until about the end of the running step.
-                self._block_ms = int(min(_MAX_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * engine_thread.step_s)))
-            else:
-                self._block_ms = min(4 * self._block_ms, _MAX_BLOCK_MS)
             was_idle = not self.in_flight
             await self.dispatcher.accept(taken)
+            self._block_ms = await self._next_block_ms(bool(taken), capacity)
             return was_idle and bool(self.in_flight)
+
+    async def _next_block_ms(self, has_taken: bool, capacity: int) -> int:
+        """Ms for which the next read may block. An idle worker first looks for jobs in the backlog and other lanes."""
+        engine_thread, woken_ms = self.engine_thread, self.consumer.woken_ms
+        if self.in_flight and self.consumer.reader.counters.serving == 1:  # No other worker has jobs to steal.
+            return _BUSY_BLOCK_MS
+        if self.in_flight:  # Read again at about the end of the running step: the worker may then be idle.
+            return int(min(_BUSY_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * engine_thread.step_s)))
+        if has_taken or woken_ms:  # Jobs that were taken and have ended leave the worker idle.
+            return max(_MIN_BLOCK_MS, woken_ms or 0)
+        look_again_ms = await self.consumer.find_work(min(capacity, engine_thread.batch), engine_thread.step_s)
+        return self._idle_block_ms if look_again_ms is None else max(_MIN_BLOCK_MS, look_again_ms)
 
     async def claim(self) -> None:
         """Claim jobs of other workers whose leases expired, up to the capacity.
@@ -213,6 +220,11 @@ class FetchLoop:
                 await self.lifecycle.wait_for(condition)
                 return True
         return False
+
+    @property
+    def has_capacity(self) -> bool:
+        """Whether the worker may claim jobs now."""
+        return not self.lifecycle.stopping.is_set() and self._capacity() > 0
 
     def _capacity(self) -> int:
         """Number of prompts that the worker may take now."""

@@ -64,5 +64,5 @@ class WorkerSettings:
 
     @property
     def heartbeat_s(self) -> float:
-        """Seconds between two heartbeats: a fifth of a lease, because one or two heartbeats may be lost."""
-        return self.lease_s / 5
+        """Seconds between two heartbeats: a quarter of a lease, because one or two heartbeats may be lost."""
+        return self.lease_s / 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import replace
@@ -31,7 +32,7 @@ from lmpool.workers.execution.engine_thread import EngineThread, Opened
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import watching_calls
 from lmpool.workers.membership.adapters import AdapterCache, place_of
-from lmpool.workers.membership.heartbeat import CheckpointWatch, Heartbeat, loading, new_worker_id
+from lmpool.workers.membership.heartbeat import Beat, CheckpointWatch, Heartbeat, loading, new_worker_id
 from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer
@@ -141,6 +142,7 @@ class Worker:
         self._serving: Serving | None = None
         self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
+        self._is_complete = False  # Whether the next sweep checks everything.
         self.is_hung, self.health = False, Health(self.settings.lease_s)
 
     def snapshot(self) -> Snapshot:
@@ -244,15 +246,12 @@ class Worker:
 
     async def _serve(self, serving: Serving) -> None:
         """Run all tasks until a stop is requested and the worker holds no prompts."""
-        settings, dispatcher, never = self.settings, serving.dispatcher, asyncio.Event()
+        settings, dispatcher = self.settings, serving.dispatcher
 
-        async def every(pause_s: float, action: Callable[[], Awaitable[object]], soon: asyncio.Event = never) -> None:
-            """Repeat an action after each pause, and at once when `soon` is set."""
+        async def every(pause_s: float, action: Callable[[], Awaitable[object]]) -> None:
+            """Repeat an action after each pause."""
             while True:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(pause_s):
-                        await soon.wait()
-                soon.clear()
+                await asyncio.sleep(pause_s)
                 await serving.publisher.retry(action)
 
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
@@ -267,7 +266,7 @@ class Worker:
             every(settings.heartbeat_s, serving.segments.release_removed),
             self._show_draining(serving),
             every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
-            every(settings.lease_s / 3, partial(self._claim, serving), self._claim_soon),
+            self._claim(serving),
             every(STALE_S, dispatcher.drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
@@ -301,30 +300,50 @@ class Worker:
                 raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
 
     async def _claim(self, serving: Serving) -> None:
-        await serving.fetch_loop.claim()
-        # Count this worker even if its own heartbeat has just expired.
-        self.counters.serving = max(1, await serving.heartbeat.sweep())
+        """Whenever this worker has the turn, claim jobs of silent workers and remove dead workers; never returns."""
+        while True:
+            await self._claim_soon.wait()
+            self._claim_soon.clear()
+            await serving.publisher.retry(serving.fetch_loop.claim)
+            is_complete, self._is_complete = self._is_complete, False
+            await serving.publisher.retry(partial(serving.heartbeat.sweep, is_complete=is_complete))
 
     async def send_heartbeat(self, serving: Serving) -> None:
         """Write the heartbeat, and read the state of the queue."""
         try:
             async with self._heartbeat_lock:
                 try:
-                    self.counters.lane = await serving.heartbeat.send(self._heartbeat_fields(serving))
+                    beat = await self._beat(serving)
                 except ResponseError as error:
                     text = "clients will not see this worker any more: its heartbeat is refused: %s"
                     _log.warning(text, self.server.explain(error))
                     raise
-            if not serving.info.is_trie:
-                await serving.adapters.renew()
-            await serving.consumer.keep_queue()
-            await serving.consumer.measure()
-            if self.settings.metrics_port:  # Only the metrics show the server's memory use.
+            if beat.is_complete:
+                await serving.heartbeat.keep_info()
+                if not serving.info.is_trie:
+                    await serving.adapters.renew()
+                await serving.consumer.keep_queue()
+            if self.settings.metrics_port:  # Only the metrics show the state of the queue, and the server's memory use.
+                await serving.consumer.measure()
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self.server.explain(error))
             raise
         self.health.answered()
+
+    async def _beat(self, serving: Serving) -> Beat:
+        """Write the heartbeat; this worker may get the turn to claim jobs of silent workers."""
+        sent_at, consumer = time.time(), serving.consumer
+        fields = self._heartbeat_fields(serving)
+        beat = await serving.heartbeat.send(fields, takes_turns=serving.fetch_loop.has_capacity)
+        self.counters.note_clock(beat.server_time, sent_at)
+        self.counters.serving = beat.workers
+        # The jobs of a read without a reply stay with this worker: only this worker claims them, after a lease.
+        has_lost_jobs = time.monotonic() - consumer.failed_at < 2 * self.settings.lease_s
+        self._is_complete |= beat.is_complete
+        if beat.has_turn or has_lost_jobs:
+            self._claim_soon.set()
+        return beat
 
     async def _show_draining(self, serving: Serving) -> None:
         """When a stop is requested, report that the worker drains, and close its lane (its own stream of jobs)."""
@@ -333,6 +352,7 @@ class Worker:
             # Close the lane after this heartbeat, so that no heartbeat in flight reports "ready" afterwards.
             await self.send_heartbeat(serving)
             await serving.consumer.close_lane()
+            await serving.consumer.wake()  # The fetch loop must see that the worker stops.
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot show that this worker drains: %s", self.server.explain(error))
 

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError, ResponseError
@@ -42,6 +42,21 @@ _QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Ms that the queue of a model without worke
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes.
 LOG_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
+
+
+# Heartbeats after which a worker writes its registration again, which is about once in four leases.
+_REGISTER_BEATS = 16
+# Turns of all workers, three per lease, after which one makes a complete check: about once in four leases.
+_COMPLETE_TURNS = 12
+
+
+class Beat(NamedTuple):
+    """What a worker has to do after a heartbeat."""
+
+    workers: int  # Number of workers of the model that take jobs.
+    has_turn: bool  # This worker must claim the jobs of silent workers, and remove dead workers.
+    is_complete: bool  # This worker must also check the queue, the model's info and the infos of other models.
+    server_time: float  # Seconds since the epoch by the server's clock.
 
 
 def new_worker_id() -> str:
@@ -109,6 +124,7 @@ class Heartbeat:
         self._model = self.keys.model(self.info.name)
         self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
+        self._beats = 0
         self._others_since = math.inf  # Monotonic time when workers with other weights were first found.
 
     async def join(self, counters: Mapping[str, str | int | float]) -> None:
@@ -120,22 +136,38 @@ class Heartbeat:
         # Register before comparing infos, so that two workers that start together find each other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
         await self._write(counters)
+        await self._register(self.batch)
         await self._keep_texts()
         while (seen := await self._read_info()) != self.info.pack():
             if await self._put_info(seen):
                 return
 
-    async def send(self, counters: Mapping[str, str | int | float]) -> int:
-        """Write the heartbeat with the worker's counters, and the model's info if it was lost.
+    async def send(self, counters: Mapping[str, str | int | float], *, takes_turns: bool) -> Beat:
+        """Write the heartbeat with the worker's counters. A worker that the server has lost registers again.
 
-        Returns:
-            number of jobs in the worker's lane (its own stream), including the jobs that it holds.
+        `takes_turns`: whether this worker may get the turn to look for lost jobs and workers.
+        """
+        await self._write(counters)
+        self._beats += 1
+        lease_ms, keys = int(self.info.lease_s * 1000), self._model
+        args = [self.worker_id, lease_ms, GROUP, lease_ms // 3 if takes_turns else 0]
+        kept = [keys.workers, keys.turn, keys.jobs, keys.capacity]
+        count, turn, now_ms = await scripts.KEEP_ALIVE(self.redis, kept, args)
+        is_lost, is_draining = not count, counters.get("state") == "draining"
+        # Register at times even if nothing is lost: another client may have written a wrong length of the lane.
+        if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:
+            await self._register(0 if is_draining else self.batch)
+        # In most turns there is nothing to look for; the complete check runs in about one turn per four leases.
+        is_complete = is_lost or (turn > 0 and random.random() * _COMPLETE_TURNS < 1)
+        return Beat(max(1, count), turn > 1 or is_complete, is_complete, now_ms / 1000)
+
+    async def keep_info(self) -> None:
+        """Write the model's info again if it was lost, and keep its vocabulary and tokenizer.
 
         Raises:
             ModelMismatch: while this worker was silent, other workers began to serve other weights under this name,
                 and they still serve after a lease. The info of workers that have ended is replaced.
         """
-        lane = await self._write(counters)
         seen = await self._read_info()
         try:
             # Do not replace the info of another worker with the same weights, even if its lease is different.
@@ -149,7 +181,6 @@ class Heartbeat:
             if now - self._others_since > self.info.lease_s:
                 raise
         await self._keep_texts()  # Do this last: storing a vocabulary of megabytes may fail for minutes.
-        return lane
 
     async def _read_info(self) -> bytes:
         """The info of the model in Redis; b"" if there is none."""
@@ -183,19 +214,14 @@ class Heartbeat:
                 workers.append(worker_id)
         return workers
 
-    async def sweep(self) -> int:
-        """Remove ended workers that hold no entries from the consumer group, and infos of models without workers.
+    async def sweep(self, *, is_complete: bool) -> None:
+        """Remove ended workers that hold no entries from the consumer group.
 
-        One worker of each model, drawn at random, checks the infos and the lengths of all workers' lanes (streams).
-        Trie workers check no infos: their Redis user has no rights on the keys of models.
-
-        Returns:
-            number of live workers of the model.
+        With `is_complete`, also check the lengths of all workers' lanes (streams), and remove infos of models without
+        workers. Trie workers check no infos: their Redis user has no rights on the keys of models.
         """
-        alive = await read_alive(self.redis, self._model)
-        is_checker = random.random() * max(1, alive.serving) < 1
-        await self._drop(is_checker=is_checker)
-        infos = await read_infos(self.redis, self.keys) if is_checker and self.info.name != TRIE_SERVICE else {}
+        await self._drop(is_checker=is_complete)
+        infos = await read_infos(self.redis, self.keys) if is_complete and self.info.name != TRIE_SERVICE else {}
         for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
             keys = self.keys.model(model)
@@ -209,7 +235,6 @@ class Heartbeat:
                     await self._forget(model, seen, name)
             except ResponseError:
                 continue  # No rights on the model, or a key of a wrong type: leave the info to the model's own workers.
-        return alive.serving
 
     async def leave(self, *, for_good: bool = True) -> None:
         """Deregister the worker.
@@ -253,8 +278,8 @@ class Heartbeat:
             for key in (*keys.queue, *lanes):
                 await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
-    async def _write(self, counters: Mapping[str, str | int | float]) -> int:
-        """Write the heartbeat, and register the number of prompts that this worker computes at once; see `send`."""
+    async def _write(self, counters: Mapping[str, str | int | float]) -> None:
+        """Write the heartbeat."""
         info = self.info
         fields: dict[str, str | int | float] = {
             "model": info.name,
@@ -269,10 +294,13 @@ class Heartbeat:
             self.files.start_check()
         lease_ms, keys = int(info.lease_s * 1000), self._model
         await scripts.HEARTBEAT(self.redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
-        batch = 0 if counters.get("state") == "draining" else self.batch
-        args = [self.worker_id, lease_ms, _MEMBERS_TTL_MS, GROUP, batch]
+
+    async def _register(self, batch: int) -> None:
+        """Register the number of prompts that this worker computes at once (0: it takes no jobs)."""
+        keys = self._model
+        args = [self.worker_id, int(self.info.lease_s * 1000), _MEMBERS_TTL_MS, GROUP, batch]
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
-        return int(await scripts.REGISTER(self.redis, registered, args))
+        await scripts.REGISTER(self.redis, registered, args)
 
     async def _keep_texts(self) -> None:
         """Keep the model's vocabulary and tokenizer stored in Redis, so that clients need no copies."""

@@ -67,7 +67,7 @@ class WorkerCounters:
     # Id of an entry in flight that was in the backlog -> when it was queued, in ms since 1970.
     queued_ms: dict[bytes, bytes] = field(default_factory=dict)
     queue: QueueState | None = None  # The model's queue at the last heartbeat; None before the first.
-    serving: int = 1  # Live workers of the model at the last sweep, this worker included.
+    serving: int = 1  # Workers that took jobs of the model at the last heartbeat, this worker included.
     speed: float = 0.0  # Results per second of computing, in the last heartbeat interval with steps.
     memory: ServerMemory | None = None  # The server's memory at the last heartbeat; None if it was not read.
     clock_ahead_s: float = 0.0  # Server clock minus local clock, in seconds.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -10,9 +11,9 @@ from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.scripts import entries_by_stream, read_queue
+from lmpool.broker.scripts import Entries, entries_by_stream, read_queue
 from lmpool.errors import ProtocolError, ServerError
-from lmpool.protocol.keys import GROUP
+from lmpool.protocol.keys import GROUP, WAKE_FIELD
 from lmpool.workers.queue.jobs import JobReader, Taken
 
 _log = logging.getLogger("lmpool.worker")
@@ -26,18 +27,21 @@ _MAX_PATIENCE_S = 60.0  # Max seconds that a prompt waits for its home worker, h
 
 
 class Consumer:
-    """Reads new jobs of one model. An idle worker also takes jobs from the lanes of other workers.
+    """Reads new jobs of one model. An idle worker that is woken also takes jobs from the lanes of other workers.
 
     Args:
         reader: reads jobs.
         connection: connection for blocking reads only.
 
     Attributes:
-        is_alone: whether no other worker served the model at the last `steal`, so that there were no other lanes.
+        woken_ms: if the last read found an entry that wakes this worker, ms after which the worker looks for jobs.
+        failed_at: monotonic time of the last read that failed; its jobs may have been delivered.
     """
 
     def __init__(self, reader: JobReader, connection: CommandConnection) -> None:
-        self.reader, self.connection, self.is_alone = reader, connection, False
+        self.reader, self.connection = reader, connection
+        self.woken_ms: int | None = None
+        self.failed_at = -math.inf
         self._redis, self._keys, self._worker_id = reader.redis, reader.keys, reader.worker_id
         self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
 
@@ -60,9 +64,9 @@ class Consumer:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
-    async def keep_queue(self) -> None:
-        """Keep the queue from expiring, and replace streams whose ids are ahead of the clock (`keep_queue.lua`)."""
-        for keys in (self._keys.queue, (self._lane,)):
+    async def keep_queue(self, *, is_lane: bool = False) -> None:
+        """Keep the queue, or this worker's lane, from expiring, and replace streams whose ids are ahead of the clock."""
+        for keys in ((self._lane,),) if is_lane else (self._keys.queue,):
             dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 text = "the job stream of %r was replaced: an id was in the future; clients send %d prompts again"
@@ -80,11 +84,12 @@ class Consumer:
         takes this entry and the entries that were sent along with it.
         """
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
-        taken = Taken([], [])
+        taken, self.woken_ms = Taken([], []), None
         try:
             reply = await self.connection.call(*command, b"STREAMS", self._lane, self._keys.jobs, b">", b">")
         except ServerError as error:
             if "NOGROUP" not in str(error):
+                self.failed_at = time.monotonic()
                 raise
             await self.ensure_group()
             await self.open_lane()
@@ -92,29 +97,48 @@ class Consumer:
         try:
             streams = entries_by_stream(reply)
         except ProtocolError as error:
+            self.failed_at = time.monotonic()
             self.connection.hang_up(error)
             raise
         for stream, entries in streams.items():
+            if stream == self._lane:
+                entries = await self._without_wakes(entries)
             wanted = await self.reader.read_wanted(entries, self._of_lane if stream == self._lane else b"")
             taken.prompts.extend(wanted.prompts)
             taken.refused.extend(wanted.refused)
         return taken
 
-    async def refill(self) -> None:
-        """Move jobs from the backlog to the streams. The end of a job does this too, but an idle worker ends no job."""
-        while await scripts.REFILL(self._redis, [self._keys.jobs], []):
-            pass
+    async def _without_wakes(self, entries: Entries) -> Entries:
+        """Remove the entries that only wake this worker."""
+        wakes = {entry_id: fields[WAKE_FIELD] for entry_id, fields in entries if WAKE_FIELD in fields}
+        if not wakes:
+            return entries
+        self.woken_ms = min(int(delay) if delay.isdigit() else 0 for delay in wakes.values())
+        await asyncio.gather(
+            self.connection.call(b"XACK", self._lane, GROUP, *wakes), self.connection.call(b"XDEL", self._lane, *wakes)
+        )
+        return [entry for entry in entries if entry[0] not in wakes]
 
-    async def steal(self, count: int, step_s: float) -> None:
-        """Move up to `count` jobs from another worker's lane to the lane of this worker, which is idle.
+    async def find_work(self, count: int, step_s: float) -> int | None:
+        """Move prompts from the backlog to the streams, or jobs of another worker's lane to the lane of this idle worker.
 
-        `step_s`: seconds of a step of this worker, and so probably of the other worker; infinity if unknown.
+        Args:
+            count: max jobs to take from another lane; 0 if this worker holds jobs.
+            step_s: seconds of a step of this worker, and so probably of the other worker; infinity if unknown.
+
+        Returns:
+            ms for which the next read may block: 0 if jobs moved, None if the worker may wait until it is woken.
         """
         patience_s = _PATIENCE_STEPS * step_s if step_s < math.inf else _MIN_PATIENCE_S
         patience_ms = int(1000 * min(_MAX_PATIENCE_S, max(_MIN_PATIENCE_S, patience_s)))
-        stolen = int(await scripts.STEAL(self._redis, [self._keys.jobs], [self._worker_id, count, patience_ms]))
-        self.is_alone = stolen < 0
-        self.reader.counters.stolen += max(0, stolen)
+        args = [self._worker_id, count, patience_ms]
+        moved_up, stolen, look_again_ms = await scripts.FIND_WORK(self._redis, [self._keys.jobs], args)
+        self.reader.counters.stolen += stolen
+        return 0 if moved_up or stolen else look_again_ms or None
+
+    async def wake(self) -> None:
+        """End a read of this worker that blocks."""
+        await self._redis.xadd(self._lane, {WAKE_FIELD: 0})
 
     async def close_lane(self) -> None:
         """Close this worker's lane: clients add no more entries, and entries not taken move to the shared stream."""

@@ -17,6 +17,8 @@ local FACTOR, SLACK = 1.25, 2
 local UNEVEN = 0.5 -- Homes give up jobs to a lane that is shorter than this share of the mean length.
 local MAX_READ = 1000 -- Max lanes read per call.
 local MORE = 8 -- Number of lanes read in addition to one per job, because some of the workers may have ended.
+local LATE_MS = 100 -- Ms for which a worker with capacity may leave a job in its lane: longer than a round trip to a busy server.
+local WATCH_MS = 500 -- Ms for which one idle worker watches the lanes, so that no other is woken.
 local MAX_LENGTH = 100000 -- Max recorded length of a lane; a larger number counts as this length, because clients may write any number.
 
 -- Number of workers that take jobs: `capacities` has a field for each worker and one for the sum. A single worker uses no lane.
@@ -86,7 +88,10 @@ local function open_lanes(count, homes)
   opened_at, shortest, length = now_ms(), {}, {}
   mean = (in_lanes() + count) / worker_count
   max_length = FACTOR * mean + SLACK
-  local scores = redis.pcall('ZRANGE', lanes, 0, math.min(count, MAX_READ) + MORE, 'WITHSCORES')
+  -- Begin at a different lane in each call: the first of many empty lanes may all be of workers that were just killed.
+  local most, empty = math.min(count, MAX_READ) + MORE, tonumber(redis.pcall('ZCOUNT', lanes, 0, 0)) or 0
+  local from = empty > most and opened_at % (empty - most) or 0
+  local scores = redis.pcall('ZRANGE', lanes, from, from + most, 'WITHSCORES')
   for at = 1, #scores, 2 do
     if scores[at] ~= '' then
       shortest[#shortest + 1], length[scores[at]] = scores[at], read_length(scores[at + 1])
@@ -141,10 +146,27 @@ local function add_job(worker, kind, ...)
   return redis.call('XADD', jobs, '*', ...)
 end
 
--- Record the new lengths of the lanes to which this call added jobs.
+-- Wake an idle worker: in `delay` ms it looks for jobs that their workers have not read. `open_lanes` must have read the lanes. Without
+-- `anyway`, no worker is woken while one watches the lanes: the cost of wake-ups depends neither on the workers nor on the prompts.
+local function wake(delay, anyway)
+  for at = 1, #shortest do
+    local worker = shortest[(opened_at + at) % #shortest + 1]
+    if length[worker] == 0 and is_open(worker) then
+      if anyway or redis.call('SET', watcher, worker, 'NX', 'PX', WATCH_MS) then
+        redis.pcall('XADD', lane_of .. worker, '*', WAKE, delay)
+      end
+      return
+    end
+  end
+end
+
+-- Record the new lengths of the lanes to which this call added jobs. An idle worker watches whether their workers read these jobs.
 local function count_added()
   for worker, count in pairs(added) do
     count_in_lane(worker, count)
+  end
+  if next(added) then
+    wake(LATE_MS)
   end
   added = {}
 end

@@ -52,10 +52,13 @@ local function find_to_move(worker, most, is_from_end, is_end)
     end
     for _, entry in ipairs(part) do
       local job = read_entry(entry, suffix)
-      if is_end and is_end(job) then
+      if entry[2][1] == WAKE then
+        redis.call('XDEL', stream, entry[1])
+      elseif is_end and is_end(job) then
         return found
+      else
+        found[#found + 1], bytes_left = job, bytes_left - #job.job
       end
-      found[#found + 1], bytes_left = job, bytes_left - #job.job
     end
     from = '(' .. part[#part][1]
   end

@@ -3,6 +3,7 @@
 --
 -- This file defines no functions: a script that returns early needs none, and defining a function takes a quarter of a command's time.
 local GROUP = 'workers'
+local WAKE = 'w' -- Only field of an entry in a lane that wakes the lane's worker: ms after which the worker looks for jobs.
 local LATER = 'later' -- Value in a waiting key in place of an entry: the job is in the backlog.
 local DONE = 'done' -- Value in a waiting key in place of an entry: the row was just stored.
 -- Kinds of jobs: the field "p" of an entry, or ROWS if an entry has no such field. See "Priorities" in docs/design/queue.md.
@@ -13,5 +14,6 @@ local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'
 local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':workers'
+local watcher = base .. ':watcher'
 -- Prefixes of waiting keys (the clients that wait for a prompt), of reply keys, and of bulk clients' reply keys.
 local waiting_for, replies, bulk_replies = base .. ':waiting:', base .. ':reply', base .. ':reply:bulk:'

@@ -7,9 +7,10 @@
 --
 -- A job may be the reason why its workers crashed. So for its last delivery a job is taken alone, by a worker that holds no other job.
 -- One call visits the caller's lane, lanes of workers whose deadlines have passed, and a part of the held jobs of the shared stream.
--- This part starts at a cursor that all workers share. remove_gone.lua moves the jobs in a dead worker's lane that were not delivered.
+-- This part starts at a cursor that all workers share, and one worker at a time claims. remove_gone.lua moves the jobs in a dead worker's
+-- lane that were not delivered.
 --
--- Returns {alone (0|1), list of jobs, number of calls to visit the rest of this worker's share of the held jobs}. alone: the list has
+-- Returns {alone (0|1), list of jobs, number of calls to visit the rest of the held jobs}. alone: the list has
 -- one job for its last delivery, or is empty and the caller must call again when it holds no job. A job is {entry, encoded job or its
 -- size if too large, previous deliveries, fields "u", "t" and "p"}. A bulk prompt that an interactive client has joined has no "p".
 
@@ -23,16 +24,13 @@ local MAX_SHORT = 64 -- Max bytes of a returned field "u", "t" or "p".
 local MAX_TAKEN = 128 -- Max jobs that one call takes.
 local MAX_LANES = 8 -- Max lanes of other workers that one call visits.
 local MAX_CLIENTS = 32 -- Max clients of a bulk prompt that are checked for an interactive client.
--- A call visits twice the worker's share of the held jobs in the shared stream, within these limits, so that no job is left out.
-local MIN_PART, MAX_PART, FIRST = 50, 500, '-' -- FIRST is Redis's name for the lowest id.
+local PART, FIRST = 500, '-' -- Max held jobs of a stream that one call visits. FIRST is Redis's name for the lowest id.
 local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
 local own, taken, is_alone, now = {}, {}, false, now_ms()
 for at = 10, #ARGV do
   own[ARGV[at]] = true
 end
-local worker_count = math.max(1, (tonumber(redis.pcall('HLEN', capacities)) or 0) - 1)
 local pending = group_at(jobs).pending
-local part = math.max(MIN_PART, math.min(MAX_PART, math.ceil(2 * pending / worker_count)))
 
 -- Whether an interactive client has joined a bulk prompt. submit.lua does not change the entry while a worker holds the job.
 local function is_joined(lifetime)
@@ -57,6 +55,11 @@ local function take(stream, suffix, id, deliveries)
   local fields = {}
   for at = 1, #entry[2], 2 do
     fields[entry[2][at]] = entry[2][at + 1]
+  end
+  if fields[WAKE] then
+    redis.call('XACK', stream, group, id)
+    redis.call('XDEL', stream, id)
+    return true
   end
   local job = fields.m or ''
   bytes_left = bytes_left - #job
@@ -97,7 +100,7 @@ end
 -- Claim the expired jobs in the lane of a worker. Returns whether this call must take no more jobs.
 local function scan_lane(worker)
   local stream = lane_of .. worker
-  local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', MAX_PART)
+  local held = redis.pcall('XPENDING', stream, group, 'IDLE', lease, FIRST, '+', PART)
   return not held.err and take_expired(stream, ' ' .. worker, held) ~= nil
 end
 
@@ -115,15 +118,15 @@ local from = redis.pcall('GET', cursor)
 from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
 -- Visit a part of the held jobs of the shared stream. If the part ends with the last job and nothing was taken, visit the first part.
 for _, first in ipairs(from == FIRST and {FIRST} or {from, FIRST}) do
-  local held = redis.pcall('XPENDING', jobs, group, first, '+', part)
+  local held = redis.pcall('XPENDING', jobs, group, first, '+', PART)
   if held.err then
     -- XPENDING refuses a range that starts after the last possible id: start at the first id. The second call repeats any other error.
-    held = redis.call('XPENDING', jobs, group, FIRST, '+', part)
+    held = redis.call('XPENDING', jobs, group, FIRST, '+', PART)
   end
-  from = take_expired(jobs, '', held) or #held == part and '(' .. held[part][1] or FIRST
+  from = take_expired(jobs, '', held) or #held == PART and '(' .. held[PART][1] or FIRST
   if #taken > 0 or is_alone or from ~= FIRST then
     break
   end
 end
 redis.call('SET', cursor, from, 'PX', ARGV[9])
-return {is_alone and 1 or 0, taken, math.floor(pending / (part * worker_count))}
+return {is_alone and 1 or 0, taken, math.floor(pending / PART)}

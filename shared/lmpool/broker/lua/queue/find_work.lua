@@ -1,0 +1,81 @@
+-- Find jobs for a worker whose lane and shared stream are empty: move prompts up from the backlog, or move jobs from the end of a long
+-- lane to the worker's lane. Home: the worker that computed a prefix of a prompt.
+--
+-- KEYS  jobs
+-- ARGV  worker, max jobs to take from a lane (0: none, because the worker holds jobs), patience in ms: a job is taken from its home only
+--       if the first job of the lane has waited longer
+-- See "Reading" and "Idle workers" in docs/design/queue.md.
+--
+-- Returns {number of prompts that left the backlog, number of jobs that moved to the worker's lane, ms after which the worker must look
+-- again: 0 if it may wait until it is woken}.
+
+-- include names
+
+local in_backlog = redis.call('EXISTS', backlog) == 1
+if not in_backlog and (tonumber(redis.pcall('ZSCORE', lanes, '')) or 0) <= 0 then
+  return {0, 0, 0}
+end
+
+-- include fair_queue
+
+local worker, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local look_again -- Ms until the first job of a lane may be taken.
+
+local function wait_for(ms)
+  look_again = math.min(look_again or ms, math.max(1, ms))
+  return {}
+end
+
+-- The jobs to take from the lane of another worker, the last job of the lane first.
+local function jobs_to_take(other)
+  local stream = lane_of .. other
+  local queued, group = redis.pcall('XLEN', stream), group_at(stream)
+  local half = math.ceil(((tonumber(queued) or 0) - group.pending) / 2)
+  local oldest = half > 0 and redis.pcall('XRANGE', stream, '(' .. group['last-delivered-id'], '+', 'COUNT', 1)[1]
+  if not oldest then
+    return {}
+  end
+  local batch = tonumber(redis.pcall('HGET', capacities, other)) or 0
+  local waited = now_ms() - tonumber(string.match(oldest[1], '^%d+'))
+  if waited < LATE_MS and group.pending < batch then
+    return wait_for(LATE_MS - waited)
+  end
+  local found = find_to_move(other, math.min(half, max_taken, MAX_MOVED), true, function(job)
+    return waited < patience and job.home == other
+  end)
+  return #found > 0 and found or wait_for(patience - waited)
+end
+
+if in_backlog then
+  local before = count_at('ZCARD', backlog)
+  move_up()
+  local moved = before - count_at('ZCARD', backlog)
+  if moved > 0 then
+    return {moved, 0, 0}
+  end
+end
+-- A worker that drains takes no jobs, and neither does a worker that other workers have removed as dead.
+if max_taken == 0 or not has_lanes or redis.pcall('HEXISTS', capacities, worker) ~= 1 then
+  return {0, 0, 0}
+end
+for _, other in ipairs(longest_lanes()) do
+  local taken = other ~= worker and jobs_to_take(other) or {}
+  if #taken > 0 then
+    local in_order = {}
+    for at, job in ipairs(taken) do
+      in_order[#taken + 1 - at] = job
+    end
+    move(worker, in_order)
+    -- More jobs may wait than one worker takes: the next idle worker looks at once.
+    open_lanes(1, {})
+    wake(0, true)
+    return {0, #taken, 0}
+  end
+end
+-- One idle worker looks again when the first job is late. The others wait until they are woken.
+local watching = look_again and redis.pcall('GET', watcher)
+if not look_again or type(watching) == 'string' and watching ~= worker then
+  return {0, 0, 0}
+end
+redis.call('SET', watcher, worker, 'PX', math.ceil(look_again) + WATCH_MS)
+return {0, 0, math.ceil(look_again)}
