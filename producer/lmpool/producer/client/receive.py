@@ -42,7 +42,9 @@ _log = logging.getLogger("lmpool.producer")
 # Max bytes of a stream id with a time before the year 2286. No server's clock produces a longer id.
 _MAX_ID_BYTES = len("9999999999999-18446744073709551615")
 # The command that reads up to 1,000 messages of the reply stream, and blocks for up to 1,000 ms.
-_XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK", 1000, b"STREAMS")
+_XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK")
+# Max and min seconds that a read of the reply stream blocks: shorter than a third of a lease, in which a reply must come.
+_MAX_BLOCK_S, _MIN_BLOCK_S = 5.0, 1.0
 # Number of messages read between two trims of the reply stream, because each trim costs a command.
 _TRIM_INTERVAL = 16
 # Event-loop ticks to yield after a read, so that callers can submit their next prompt.
@@ -243,7 +245,11 @@ class Requester:
 
 
 class Receiver:
-    """Reads the notifications in the reply stream of one session."""
+    """Reads the notifications in the reply stream of one session.
+
+    Attributes:
+        messages: number of messages that were read.
+    """
 
     def __init__(
         self, connections: Connections, requests: PendingRequests, submitter: Submitter, on_change: Callable[[], None]
@@ -252,6 +258,7 @@ class Receiver:
         self._requests = requests
         self._submitter = submitter
         self._on_change = on_change  # Called when a message says that the model has other weights.
+        self.messages = 0
         self._announced: list[bytes] = []
         self._has_announced = asyncio.Event()
 
@@ -262,7 +269,9 @@ class Receiver:
         waits = delays()
         while True:
             try:
-                reply = await connections.reader.call(*_XREAD, connections.model.reply, last)
+                block_s = min(_MAX_BLOCK_S, max(_MIN_BLOCK_S, connections.model.info.lease_s / 3))
+                stream = (b"STREAMS", connections.model.reply, last)
+                reply = await connections.reader.call(*_XREAD, int(1000 * block_s), *stream)
                 entries = stream_entries(reply)
             except TROUBLE as error:
                 connections.note(error)
@@ -281,6 +290,7 @@ class Receiver:
                 last = entry_id
                 await self._on_message(fields)
             unread += len(entries)
+            self.messages += len(entries)
             if unread >= _TRIM_INTERVAL:
                 connections.spawn(self._trim(last))
                 unread = 0

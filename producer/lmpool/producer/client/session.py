@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import threading
 from collections.abc import Awaitable, Callable
@@ -39,6 +40,8 @@ _log = logging.getLogger("lmpool.producer")
 _COLLECTORS = 2
 # Seconds between two checks of the model, its workers, and requests without a reply.
 _WATCH_S = 1.0
+# Seconds between two such checks while answers arrive, or nothing is requested: each check costs the server commands.
+_CALM_WATCH_S = 5.0
 # Max requests without a reply that are checked per second, so that the check does not occupy the server for long.
 _MAX_RECHECKED = 2000
 # Max seconds for the commands that remove this client from the server when the session closes.
@@ -138,10 +141,20 @@ class Session(Requester):
     # The watch
 
     async def _watch(self) -> None:
-        """Check the model, its workers and late requests every second, because notifications can be lost."""
+        """Check the model, its workers and late requests, because notifications can be lost.
+
+        While answers arrive, or nothing is requested, check every few seconds; otherwise every second.
+        """
+        checked_at, answered = -math.inf, -1
         while True:
             await asyncio.sleep(_WATCH_S)
-            absence = None
+            is_calm = not self._requests or self._receiver.messages > answered
+            answered = self._receiver.messages
+            if is_calm and self._connections.trouble is None and self.loop.time() - checked_at < _CALM_WATCH_S:
+                with self._connections.noting():
+                    await self.adapters.renew()
+                continue
+            checked_at, absence = self.loop.time(), None
             try:
                 # Set a shorter timeout than redis-py's, which was chosen before the lease of the model was known.
                 async with silence_limit(reply_timeout(self.info.lease_s)):

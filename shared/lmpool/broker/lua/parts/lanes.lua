@@ -151,11 +151,15 @@ end
 local function wake(delay, anyway)
   for at = 1, #shortest do
     local worker = shortest[(opened_at + at) % #shortest + 1]
-    if length[worker] == 0 and is_open(worker) then
-      if anyway or redis.call('SET', watcher, worker, 'NX', 'PX', WATCH_MS) then
+    if length[worker] == 0 then
+      if not anyway and not redis.call('SET', watcher, worker, 'NX', 'PX', WATCH_MS) then
+        return
+      elseif is_open(worker) then
+        redis.call('SET', watcher, worker, 'PX', WATCH_MS)
         redis.pcall('XADD', lane_of .. worker, '*', WAKE, delay)
+        return
       end
-      return
+      anyway = true
     end
   end
 end

@@ -10,16 +10,17 @@ local bytes_left = 524288 -- Bytes of jobs that this call may still move.
 local MAX_DIGITS = 15 -- Max digits of a time in ms. A longer value in an entry was not written by lmpool.
 local DIGEST_BYTES = 16 -- Size of a digest.
 
--- The workers with the longest lanes, the longest first.
+-- The workers with the longest lanes, the longest first, and the lengths of these lanes.
 local function longest_lanes()
-  local workers = {}
+  local workers, found = {}, {}
   -- Read one member more than MAX_LANES, because the sum of the lengths, under "", is a member too.
-  for _, worker in ipairs(redis.pcall('ZREVRANGE', lanes, 0, MAX_LANES)) do
-    if worker ~= '' and #workers < MAX_LANES then
-      workers[#workers + 1] = worker
+  local scores = redis.pcall('ZREVRANGE', lanes, 0, MAX_LANES, 'WITHSCORES')
+  for at = 1, #scores, 2 do
+    if scores[at] ~= '' and #workers < MAX_LANES then
+      workers[#workers + 1], found[#found + 1] = scores[at], read_length(scores[at + 1])
     end
   end
-  return workers
+  return workers, found
 end
 
 -- The job in an entry of a stream, as a table.

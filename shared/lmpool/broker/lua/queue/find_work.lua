@@ -11,14 +11,19 @@
 
 -- include names
 
-local in_backlog = redis.call('EXISTS', backlog) == 1
-if not in_backlog and (tonumber(redis.pcall('ZSCORE', lanes, '')) or 0) <= 0 then
+local worker, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local in_backlog, watching = redis.call('EXISTS', backlog) == 1, redis.pcall('GET', watcher)
+watching = type(watching) == 'string' and watching
+-- The usual case: no other lane has jobs, or another worker watches the lanes and none is longer than a batch. The highest scores are
+-- those of the sum and of the longest lane. Defining the functions below would take longer than this case.
+local top = redis.pcall('ZREVRANGE', lanes, 0, 1, 'WITHSCORES')
+local longest = tonumber(top[1] == '' and top[4] or top[2]) or 0
+if not in_backlog and (longest <= 0 or longest <= max_taken and watching and watching ~= worker) then
   return {0, 0, 0}
 end
 
 -- include fair_queue
 
-local worker, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local look_again -- Ms until the first job of a lane may be taken.
 
 local function wait_for(ms)
@@ -27,7 +32,7 @@ local function wait_for(ms)
 end
 
 -- The jobs to take from the lane of another worker, the last job of the lane first.
-local function jobs_to_take(other)
+local function jobs_to_take(other, batch)
   local stream = lane_of .. other
   local queued, group = redis.pcall('XLEN', stream), group_at(stream)
   local half = math.ceil(((tonumber(queued) or 0) - group.pending) / 2)
@@ -35,7 +40,6 @@ local function jobs_to_take(other)
   if not oldest then
     return {}
   end
-  local batch = tonumber(redis.pcall('HGET', capacities, other)) or 0
   local waited = now_ms() - tonumber(string.match(oldest[1], '^%d+'))
   if waited < LATE_MS and group.pending < batch then
     return wait_for(LATE_MS - waited)
@@ -58,12 +62,18 @@ end
 if max_taken == 0 or not has_lanes or redis.pcall('HEXISTS', capacities, worker) ~= 1 then
   return {0, 0, 0}
 end
-for _, other in ipairs(longest_lanes()) do
-  local taken = other ~= worker and jobs_to_take(other) or {}
+local others, lengths = longest_lanes()
+local batches, has_jobs = #others > 0 and redis.pcall('HMGET', capacities, unpack(others)) or {}, false
+for at, other in ipairs(others) do
+  -- A lane that is no longer than a batch has no jobs to take unless its worker is late, for which the watcher looks.
+  local batch = tonumber(batches[at]) or 0
+  local is_candidate = other ~= worker and (lengths[at] > batch or lengths[at] > 0 and watching == worker)
+  has_jobs = has_jobs or other ~= worker and lengths[at] > 0
+  local taken = is_candidate and jobs_to_take(other, batch) or {}
   if #taken > 0 then
     local in_order = {}
-    for at, job in ipairs(taken) do
-      in_order[#taken + 1 - at] = job
+    for i, job in ipairs(taken) do
+      in_order[#taken + 1 - i] = job
     end
     move(worker, in_order)
     -- More jobs may wait than one worker takes: the next idle worker looks at once.
@@ -72,10 +82,10 @@ for _, other in ipairs(longest_lanes()) do
     return {0, #taken, 0}
   end
 end
--- One idle worker looks again when the first job is late. The others wait until they are woken.
-local watching = look_again and redis.pcall('GET', watcher)
-if not look_again or type(watching) == 'string' and watching ~= worker then
+-- One idle worker watches: it looks again when the first job may be taken. The others wait until they are woken.
+if watching == worker and not look_again or watching and watching ~= worker or not has_jobs then
   return {0, 0, 0}
 end
-redis.call('SET', watcher, worker, 'PX', math.ceil(look_again) + WATCH_MS)
-return {0, 0, math.ceil(look_again)}
+look_again = math.ceil(look_again or LATE_MS)
+redis.call('SET', watcher, worker, 'PX', look_again + WATCH_MS)
+return {0, 0, look_again}

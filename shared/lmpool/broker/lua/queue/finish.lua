@@ -23,7 +23,7 @@ local PLACE_FIRST, PLACE_LAST = 22, 37
 
 local was_stored = false
 if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
-    and not string.find(ARGV[HEAD + 1], ' ', 1, true) and redis.call('EXISTS', backlog) == 0 then
+    and redis.call('EXISTS', backlog) == 0 then
   -- The usual case: one row for one client that waits alone. Defining the functions below would take longer than this case.
   local waiting, row, entry, part = KEYS[3], KEYS[4], ARGV[HEAD + 1], ARGV[HEAD + 2]
   local stored = is_storing and redis.pcall('SET', row, part, 'PX', row_ms, 'NX')
@@ -43,8 +43,13 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
     if type(sent) == 'string' then
       redis.call('PEXPIRE', reply, ARGV[4])
       redis.call('UNLINK', waiting)
-      redis.pcall('XACK', jobs, ARGV[1], entry)
-      redis.pcall('XDEL', jobs, entry)
+      local id, worker = string.match(entry, '^(%S+) (.+)$')
+      local stream = worker and lane_of .. worker or jobs
+      redis.pcall('XACK', stream, ARGV[1], id or entry)
+      if redis.pcall('XDEL', stream, id or entry) == 1 and worker
+          and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', -1, worker)) == 'string' then
+        redis.pcall('ZINCRBY', lanes, -1, '')
+      end
       return '1'
     end
   end

@@ -16,21 +16,31 @@ local HEAD, limit, count = 5, tonumber(ARGV[1]), tonumber(ARGV[5])
 local sole_waiter = reply .. '\n'
 local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local depth = redis.call('XLEN', jobs) + math.max(0, tonumber(redis.pcall('ZSCORE', lanes, '')) or 0)
-if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 then
-  -- The case of one new prompt without a home in an empty queue comes first, because the client waits for nothing but this call.
+if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 and redis.pcall('HLEN', capacities) == 2 then
+  -- The case of one new prompt and one worker that waits comes first, because the client waits for nothing but this call.
   redis.call('SET', KEYS[3], sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[6], 'u', lifetime), 'PX', lifetime)
   return 'Q'
 end
 
 -- include strings
+-- include lanes
 
 local SOLE_EXTRA = 1200 -- Max jobs of a sole client beyond the capacity: fair_queue.lua can move this number of jobs back in one call.
 local SOLE_MAX_BYTES = 2048 -- Max bytes of each job beyond the capacity, because fair_queue.lua moves a limited number of bytes.
 local SOLE_MS = 3600000 -- Lifetime of the key that names the sole client, in ms.
-local SPARE_BATCHES = 2 -- Batches that may wait for a single worker without a check of the backlog.
+local SPARE_BATCHES = 2 -- Batches per worker that may wait or be computed without a check of the backlog.
 local is_bulk, sole = string.find(reply, bulk_replies, 1, true) ~= nil, redis.pcall('GET', sole_client)
+local first_cost = HEAD + 2 * count
+local is_continued = #ARGV > first_cost
 -- `outcome`: outcome per prompt. `fresh`: waiting keys and values to set. `is_done`: waiting key -> outcome if its prompt occurs again.
 local outcome, fresh, is_done = {}, {}, {}
+local homes, is_sibling = {}, {}
+for i = 1, math.min(count, #ARGV - HEAD - count) do
+  homes[i] = ARGV[HEAD + count + i]
+  if homes[i] == '=' and i > 1 then
+    homes[i], is_sibling[i] = homes[i - 1], true
+  end
+end
 
 local function set_fresh()
   if not set_together(fresh, lifetime) then
@@ -41,30 +51,41 @@ local function set_fresh()
   end
 end
 
--- Nearly always all prompts are new, have no home, and fit into the stream of a single worker. `capacities` then has two fields: the
--- worker's capacity and the sum. Defining the functions for other cases takes as long as a few prompts.
-if existing == 0 and #ARGV == HEAD + count and redis.pcall('HLEN', capacities) == 2 then
-  local is_alone = sole == reply and not is_bulk
+-- Add a new prompt to the lane of a worker, or to the shared stream if `worker` is nil. Returns the entry of its job. Jobs that may have to
+-- move to another stream or to the backlog need a tag with the digest.
+local function add(i, worker, kind, needs_digest)
+  local tag, home = lifetime, homes[i]
+  if worker or needs_digest then
+    tag = lifetime .. ' ' .. string.sub(KEYS[2 + i], -16)
+  end
+  if home and home ~= '' then
+    return add_job(worker, kind, 'm', ARGV[HEAD + i], 'u', tag, 'h', home)
+  end
+  return add_job(worker, kind, 'm', ARGV[HEAD + i], 'u', tag)
+end
+
+-- Nearly always all prompts are new and fit into the streams. Defining the functions for other cases takes as long as a few prompts.
+if existing == 0 and not is_continued and worker_count > 0 then
+  local is_alone = sole == reply and not is_bulk and not has_lanes
   local most = is_alone and SOLE_EXTRA or SPARE_BATCHES * (tonumber(redis.pcall('HGET', capacities, '')) or 0)
   local fits = depth + count <= math.min(limit, most)
   for i = HEAD + 1, fits and is_alone and #ARGV or 0 do
     fits = fits and #ARGV[i] <= SOLE_MAX_BYTES
   end
-  local priority = is_bulk and {'p', BULK} or {}
+  local announced = fits and open_lanes(count, homes)
   for i = 1, fits and count or 0 do
-    local waiting, tag = KEYS[2 + i], lifetime
+    local waiting = KEYS[2 + i]
     outcome[i] = is_done[waiting] or 'Q'
     if not is_done[waiting] then
-      if is_alone or is_bulk then
-        tag = lifetime .. ' ' .. string.sub(waiting, -16)
-      end
       fresh[#fresh + 1] = waiting
-      fresh[#fresh + 1] = sole_waiter .. redis.call('XADD', jobs, '*', 'm', ARGV[HEAD + i], 'u', tag, unpack(priority))
+      fresh[#fresh + 1] = sole_waiter
+        .. add(i, choose(homes[i] or '', announced[i], is_sibling[i]), is_bulk and BULK, is_alone or is_bulk)
       is_done[waiting] = 'J'
     end
   end
   if fits then
     set_fresh()
+    count_added()
     if is_alone and redis.call('PTTL', sole_client) < SOLE_MS / 2 then
       redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
     end
@@ -76,18 +97,9 @@ end
 
 -- Max prompts of one client in the backlog per free slot of the queue, so that other clients always find free slots.
 local SHARE = 9
-local first_cost = HEAD + 2 * count
-local is_continued = #ARGV > first_cost
 local kind = is_bulk and BULK or is_continued and CONTINUED or nil
 -- Member of "virtual_time" whose score is the start time of the client's last prompt of this kind.
 local member = kind == CONTINUED and reply .. TOKENS or reply
-local homes, is_sibling = {}, {}
-for i = 1, math.min(count, #ARGV - HEAD - count) do
-  homes[i] = ARGV[HEAD + count + i]
-  if homes[i] == '=' and i > 1 then
-    homes[i], is_sibling[i] = homes[i - 1], true
-  end
-end
 local in_backlog, spare = count_at('ZCARD', backlog), nil
 -- If all prompts are new, no prompt needs a check of its own.
 local is_new = not again and existing == (in_backlog > 0 and 1 or 0)
@@ -126,24 +138,14 @@ end
 
 local function queue(i)
   local waiting, job, home, entry = KEYS[2 + i], ARGV[HEAD + i], homes[i] or '', LATER
-  local digest = string.sub(waiting, -16)
   if depth + in_backlog >= limit then
     return 'F'
   elseif ahead == 0 and (free > 0 or free + extra > 0 and #job <= SOLE_MAX_BYTES) then
-    local worker, tag = choose(home, announced[i], is_sibling[i]), lifetime
     if free <= 0 and not is_named then
       redis.call('SET', sole_client, reply, 'PX', SOLE_MS)
       is_named = true
     end
-    if worker or free <= 0 or is_bulk then
-      -- The job may have to move to another stream or to the backlog, and a move needs the digest.
-      tag = lifetime .. ' ' .. digest
-    end
-    if home ~= '' then
-      entry = add_job(worker, kind, 'm', job, 'u', tag, 'h', home)
-    else
-      entry = add_job(worker, kind, 'm', job, 'u', tag)
-    end
+    entry = add(i, choose(home, announced[i], is_sibling[i]), kind, free <= 0 or is_bulk)
     depth, free = depth + 1, free - 1
   else
     local start, cost = next_start(i)
@@ -151,8 +153,8 @@ local function queue(i)
     if (last - now) / cost >= SHARE * (limit - depth - in_backlog) then
       return 'F'
     end
-    order[#order + 1], order[#order + 2] = start, digest
-    stored[#stored + 1] = digest
+    order[#order + 1], order[#order + 2] = start, string.sub(waiting, -16)
+    stored[#stored + 1] = order[#order]
     stored[#stored + 1] = to_store(string.format('%d', now_ms()), lifetime, home, job, is_continued and cost or nil)
     last, in_backlog, ahead = start, in_backlog + 1, ahead + 1
   end
