@@ -118,7 +118,7 @@ def _backlog_of_other_client(size: int) -> Callable[[_Queue], list[float]]:
         for _ in range(10):
             queue.submit("a", _digests(200), size)
         first = queue.submit("b", _digests(1), 540)
-        return [first, *(queue.ms(scripts.REFILL, [_MODEL.jobs]) for _ in range(3))]
+        return [first, *(queue.ms(scripts.FIND_WORK, [_MODEL.jobs], "", 0, 0) for _ in range(3))]
 
     return measure
 
@@ -128,7 +128,7 @@ def _move_up(queue: _Queue) -> list[float]:
     for client in "abcdefgh":
         queue.submit(client, _digests(200), 4000)
     queue.register("w1", 4096)
-    return [queue.ms(scripts.REFILL, [_MODEL.jobs]) for _ in range(4)]
+    return [queue.ms(scripts.FIND_WORK, [_MODEL.jobs], "", 0, 0) for _ in range(4)]
 
 
 def _cancel(queue: _Queue) -> list[float]:

@@ -54,7 +54,13 @@ async def joined(redis: Redis, keys: Keys, info: ModelInfo, worker_id: str) -> H
 async def beat_on(heartbeat: Heartbeat) -> None:
     while True:
         await asyncio.sleep(0.05)
-        await heartbeat.send({})
+        await beat(heartbeat)
+
+
+async def beat(heartbeat: Heartbeat) -> None:
+    """Send a heartbeat as a worker does, and check the model's info if that is due."""
+    if (await heartbeat.send({}, takes_turns=True)).is_complete:
+        await heartbeat.keep_info()
 
 
 # Registration
@@ -101,13 +107,12 @@ async def test_a_joining_worker_compares_its_model_with_that_of_live_workers(poo
         await redis.delete(pool.keys.worker("first"), pool.keys.worker("second"))
         await joined(redis, pool.keys, info_of(2), "second")
         first = Heartbeat(redis, pool.keys, info_of(1, lease_s=1), "first", batch=8)
-        await first.send(
-            {}
-        )  # After a failover, removed workers may be listed again, so a worker waits for a lease before it ends.
+        # After a failover, removed workers may be listed again, so a worker waits for a lease before it ends.
+        await beat(first)
         with pytest.raises(ModelMismatch, match="seed-2.*there.*seed-1.*here"):
             await asyncio.wait_for(beat_on(first), DEADLINE_S)
         await redis.delete(pool.keys.models())
-        await first.send({})
+        await beat(first)
         assert await redis.hget(pool.keys.models(), "syn") == info_of(1, lease_s=1).pack()
     finally:
         await redis.aclose()
@@ -189,7 +194,7 @@ async def test_a_sweep_removes_only_the_keys_of_dead_workers(pool: Pool) -> None
         for model, *gone in (("dead", "of-dead"), ("asked", "of-asked"), ("syn", *dead)):
             await redis.zadd(keys.model(model).workers, dict.fromkeys(gone, deadline_ms(-1)))
             await redis.delete(*map(keys.worker, gone))
-        await sweeper.sweep()
+        await sweeper.sweep(is_complete=True)
         assert sorted(await redis.hkeys(keys.models())) == [b"asked", b"live", b"syn"]
         consumers = await redis.xinfo_consumers(jobs, GROUP)
         # Jobs of removed lanes are not lost: unread entries move to the shared stream, held entries stay.

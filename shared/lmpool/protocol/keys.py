@@ -36,7 +36,7 @@ CONTINUED = b"continued"
 HOME_FIELD = b"h"
 """Field of a stream entry: the home of the prompt, the worker that computed most of its prefix; b"" for none."""
 
-WAKE_FIELD = b"w"
+WAKE_FIELD = b"wake"
 """Only field of a lane's entry that wakes the lane's worker: ms after which the worker looks for jobs."""
 
 CONTINUED_TIME, BULK_TIME = 1e11, 1e12

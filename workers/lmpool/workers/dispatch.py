@@ -163,12 +163,11 @@ class FetchLoop:
 
     async def _take(self) -> bool:
         """Take new jobs; return whether these jobs are the first after an idle time."""
-        consumer, engine_thread = self.consumer, self.engine_thread
         async with self._taking:
             # Check the capacity again: a prompt that must run alone may have begun while this task waited for the lock.
             if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                 return False
-            taken = await consumer.take(self._count_to_take(capacity), self._block_ms)
+            taken = await self.consumer.take(self._count_to_take(capacity), self._block_ms)
             was_idle = not self.in_flight
             await self.dispatcher.accept(taken)
             self._block_ms = await self._next_block_ms(bool(taken), capacity)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -346,13 +346,12 @@ class Worker:
         return beat
 
     async def _show_draining(self, serving: Serving) -> None:
-        """When a stop is requested, report that the worker drains, and close its lane (its own stream of jobs)."""
+        """When a stop is requested, report that the worker drains, and close its lane: this ends a read for jobs."""
         await self._lifecycle.stopping.wait()
         try:
             # Close the lane after this heartbeat, so that no heartbeat in flight reports "ready" afterwards.
             await self.send_heartbeat(serving)
             await serving.consumer.close_lane()
-            await serving.consumer.wake()  # The fetch loop must see that the worker stops.
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot show that this worker drains: %s", self.server.explain(error))
 

@@ -41,9 +41,9 @@ _log = logging.getLogger("lmpool.producer")
 
 # Max bytes of a stream id with a time before the year 2286. No server's clock produces a longer id.
 _MAX_ID_BYTES = len("9999999999999-18446744073709551615")
-# The command that reads up to 1,000 messages of the reply stream, and blocks for up to 1,000 ms.
+# The command that reads up to 1,000 messages of the reply stream, without the ms for which it blocks.
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK")
-# Max and min seconds that a read of the reply stream blocks: shorter than a third of a lease, in which a reply must come.
+# Max and min seconds for which a read of the reply stream blocks; in between, a third of a lease.
 _MAX_BLOCK_S, _MIN_BLOCK_S = 5.0, 1.0
 # Number of messages read between two trims of the reply stream, because each trim costs a command.
 _TRIM_INTERVAL = 16

@@ -9,7 +9,7 @@ import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
 from lmpool.protocol.job import Failure
-from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, Keys
+from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, WAKE_FIELD, Keys
 
 MODEL = Keys("test").model("m")
 ROWS = Keys("test").row("fp")
@@ -71,17 +71,25 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
     reply: Any = await redis.xreadgroup(GROUP, consumer, {lane: ">", JOBS: ">"}, count=count)
     if isinstance(reply, dict):  # In RESP3, redis-py returns the entries of each stream in a list of one list.
         reply = [(key, entries) for key, (entries,) in reply.items()]
+    found = [(key, *entry) for key, entries in reply for entry in entries]
+    if wakes := [entry for key, entry, fields in found if key == lane and fields and WAKE_FIELD in fields]:
+        await scripts.FIND_WORK(redis, [JOBS], [consumer, 0, 0, *wakes])
     return [
         entry_id + (b" " + consumer.encode() if key == lane else b"")
         for key, entries in reply
         for entry_id, fields in entries
-        if fields is not None
+        if fields is not None and WAKE_FIELD not in fields
     ]
+
+
+async def find_work(redis: redis_async.Redis, worker: str = "", most: int = 0, patience_ms: int = 0) -> tuple[int, ...]:
+    """Look for work for an idle worker: numbers of jobs that moved up and that were stolen, ms until the next look."""
+    return tuple(await scripts.FIND_WORK(redis, [JOBS], [worker, most, patience_ms]))
 
 
 async def count_queued(redis: redis_async.Redis, *workers: str) -> int:
     """The number of jobs in the shared stream and in the lanes of the named workers."""
-    return sum([int(await redis.xlen(key)) for key in (JOBS, *map(MODEL.lane, workers))])
+    return sum([len(await entries_of(redis, key)) for key in (JOBS, *map(MODEL.lane, workers))])
 
 
 async def fall_silent(redis: redis_async.Redis, *entries: bytes, deliveries: int, consumer: str = "w1") -> None:
@@ -143,11 +151,12 @@ async def claim_all(redis: redis_async.Redis) -> list[Any]:
 async def entries_of(
     redis: redis_async.Redis, key: bytes = JOBS, *, with_lifetimes: bool = False
 ) -> list[tuple[bytes, dict[bytes, bytes]]]:
-    """The entries of a stream, without the field that has a job's lifetime."""
+    """The jobs in a stream, without the field that has a job's lifetime."""
     reply: Any = await redis.xrange(key)
     return [
         (entry, {name: value for name, value in fields.items() if with_lifetimes or name != LIFETIME_FIELD})
         for entry, fields in reply
+        if WAKE_FIELD not in fields
     ]
 
 

@@ -277,7 +277,7 @@ async def test_a_bulk_prompt_that_moves_to_another_lane_keeps_its_priority(redis
     assert moving
     while await scripts.CLOSE_LANE(redis, [JOBS], ["w2"]):
         pass
-    assert await redis.xlen(lane) == 0
+    assert await entries_of(redis, lane) == []
     assert set(moving) <= set(await bulk_in(redis))
 
 

@@ -34,6 +34,7 @@ from tests.shared.broker.scripts.script_calls import (
     digest,
     entries_of,
     fall_silent,
+    find_work,
     finish_args,
     hash_of,
     register,
@@ -94,14 +95,14 @@ async def test_a_producers_poll_costs_the_server_the_same_with_many_workers(
 async def test_a_workers_heartbeat_and_sweep_cost_the_same_with_many_workers(
     redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # This worker never checks the infos of other models; it leaves the check to other workers.
+    # This worker never makes a complete check.
     monkeypatch.setattr("random.random", lambda: 2.0)
     worker = heartbeat(redis)
     await worker.join({})
 
     async def live() -> None:
-        await worker.send({})
-        await worker.sweep()
+        await worker.send({}, takes_turns=True)
+        await worker.sweep(is_complete=False)
 
     await live()
     commands = await commands_of(redis, live)
@@ -120,9 +121,8 @@ async def test_measuring_the_queue_in_a_heartbeat_counts_no_workers(redis: redis
     assert "cmdstat_zcount" not in commands
     assert commands["cmdstat_evalsha"] == 1
     assert counters.queue is not None
-    # Only the worker that sweeps counts the workers.
     await register(redis, "w2")
-    assert await heartbeat(redis).sweep() == 2
+    assert (await heartbeat(redis).send({}, takes_turns=False)).workers == 2
 
 
 async def load(redis: redis_async.Redis, name: str, model: str) -> None:
@@ -245,7 +245,7 @@ async def test_batch_sizes_add_up_when_workers_join_change_and_leave(redis: redi
     await heartbeat(redis, "w1", 4).leave(for_good=False)
     assert await capacity(redis) == 42
     await let_pass(redis, "w2", "w3")
-    await heartbeat(redis, "w0", 10).sweep()
+    await heartbeat(redis, "w0", 10).sweep(is_complete=False)
     assert await capacity(redis) == 34
     await redis.delete(MODEL.capacity)  # Simulate an eviction by a server that is short of memory.
     for number in (0, 4, 5):
@@ -264,15 +264,15 @@ async def test_silent_consumers_without_a_deadline_on_the_server_are_swept(
     await redis.delete(MODEL.workers)
     worker = heartbeat(redis)
     await worker.join({})
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
     await register(redis, "w3", lease_ms=10 * LEASE_MS)
     deadline = await redis.zscore(MODEL.workers, "w3")
     await redis.xgroup_createconsumer(JOBS, GROUP, "w4")
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert await redis.zscore(MODEL.workers, "w3") == deadline, "it has another lease"
     await let_pass(redis, "w2", "w3", "w4")
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
@@ -286,10 +286,10 @@ async def test_a_lane_reveals_a_worker_that_the_stream_and_the_server_have_lost(
     await redis.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
     worker = heartbeat(redis, batch=4)
     await worker.join({})
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert set(await redis.zrange(MODEL.workers, 0, -1)) == {b"w1", b"w2"}, "it may be alive"
     await let_pass(redis, "w2")
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert [fields[b"m"] for _, fields in await entries_of(redis)] == [b"job-1", b"job-2"]
     assert set(await redis.zrange(MODEL.lanes, 0, -1)) == {b"", b"w1"}
 
@@ -301,12 +301,12 @@ async def test_a_removed_worker_stays_a_consumer_while_it_holds_jobs(redis: redi
     worker = heartbeat(redis)
     await worker.join({})
     await let_pass(redis, "w2")
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert set(await read_consumers(redis, MODEL)) == {b"w1", b"w2"}
     assert await capacity(redis) == 1
     await fall_silent(redis, entry, deliveries=1, consumer="w2")
     assert [job[0] for job in (await claim(redis, consumer="w1"))[1]] == [entry]
-    await worker.sweep()
+    await worker.sweep(is_complete=True)
     assert await read_consumers(redis, MODEL) == [b"w1"]
 
 
@@ -316,7 +316,7 @@ async def test_infos_of_unserved_models_are_removed_by_workers_of_other_models(r
     await redis.hset(KEYS.models(), "gone", ModelInfo("gone", "synthetic", 512, 1000, "seed-0", "float32").pack())
 
     async def is_removed() -> bool:
-        await worker.sweep()
+        await worker.sweep(is_complete=True)
         return not await redis.hexists(KEYS.models(), "gone")
 
     await until_async(is_removed, "the info is removed")
@@ -385,9 +385,9 @@ async def test_one_call_moves_up_no_more_bytes_than_it_can_soon_move(redis: redi
     jobs = [b"x" * 100_000 + digest for digest in digests]
     await scripts.SUBMIT(redis, keys, [1000, LIFETIME_MS, "", 0, len(jobs), *jobs])
     await register(redis, "w2", 100)
-    assert await scripts.REFILL(redis, [JOBS], []) == 1
+    assert (await find_work(redis))[0] > 0
     assert 3 < await count_queued(redis, "w1", "w2") <= 3 + 6
-    while await scripts.REFILL(redis, [JOBS], []):
+    while (await find_work(redis))[0]:
         pass
     queued = [await entries_of(redis, key) for key in (JOBS, MODEL.lane("w1"), MODEL.lane("w2"))]
     assert sorted(fields[b"m"][-16:] for entries in queued for _, fields in entries) == sorted(digests)
@@ -455,23 +455,23 @@ async def test_one_scan_for_silent_jobs_covers_some_held_jobs_and_the_next_conti
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_workers_share_a_scan_for_silent_jobs(redis: redis_async.Redis) -> None:
-    for number in range(10):
-        await register(redis, f"w{number}")
-    async with redis.pipeline(transaction=False) as pipe:
-        for number in range(5000):
-            pipe.xadd(JOBS, {"m": b"job-%d" % number})
-        await pipe.execute()
-    entries = await take(redis, count=5000)
-    await fall_silent(redis, entries[-1], deliveries=1)
-    claimed: list[bytes] = []
-    further = 0
-    for number in range(5000 // 500 + 1):
-        args = [GROUP, f"w{number % 10}", LEASE_MS, 3, 10, 1, 2**24, 2**19, LIFETIME_MS]
-        _, taken, further = await scripts.CLAIM_EXPIRED(redis, [JOBS, MODEL.claim_cursor], args)
-        claimed += [job[0] for job in taken]
-    assert claimed == entries[-1:]
-    assert further <= 1
+async def test_one_worker_at_a_time_has_the_turn_to_look_for_lost_jobs(
+    redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.random", lambda: 2.0)  # No turn is for a complete check.
+    workers = [heartbeat(redis, f"w{number}") for number in range(4)]
+    for worker in workers:
+        await worker.join({})
+    assert not (await workers[0].send({}, takes_turns=True)).has_turn, "there are no held jobs"
+    await redis.delete(MODEL.turn)
+    await redis.xadd(JOBS, {"m": b"job"})
+    await take(redis)
+    await workers[3].send({}, takes_turns=False)
+    assert not await redis.exists(MODEL.turn), "it has no capacity for the jobs"
+    turns = [await worker.send({}, takes_turns=True) for worker in workers]
+    assert [beat.has_turn for beat in turns] == [True, False, False, False]
+    await redis.delete(MODEL.turn)
+    assert (await workers[2].send({}, takes_turns=True)).has_turn
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)

@@ -27,6 +27,7 @@ from tests.shared.broker.scripts.script_calls import (
     claim,
     digest,
     entries_of,
+    find_work,
     finish,
     register,
     registered,
@@ -91,7 +92,7 @@ async def test_all_other_keys_expire_after_any_order_of_calls_and_evictions(
                 await cancel(queue, *numbers, reply=reply)
             case "take":
                 held |= dict.fromkeys(await take(queue, count=3), 0)
-                await scripts.REFILL(queue, [JOBS], [])
+                await find_work(queue)
             case "finish":
                 for entry in rnd.sample(sorted(held), min(len(held), 3)):
                     job = dict(await entries_of(queue)).get(entry, {b"m": b"job-1"})[b"m"]

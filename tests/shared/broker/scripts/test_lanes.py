@@ -10,7 +10,7 @@ import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
 from lmpool.broker.scripts import read_queue
-from lmpool.protocol.keys import GROUP
+from lmpool.protocol.keys import GROUP, WAKE_FIELD
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,
@@ -25,6 +25,7 @@ from tests.shared.broker.scripts.script_calls import (
     count_queued,
     digest,
     entries_of,
+    find_work,
     finish,
     register,
     registered,
@@ -45,6 +46,7 @@ async def lanes(redis: redis_async.Redis) -> redis_async.Redis:
     """A client of a server whose queue has four workers that compute eight prompts at a time."""
     for worker in WORKERS:
         await register(redis, worker, BATCH)
+    await redis.set(MODEL.watcher, "another", px=LIFETIME_MS)  # No worker is woken.
     return redis
 
 
@@ -63,8 +65,8 @@ async def job_of(redis: redis_async.Redis, number: int) -> Any:
     return (await registered(redis, number)).get(b"job")
 
 
-async def steal(redis: redis_async.Redis, thief: str, most: int = 100, patience_ms: int = 60_000) -> int:
-    return int(await scripts.STEAL(redis, [JOBS], [thief, most, patience_ms]))
+async def steal(redis: redis_async.Redis, thief: str, most: int = BATCH, patience_ms: int = 60_000) -> int:
+    return (await find_work(redis, thief, most, patience_ms))[1]
 
 
 async def close_lane(redis: redis_async.Redis, worker: str) -> None:
@@ -164,9 +166,11 @@ async def test_one_worker_alone_and_no_worker_have_no_lanes(redis: redis_async.R
     assert await lane(redis, "w1") == [5, 6]
 
 
-async def test_one_prompt_without_a_home_goes_to_the_shared_stream(lanes: redis_async.Redis) -> None:
-    await submit(lanes, 1)
-    assert await lanes.xlen(JOBS) == 1
+async def test_one_prompt_without_a_home_goes_to_one_idle_worker(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, 2, homes=["w1", "w3"])
+    await submit(lanes, 3)
+    assert await lanes.xlen(JOBS) == 0, "all idle workers would wake up"
+    assert [worker for worker in WORKERS if 3 in await lane(lanes, worker)] == ["w2"]
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
@@ -277,8 +281,8 @@ async def test_a_job_at_its_home_is_stolen_only_after_a_while(lanes: redis_async
     await submit(lanes, 1, 2, 3, 4, homes=["w1"] * 4)
     assert await lane(lanes, "w1") == [1, 2, 3, 4]
     await take(lanes, "w1", 2)
-    assert await steal(lanes, "w2") == 0
-    assert await steal(lanes, "w2", patience_ms=0) == 1
+    assert await steal(lanes, "w2", 2) == 0
+    assert await steal(lanes, "w2", 2, patience_ms=0) == 1
     assert await lane(lanes, "w2") == [4]
     (entry,) = await take(lanes, "w2", 1)
     assert await registered(lanes, 4) == {b"job": entry, A: b""}
@@ -298,7 +302,11 @@ async def test_jobs_that_their_worker_does_not_read_are_stolen(lanes: redis_asyn
     entry: Any = await lanes.xadd(MODEL.lane("w1"), {"m": "job-1", "u": b"100000 " + digest(1)}, id="1-1")
     await lanes.hset(waiting(1), mapping={"job": entry + b" w1", A: ""})
     await register(lanes, "w1", BATCH)
-    assert await steal(lanes, "w2") == 1
+    assert await find_work(lanes, "w2", BATCH, 60_000) == (0, 0, 0), "another worker watches the lanes"
+    await lanes.delete(MODEL.watcher)
+    assert await find_work(lanes, "w2", BATCH, 60_000) == (0, 0, 100), "it watches now"
+    assert await find_work(lanes, "w3", BATCH, 60_000) == (0, 0, 0)
+    assert await find_work(lanes, "w2", BATCH, 60_000) == (0, 1, 0)
     assert await lane(lanes, "w2") == [1]
 
 
@@ -306,6 +314,81 @@ async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> 
     await submit(lanes, *range(40))
     await close_lane(lanes, "w2")
     assert await steal(lanes, "w2", patience_ms=0) == 0
+
+
+# Waking idle workers
+
+
+async def woken(redis: redis_async.Redis) -> dict[str, int]:
+    """Worker -> ms after which the entry that wakes it has it look for jobs."""
+    found: dict[str, int] = {}
+    for worker in WORKERS:
+        entries: Any = await redis.xrange(MODEL.lane(worker))
+        for _, fields in entries:
+            if WAKE_FIELD in fields:
+                found[worker] = int(fields[WAKE_FIELD])
+    return found
+
+
+async def test_new_jobs_wake_one_idle_worker_that_looks_for_late_jobs(lanes: redis_async.Redis) -> None:
+    await lanes.delete(MODEL.watcher)
+    await submit(lanes, 1, 2, homes=["w1", "w2"])
+    (watcher,) = await woken(lanes)
+    assert watcher in ("w3", "w4")
+    assert await lanes.get(MODEL.watcher) == watcher.encode()
+    assert 0 < await lanes.pttl(MODEL.watcher) <= 500
+    await submit(lanes, 3, homes=["w1"])
+    assert await woken(lanes) == {watcher: 100}, "one is enough"
+    assert await take(lanes, watcher) == []
+    assert await woken(lanes) == {}
+    assert await lengths(lanes) == {"": 3, "w1": 2, "w2": 1, "w3": 0, "w4": 0}
+
+
+async def test_no_worker_is_woken_while_all_have_jobs(lanes: redis_async.Redis) -> None:
+    await lanes.delete(MODEL.watcher)
+    await submit(lanes, *range(8))
+    assert await woken(lanes) == {}
+
+
+async def test_a_dead_worker_is_not_woken(lanes: redis_async.Redis) -> None:
+    await lanes.delete(MODEL.watcher)
+    for worker in ("w2", "w3"):
+        await lanes.zadd(MODEL.workers, {worker: 1})
+    await submit(lanes, 1, homes=["w1"])
+    assert await woken(lanes) == {"w4": 100}
+
+
+async def test_a_worker_that_steals_wakes_the_next_idle_worker(lanes: redis_async.Redis) -> None:
+    await lanes.zadd(MODEL.lanes, dict.fromkeys(WORKERS[1:], 1000))  # Full lanes get no prompts.
+    await submit(lanes, *range(2 * BATCH))
+    for worker in WORKERS:
+        await register(lanes, worker, BATCH)
+    await take(lanes, "w1", BATCH)
+    assert await steal(lanes, "w2") == BATCH // 2
+    (worker,) = await woken(lanes)
+    assert worker in ("w3", "w4")
+    assert await woken(lanes) == {worker: 0}, "it looks at once"
+
+
+async def test_an_entry_that_wakes_a_worker_is_no_job_for_others(lanes: redis_async.Redis) -> None:
+    """A worker that dies before or after it reads the entry leaves no dead letter."""
+    for is_read in (False, True):
+        await lanes.delete(MODEL.watcher)
+        for worker in ("w2", "w3"):
+            await lanes.zadd(MODEL.workers, {worker: 1})
+        await submit(lanes, 1, homes=["w1"])
+        assert await woken(lanes) == {"w4": 100}
+        await lanes.xgroup_create(MODEL.lane("w4"), GROUP, id="0")
+        if is_read:
+            await lanes.xreadgroup(GROUP, "w4", {MODEL.lane("w4"): ">"})
+        await die(lanes, "w4")
+        assert await claim(lanes, consumer="w1") == (0, [])
+        await sweep(lanes)
+        assert await entries_of(lanes) == []
+        assert not await lanes.exists(MODEL.lane("w4"))
+        assert (await lengths(lanes))[""] == 1
+        await cancel(lanes, 1)
+        await register(lanes, "w4", BATCH)
 
 
 # Lanes of workers that stop or crash
@@ -324,6 +407,8 @@ async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: r
     assert await lane(lanes, "w1") == before[:2], "nothing is placed there any more"
     for entry, number in zip(held, before, strict=False):
         await finish(lanes, (entry, number, b"", False))
+    assert (await lengths(lanes))["w1"] == 1, "an entry ends the read of the worker"
+    await take(lanes, "w1")
     assert (await lengths(lanes))["w1"] == 0
     # Heartbeats of a draining worker must not open its lane again.
     await register(lanes, "w1", 0)

@@ -147,18 +147,19 @@ class Heartbeat:
 
         `takes_turns`: whether this worker may get the turn to look for lost jobs and workers.
         """
-        await self._write(counters)
+        had_expired = await self._write(counters)
         self._beats += 1
         lease_ms, keys = int(self.info.lease_s * 1000), self._model
         args = [self.worker_id, lease_ms, GROUP, lease_ms // 3 if takes_turns else 0]
         kept = [keys.workers, keys.turn, keys.jobs, keys.capacity]
         count, turn, now_ms = await scripts.KEEP_ALIVE(self.redis, kept, args)
-        is_lost, is_draining = not count, counters.get("state") == "draining"
+        is_lost, is_draining = had_expired or not count, counters.get("state") == "draining"
         # Register at times even if nothing is lost: another client may have written a wrong length of the lane.
         if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:
             await self._register(0 if is_draining else self.batch)
         # In most turns there is nothing to look for; the complete check runs in about one turn per four leases.
-        is_complete = is_lost or (turn > 0 and random.random() * _COMPLETE_TURNS < 1)
+        has_doubt = is_lost or self._others_since < math.inf
+        is_complete = has_doubt or (turn > 0 and random.random() * _COMPLETE_TURNS < 1)
         return Beat(max(1, count), turn > 1 or is_complete, is_complete, now_ms / 1000)
 
     async def keep_info(self) -> None:
@@ -278,8 +279,8 @@ class Heartbeat:
             for key in (*keys.queue, *lanes):
                 await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
-    async def _write(self, counters: Mapping[str, str | int | float]) -> None:
-        """Write the heartbeat."""
+    async def _write(self, counters: Mapping[str, str | int | float]) -> bool:
+        """Write the heartbeat; return whether the last one had expired."""
         info = self.info
         fields: dict[str, str | int | float] = {
             "model": info.name,
@@ -292,8 +293,9 @@ class Heartbeat:
         if self.files is not None:
             fields["changed_files"] = self.files.changed
             self.files.start_check()
-        lease_ms, keys = int(info.lease_s * 1000), self._model
-        await scripts.HEARTBEAT(self.redis, [self._heartbeat], [lease_ms, *chain.from_iterable(fields.items())])
+        lease_ms = int(info.lease_s * 1000)
+        args = [lease_ms, *chain.from_iterable(fields.items())]
+        return int(await scripts.HEARTBEAT(self.redis, [self._heartbeat], args)) == len(fields)
 
     async def _register(self, batch: int) -> None:
         """Register the number of prompts that this worker computes at once (0: it takes no jobs)."""

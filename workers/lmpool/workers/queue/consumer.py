@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import time
@@ -65,7 +64,7 @@ class Consumer:
                 raise
 
     async def keep_queue(self, *, is_lane: bool = False) -> None:
-        """Keep the queue, or this worker's lane, from expiring, and replace streams whose ids are ahead of the clock."""
+        """Keep the queue, or the worker's lane, from expiring, and replace streams whose ids are ahead of the clock."""
         for keys in ((self._lane,),) if is_lane else (self._keys.queue,):
             dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
@@ -114,13 +113,11 @@ class Consumer:
         if not wakes:
             return entries
         self.woken_ms = min(int(delay) if delay.isdigit() else 0 for delay in wakes.values())
-        await asyncio.gather(
-            self.connection.call(b"XACK", self._lane, GROUP, *wakes), self.connection.call(b"XDEL", self._lane, *wakes)
-        )
+        await scripts.FIND_WORK(self._redis, [self._keys.jobs], [self._worker_id, 0, 0, *wakes])
         return [entry for entry in entries if entry[0] not in wakes]
 
     async def find_work(self, count: int, step_s: float) -> int | None:
-        """Move prompts from the backlog to the streams, or jobs of another worker's lane to the lane of this idle worker.
+        """Move prompts from the backlog to the streams, or jobs of another worker's lane to the lane of this worker.
 
         Args:
             count: max jobs to take from another lane; 0 if this worker holds jobs.
@@ -136,11 +133,10 @@ class Consumer:
         self.reader.counters.stolen += stolen
         return 0 if moved_up or stolen else look_again_ms or None
 
-    async def wake(self) -> None:
-        """End a read of this worker that blocks."""
-        await self._redis.xadd(self._lane, {WAKE_FIELD: 0})
-
     async def close_lane(self) -> None:
-        """Close this worker's lane: clients add no more entries, and entries not taken move to the shared stream."""
+        """Close this worker's lane: clients add no more entries, and entries not taken move to the shared stream.
+
+        A read of this worker that waits for jobs ends.
+        """
         while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
             pass

@@ -54,7 +54,7 @@ local function find_to_move(worker, most, is_from_end, is_end)
     for _, entry in ipairs(part) do
       local job = read_entry(entry, suffix)
       if entry[2][1] == WAKE then
-        redis.call('XDEL', stream, entry[1])
+        remove_entries({job.entry})
       elseif is_end and is_end(job) then
         return found
       else

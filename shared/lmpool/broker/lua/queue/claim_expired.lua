@@ -57,8 +57,7 @@ local function take(stream, suffix, id, deliveries)
     fields[entry[2][at]] = entry[2][at + 1]
   end
   if fields[WAKE] then
-    redis.call('XACK', stream, group, id)
-    redis.call('XDEL', stream, id)
+    remove_entries({id .. suffix}, true)
     return true
   end
   local job = fields.m or ''

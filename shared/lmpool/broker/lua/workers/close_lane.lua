@@ -3,8 +3,12 @@
 -- KEYS  jobs
 -- ARGV  worker
 --
--- Returns 1 if the lane may have more jobs to move, otherwise 0.
+-- Returns 1 if the lane may have more jobs to move. Otherwise returns 0, and ends a read of the worker that waits for jobs.
 
 -- include moving
 
-return close_lane(ARGV[1], MAX_MOVED) > 0 and 1 or 0
+if close_lane(ARGV[1], MAX_MOVED) > 0 then
+  return 1
+end
+add_wake(ARGV[1], 0)
+return 0

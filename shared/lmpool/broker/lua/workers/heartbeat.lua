@@ -2,6 +2,8 @@
 --
 -- KEYS  heartbeat
 -- ARGV  lifetime in ms, then per field: name, value
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+--
+-- Returns the number of fields that the heartbeat did not have: all fields if it had expired.
+local added = redis.call('HSET', KEYS[1], unpack(ARGV, 2))
 redis.call('PEXPIRE', KEYS[1], ARGV[1])
-return 1
+return added

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from redis.exceptions import ResponseError
 
 from lmpool.broker import scripts
-from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD
+from lmpool.protocol.keys import GROUP, HOME_FIELD, JOB_FIELD, LIFETIME_FIELD, SINCE_FIELD, WAKE_FIELD
 from tests.shared.broker.scripts.script_calls import (
     DEAD,
     FAILURE,
@@ -103,7 +103,8 @@ class QueueMachine(RuleBasedStateMachine):
             self.since[client] = messages[-1][0] if messages else self.since[client]
         self.model.check(state)
         if not state.uncounted:
-            assert (depth, dead) == (state.depth, state.dead), f"a survey sees {depth} jobs of {state.depth}"
+            jobs = state.depth + state.wakes
+            assert (depth, dead) == (jobs, state.dead), f"a survey sees {depth} jobs of {jobs}"
         self.seen["steps"] += 1
         self.seen["steps with a backlog"] += bool(state.backlog)
         self.seen["steps with a backlog of bulk clients"] += bool(state.yielding)
@@ -233,6 +234,10 @@ class QueueMachine(RuleBasedStateMachine):
         taken = 0
         for stream, entries in reply:
             suffix = b" " + name.encode() if stream == lane else b""
+            wakes = [entry_id for entry_id, fields in entries if WAKE_FIELD in fields]
+            if wakes:
+                self.run(scripts.FIND_WORK, [JOBS], name, 0, 0, *wakes)
+                entries = [entry for entry in entries if entry[0] not in wakes]
             self.model.taken(name, [entry_id + suffix for entry_id, _ in entries])
             for entry_id, fields in entries:
                 self.seen["taken at home"] += fields.get(HOME_FIELD) == name.encode() and bool(suffix)
@@ -248,7 +253,7 @@ class QueueMachine(RuleBasedStateMachine):
 
     def move_up(self) -> None:
         """Move prompts from the backlog to the streams, as an idle worker does."""
-        while self.run(scripts.REFILL, [JOBS]):
+        while self.run(scripts.FIND_WORK, [JOBS], "", 0, 0)[0]:
             pass
 
     def steal(self, name: str, count: int, is_patient: bool) -> None:
@@ -257,10 +262,12 @@ class QueueMachine(RuleBasedStateMachine):
             self._steal(name, count, NEVER_MS if is_patient else 0)
 
     def _steal(self, name: str, count: int, patience_ms: int) -> int:
-        stolen: int = self.run(scripts.STEAL, [JOBS], name, count, patience_ms)
-        assert -1 <= stolen <= count, "-1 where no other worker has a lane"
-        self.seen["stolen"] += max(0, stolen)
-        return max(0, stolen)
+        _, stolen, look_again_ms = self.run(scripts.FIND_WORK, [JOBS], name, count, patience_ms)
+        assert 0 <= stolen <= count
+        assert look_again_ms == 0 or not stolen
+        self.seen["stolen"] += stolen
+        self.seen["watched"] += look_again_ms > 0
+        return int(stolen)
 
     def finish(self, pick: int, picks: int, endings: list[str]) -> None:
         """End jobs with several outcomes, also jobs that another worker has claimed since."""

@@ -9,7 +9,7 @@ from typing import Any
 import redis
 
 from lmpool.broker import scripts
-from lmpool.protocol.keys import BULK_TIME, GROUP, JOB_FIELD
+from lmpool.protocol.keys import BULK_TIME, GROUP, JOB_FIELD, WAKE_FIELD
 from tests.shared.broker.scripts.script_calls import JOBS, MODEL, digest
 
 PROMPTS = range(1, 25)
@@ -103,6 +103,7 @@ class State:
         forever: the keys that have no expiry.
         told: reply key -> (id, content) of each new message.
         dead: the number of dead letters.
+        wakes: the number of entries that only wake workers.
         places: prompt -> its jobs: entries of streams, and "later" for a job in the backlog.
     """
 
@@ -118,6 +119,7 @@ class State:
     forever: list[bytes]
     told: dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]
     dead: int
+    wakes: int = 0
     places: dict[int, list[bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -172,13 +174,18 @@ def _counts(flat: Sequence[bytes]) -> dict[str, int]:
 def _state(reply: Any, reply_keys: Sequence[bytes]) -> State:
     streams, lanes, capacity, backlog, backlog_jobs, waiting, forever, told, dead = reply
     entries, pending, lengths = {}, {}, {}
+    wakes = set()
     for suffix, (listed, held) in zip(_STREAMS.values(), streams, strict=True):
         for entry_id, flat in listed:
+            if flat[0] == WAKE_FIELD:
+                wakes.add(entry_id)
+                continue
             # Entries that other programs have added may have no job field.
             job = _pairs(flat).get(JOB_FIELD, b"")
             entries[entry_id + suffix] = int(job.removeprefix(b"job-") or 0)
         for entry_id, worker, _, deliveries in held:
-            pending[entry_id + suffix] = worker.decode(), deliveries
+            if entry_id not in wakes:
+                pending[entry_id + suffix] = worker.decode(), deliveries
         if suffix:
             lengths[suffix[1:].decode()] = len(listed)
     return State(
@@ -197,4 +204,5 @@ def _state(reply: Any, reply_keys: Sequence[bytes]) -> State:
             for key, messages in zip(reply_keys, told, strict=True)
         },
         dead=dead,
+        wakes=len(wakes),
     )
