@@ -23,7 +23,6 @@ from benchmarks.control_plane.script_calls import REPEATS, measure_calls
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, describe_run, read_notes
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.scripts import read_queue
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer.client.discovery import Discovery
@@ -41,7 +40,7 @@ _INFO = ModelInfo("m", "synthetic", 512, 131_072, "seed-0", "float32")
 _MODEL = _KEYS.model(_INFO.name)
 _WORKERS, _QUICK_WORKERS = (1, 10, 100, 1000), (1, 4)  # Numbers of workers, in full and in quick runs.
 _BATCH = 32  # Prompts per step of a worker.
-_READS_PER_S = 2.0  # Blocking reads of the queue per worker and second.
+_READS_PER_S = 0.1  # Blocking reads of the queue per second and idle worker.
 _READERS = 50  # Reads that block at once: with one read, the server's timer (10 ticks/s) would dominate the time.
 _COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in range(18)}
 
@@ -148,19 +147,18 @@ class _Fleet:
         return beat + claim + self._count * take
 
     async def _heartbeats(self) -> None:
-        for heartbeat, consumer, _ in self._workers:
-            await heartbeat.send(_COUNTERS)
-            await read_queue(self._client, _MODEL)
-            await consumer.keep_queue()
+        for heartbeat, _, _ in self._workers:
+            await heartbeat.send(_COUNTERS, takes_turns=True)
 
     async def _claims(self) -> None:
-        """Do the work of a third of a lease: renew entries, claim expired entries, remove expired workers."""
-        for (heartbeat, _, leases), name, held in zip(self._workers, self._names, self._held, strict=True):
+        """Do the work of a third of a lease: all workers renew entries; one claims entries and removes dead workers."""
+        for name, held in zip(self._names, self._held, strict=True):
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
-            _, _, further = await leases.claim(_BATCH, held)
-            for _ in range(further):
-                await leases.claim(_BATCH, held)
-            await heartbeat.sweep()
+        (heartbeat, _, leases), held = self._workers[0], self._held[0]
+        _, _, further = await leases.claim(_BATCH, held)
+        for _ in range(further):
+            await leases.claim(_BATCH, held)
+        await heartbeat.sweep(is_complete=True)
 
     async def _take(self) -> None:
         await asyncio.gather(*(consumer.take(_BATCH, 1) for consumer in self._takers))

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, ProtocolError, SettingsError, TokenOutOfRange
 from lmpool.settings import shown
 
-WIRE_VERSION = 7
+WIRE_VERSION = 8
 """Version of all messages except rows, which have their own version. All processes of a pool must use one version.
 
 Each job, failure and model info carries this version. Increase the version when a message changes, or the name or

@@ -141,6 +141,8 @@ class ModelKeys:
         """String: id of the idle worker that looks for jobs which other workers do not read in time; expires."""
         self.turn: Final = base + b":turn"
         """String: id of the worker that last looked for lost jobs and workers; it expires when the next worker may."""
+        self.complete_turn: Final = base + b":complete_turn"
+        """String: id of the worker that last made all checks in its turn; it expires when a next worker must."""
         self.claim_cursor: Final = base + b":claim_cursor"
         """String: id of the stream entry at which the next search for jobs of silent workers begins; expires."""
         self.dead: Final = base + b":dead"

@@ -48,6 +48,9 @@ lmpool:{{m}}:capacity     r        r        rw     -           r   r        r
 lmpool:{{m}}:workers      r        r        rw     -           r   r        r
 lmpool:{{m}}:loading      r        r        rw     -           r   r        r
 lmpool:{{m}}:claim_cursor -        -        rw     -           -   -        -
+lmpool:{{m}}:watcher      w        w        rw     -           w   w        w
+lmpool:{{m}}:turn         -        -        rw     -           -   -        -
+lmpool:{{m}}:complete_turn -       -        rw     -           -   -        -
 lmpool:{{m}}:waiting:d    rw       rw       rw     -           rw  rw       rw
 lmpool:{{m}}:reply:c      rw       rw       rw     -           rw  rw       rw
 lmpool:{{m}}:adapters     r        rw       rw     -           r   r        r

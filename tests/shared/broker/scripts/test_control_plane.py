@@ -92,11 +92,8 @@ async def test_a_producers_poll_costs_the_server_the_same_with_many_workers(
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_a_workers_heartbeat_and_sweep_cost_the_same_with_many_workers(
-    redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # This worker never makes a complete check.
-    monkeypatch.setattr("random.random", lambda: 2.0)
+async def test_a_workers_heartbeat_and_sweep_cost_the_same_with_many_workers(redis: redis_async.Redis) -> None:
+    await redis.set(MODEL.complete_turn, "another")
     worker = heartbeat(redis)
     await worker.join({})
 
@@ -455,13 +452,12 @@ async def test_one_scan_for_silent_jobs_covers_some_held_jobs_and_the_next_conti
 
 
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
-async def test_one_worker_at_a_time_has_the_turn_to_look_for_lost_jobs(
-    redis: redis_async.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("random.random", lambda: 2.0)  # No turn is for a complete check.
+async def test_one_worker_at_a_time_has_the_turn_to_look_for_lost_jobs(redis: redis_async.Redis) -> None:
     workers = [heartbeat(redis, f"w{number}") for number in range(4)]
     for worker in workers:
         await worker.join({})
+    assert (await workers[0].send({}, takes_turns=True)).is_complete
+    await redis.delete(MODEL.turn)
     assert not (await workers[0].send({}, takes_turns=True)).has_turn, "there are no held jobs"
     await redis.delete(MODEL.turn)
     await redis.xadd(JOBS, {"m": b"job"})

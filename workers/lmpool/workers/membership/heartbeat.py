@@ -44,10 +44,9 @@ LOG_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
 
 
-# Heartbeats after which a worker writes its registration again, which is about once in four leases.
-_REGISTER_BEATS = 16
-# Turns of all workers, three per lease, after which one makes a complete check: about once in four leases.
-_COMPLETE_TURNS = 12
+_REGISTER_BEATS = 16  # Heartbeats after which a worker writes its registration again: about four leases.
+_COMPLETE_LEASES = 4  # Leases after which a worker that has the turn makes a complete check.
+_COMPLETE = 3  # Reply of keep_alive.lua for a turn with a complete check.
 
 
 class Beat(NamedTuple):
@@ -150,16 +149,15 @@ class Heartbeat:
         had_expired = await self._write(counters)
         self._beats += 1
         lease_ms, keys = int(self.info.lease_s * 1000), self._model
-        args = [self.worker_id, lease_ms, GROUP, lease_ms // 3 if takes_turns else 0]
-        kept = [keys.workers, keys.turn, keys.jobs, keys.capacity]
+        # A turn lasts a little less than the interval of heartbeats, so that a worker alone gets every turn.
+        args = [self.worker_id, lease_ms, GROUP, lease_ms * 9 // 40 if takes_turns else 0, _COMPLETE_LEASES * lease_ms]
+        kept = [keys.workers, keys.turn, keys.complete_turn, keys.jobs, keys.capacity]
         count, turn, now_ms = await scripts.KEEP_ALIVE(self.redis, kept, args)
         is_lost, is_draining = had_expired or not count, counters.get("state") == "draining"
         # Register at times even if nothing is lost: another client may have written a wrong length of the lane.
         if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:
             await self._register(0 if is_draining else self.batch)
-        # In most turns there is nothing to look for; the complete check runs in about one turn per four leases.
-        has_doubt = is_lost or self._others_since < math.inf
-        is_complete = has_doubt or (turn > 0 and random.random() * _COMPLETE_TURNS < 1)
+        is_complete = is_lost or turn == _COMPLETE or self._others_since < math.inf
         return Beat(max(1, count), turn > 1 or is_complete, is_complete, now_ms / 1000)
 
     async def keep_info(self) -> None:

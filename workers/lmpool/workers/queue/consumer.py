@@ -63,17 +63,18 @@ class Consumer:
             if not str(error).startswith("BUSYGROUP"):
                 raise
 
-    async def keep_queue(self, *, is_lane: bool = False) -> None:
-        """Keep the queue, or the worker's lane, from expiring, and replace streams whose ids are ahead of the clock."""
-        for keys in ((self._lane,),) if is_lane else (self._keys.queue,):
+    async def keep_queue(self) -> None:
+        """Keep the queue from expiring, and replace streams whose ids are ahead of the clock (`keep_queue.lua`)."""
+        for keys in (self._keys.queue, (self._lane,)):
             dropped = await scripts.KEEP_QUEUE(self._redis, keys, [GROUP, _MAX_AHEAD_MS])
             if dropped >= 0:
                 text = "the job stream of %r was replaced: an id was in the future; clients send %d prompts again"
                 _log.warning(text, self.reader.info.name, dropped)
 
     async def measure(self) -> None:
-        """Record the length of the queue in the counters."""
+        """Record the lengths of the queue and of the worker's lane in the counters."""
         sent_at = time.time()
+        self.reader.counters.lane = await self._redis.xlen(self._lane)
         self.reader.counters.note_queue(await read_queue(self._redis, self._keys), sent_at)
 
     async def take(self, count: int, block_ms: int) -> Taken:

@@ -159,10 +159,10 @@ local function wake(delay, anyway)
   for at = 1, #shortest do
     local worker = shortest[(opened_at + at) % #shortest + 1]
     if length[worker] == 0 then
-      if not anyway and not redis.call('SET', watcher, worker, 'NX', 'PX', WATCH_MS) then
+      if not anyway and not redis.pcall('SET', watcher, worker, 'NX', 'PX', WATCH_MS) then
         return
       elseif is_open(worker) then
-        redis.call('SET', watcher, worker, 'PX', WATCH_MS)
+        redis.pcall('SET', watcher, worker, 'PX', WATCH_MS)
         return add_wake(worker, delay)
       end
       anyway = true

@@ -4,7 +4,7 @@
 -- KEYS  jobs
 -- ARGV  worker, max jobs to take from a lane (0: none, because the worker holds jobs), patience in ms: a job is taken from its home only
 --       if the first job of the lane has waited longer; then ids of entries in the worker's lane that have woken the worker
--- See "Reading" and "Idle workers" in docs/design/queue.md.
+-- See "Reading" in docs/design/queue.md and "Idle workers" in docs/design/many-workers.md.
 --
 -- Returns {number of prompts that left the backlog, number of jobs that moved to the worker's lane, ms after which the worker must look
 -- again: 0 if it may wait until it is woken}.
