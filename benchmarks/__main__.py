@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from redis.exceptions import RedisError
 
+from benchmarks.fleet.__main__ import main as fleet
 from benchmarks.harness.pairs import Result
 from benchmarks.harness.processes import BenchmarkError, Skipped
 from benchmarks.harness.report import Failures, describe_run, write_page
@@ -111,7 +112,10 @@ _REPEATS, _QUICK_REPEATS = 5, 2  # Number of samples of each side, in a full run
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run measures; return 0 if all measures ran, even below their goals, 1 if a measure failed, 130 on Ctrl-C."""
-    given = _parse(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["fleet"]:  # A program of its own, with options of its own.
+        return fleet(words[1:])
+    given = _parse(words)
     signal.signal(signal.SIGTERM, _exit)
     try:
         return _run(given.names, given.repeats, given.quick, given.write)
