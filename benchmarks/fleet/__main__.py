@@ -10,19 +10,24 @@ import argparse
 import resource
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
+from benchmarks.fleet import page
 from benchmarks.fleet.measure import Fleet, Plan, measure
-from benchmarks.harness.pairs import show
+from benchmarks.fleet.servers import open_server
 from benchmarks.harness.processes import BenchmarkError
-from benchmarks.harness.testbed import open_testbed
+from benchmarks.harness.report import describe_run, read_notes
 
 # Workers and clients of each row of the table.
 _FLEETS = ((1, 1), (4, 4), (10, 10), (100, 10), (100, 100), (300, 10), (300, 100))
-_MEMORY_BYTES = 2**30  # The server's memory limit.
+_SATURATED = ((4, 4), (1, 1), (16, 16), (64, 16))  # The same for as many requests as possible; the first is cheap.
+_LARGE_V = (49_152, 128_256)  # Vocabulary sizes of the rows in bf16 that the page measures with 4 workers and clients.
+_ON_MASTERS = (16, 16)  # Workers and clients on one master and on three masters.
 _SATURATED_CHECK = 16  # With --saturate, the row of every 16th request is checked: checking would slow the clients.
-_MIN_SHOWN = 0.005  # Commands with fewer calls per request or second are left out.
+_LARGE_IN_FLIGHT = 128  # Requests in flight with large rows, so that unread rows fit into the server's memory.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,19 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         in_flight=given.in_flight if given.saturate else 0,
         per_process=given.per_process,
         check_every=_SATURATED_CHECK if given.saturate else 1,
+        encoding="f32",
         shm_bytes=given.shm_mb << 20,
     )
     chosen = [(given.workers or 1, given.clients or 1)] if given.workers or given.clients else list(_FLEETS)
-    fleets = []
-    print(*_HEAD, sep="\n", flush=True)
     try:
-        for workers, clients in chosen:
-            with open_testbed(1, quick=False, memory_bytes=_MEMORY_BYTES) as testbed:
-                fleet = measure(testbed, plan, workers, clients)
-            fleets.append(fleet)
-            print(_row(fleet), flush=True)
-            for line in _errors(fleet):
-                print(line, file=sys.stderr, flush=True)
+        if given.write is not None:
+            fleets = _write(given.write, plan)
+        else:
+            fleets = _table(((plan, given.cluster, *numbers) for numbers in chosen), given.redis)
     except KeyboardInterrupt:
         return 130
     except BenchmarkError as error:
@@ -60,91 +61,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     if given.commands:
         for fleet in fleets:
-            print(*_commands(fleet), sep="\n")
+            print(*page.commands(fleet), sep="\n")
     return 1 if any(fleet.lost or fleet.wrong for fleet in fleets) else 0
 
 
-_COLUMNS = (
-    "workers × clients",
-    "rows/s",
-    "server CPU µs per request",
-    "without idle",
-    "commands per request",
-    "without idle",
-    "median ms",
-    "p99 ms",
-    "commands/s of an idle worker",
-    "of an idle client",
-    "ready after s",
-    "lost",
-    "wrong",
-)
-_HEAD = (f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}")
+def _table(todo: Iterable[tuple[Plan, int, int, int]], url: str | None = None) -> list[Fleet]:
+    """Measure fleets, each on a new server: plan, masters of the cluster (0 for no cluster), workers and clients."""
+    fleets = []
+    print(*page.HEAD, sep="\n", flush=True)
+    for plan, masters, workers, clients in todo:
+        with open_server(url, masters) as testbed:
+            fleet = measure(testbed, plan, workers, clients)
+        fleets.append(fleet)
+        print(page.row(fleet), flush=True)
+        ready = f"ready after {fleet.workers_ready_s:.1f} s and {fleet.clients_ready_s:.1f} s"
+        print(f"{workers:,} workers and {clients:,} clients were {ready}", file=sys.stderr, flush=True)
+        for error, number in fleet.failed.most_common():
+            print(f"{number:,} requests failed: {error}", file=sys.stderr, flush=True)
+    return fleets
 
 
-def _row(fleet: Fleet) -> str:
-    cells = (
-        f"{fleet.workers:,} × {fleet.clients:,}",
-        show(fleet.rate),
-        show(fleet.processor_us(net=False)),
-        show(fleet.processor_us(net=True)),
-        show(sum(fleet.commands(net=False).values())),
-        show(sum(fleet.commands(net=True).values())),
-        show(fleet.latency_ms(50)),
-        show(fleet.latency_ms(99)),
-        show(sum(fleet.idle_worker.values())),
-        show(sum(fleet.idle_client.values())),
-        show(fleet.workers_ready_s),
-        f"{fleet.lost:,}",
-        f"{fleet.wrong:,}",
+def _write(path: Path, plan: Plan) -> list[Fleet]:
+    """Measure all fleets of the page, and write the page."""
+    with open_server(None, 0) as testbed:
+        run = describe_run(testbed.url, {})
+    fast = replace(plan, step_ms=0.0, in_flight=1024, check_every=_SATURATED_CHECK)
+    large = [
+        replace(fast, vocab_size=size, encoding="bf16", in_flight=_LARGE_IN_FLIGHT, check_every=1) for size in _LARGE_V
+    ]
+    on_masters = [(chosen, masters, *_ON_MASTERS) for chosen in (fast, large[0]) for masters in (1, 3)]
+    at_rate = _table((plan, 0, *numbers) for numbers in _FLEETS)
+    saturated = _table(
+        [*((fast, 0, *numbers) for numbers in _SATURATED), *((chosen, 0, *_SATURATED[0]) for chosen in large)]
     )
-    return f"| {' | '.join(cells)} |"
-
-
-def _commands(fleet: Fleet) -> Iterator[str]:
-    """The commands by name, most frequent first."""
-    yield f"\n{fleet.workers:,} × {fleet.clients:,}"
-    for title, calls in (
-        ("per request", fleet.commands(net=False)),
-        ("per request, without the idle fleet's", fleet.commands(net=True)),
-        ("per second of an idle worker", fleet.idle_worker),
-        ("per second of an idle client", fleet.idle_client),
-    ):
-        yield f"  {title}: {_listed(calls)}"
-
-
-def _listed(calls: Mapping[str, float]) -> str:
-    kept = sorted((item for item in calls.items() if abs(item[1]) >= _MIN_SHOWN), key=lambda item: -item[1])
-    return ", ".join(f"{name} {calls:.2f}" for name, calls in kept) or "none"
-
-
-def _errors(fleet: Fleet) -> Iterator[str]:
-    for error, number in fleet.failed.most_common():
-        yield f"{fleet.workers} × {fleet.clients}: {number:,} requests: {error}"
+    spread = _table(on_masters)
+    path.write_text(page.write(at_rate, saturated, spread, run, read_notes(path)))
+    return [*at_rate, *saturated, *spread]
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks fleet", description=__doc__)
-    parser.add_argument("--workers", type=int, help="number of workers (default: a table of several fleets)")
-    parser.add_argument("--clients", type=int, help="number of clients")
-    parser.add_argument("--rate", type=float, default=200.0, help="requests per second of all clients (default: 200)")
-    parser.add_argument("--seconds", type=float, default=15.0, help="length of each period (default: 15)")
-    parser.add_argument("--vocab", type=int, default=512, help="V (default: 512)")
-    parser.add_argument("--step-ms", type=float, default=5.0, help="simulated time of a step (default: 5)")
-    parser.add_argument(
+    option = parser.add_argument
+    option("--workers", type=int, help="number of workers (default: a table of several fleets)")
+    option("--clients", type=int, help="number of clients")
+    option("--rate", type=float, default=200.0, help="requests per second of all clients (default: 200)")
+    option(
+        "--seconds", type=float, default=15.0,
+        help="length of each of three periods (default: 15, a multiple of the intervals of heartbeats and renewals)",
+    )  # fmt: skip
+    option("--vocab", type=int, default=512, help="V (default: 512)")
+    option("--step-ms", type=float, default=5.0, help="simulated time of a step (default: 5)")
+    option(
         "--prompts", choices=("mixed", "fresh", "growing"), default="mixed",
         help="fresh: all prompts differ; growing: each client extends its own prompt; mixed: half of each (default)",
     )  # fmt: skip
-    parser.add_argument("--saturate", action="store_true", help="send requests as fast as possible, not at a rate")
-    parser.add_argument(
-        "--in-flight", type=int, default=1024, help="requests in flight of all clients with --saturate (default: 1024)"
-    )
-    parser.add_argument("--commands", action="store_true", help="also list the commands by name")
-    parser.add_argument(
-        "--per-process", type=int, default=500, help="max workers or clients in one process (default: 500)"
-    )
-    parser.add_argument("--shm-mb", type=int, default=0, help="megabytes of each worker's shared memory (default: 0)")
-    return parser.parse_args(arguments)
+    option("--saturate", action="store_true", help="send requests as fast as possible, not at a rate")
+    option("--in-flight", type=int, default=1024, help="requests in flight with --saturate (default: 1024)")
+    option("--commands", action="store_true", help="also list the commands by name")
+    option("--per-process", type=int, default=500, help="max workers or clients in one process (default: 500)")
+    option("--shm-mb", type=int, default=0, help="megabytes of each worker's shared memory (default: 0)")
+    option(
+        "--cluster", type=int, nargs="?", const=3, default=0, metavar="MASTERS",
+        help="start a cluster on this machine (of 3 masters unless given) instead of an embedded server",
+    )  # fmt: skip
+    option("--redis", metavar="URL", help="use a running server or cluster; other programs' commands are counted too")
+    option("--write", type=Path, metavar="PAGE", help="measure everything that the page shows, and write the page")
+    given = parser.parse_args(arguments)
+    for name in ("workers", "clients", "rate", "seconds", "in_flight", "per_process"):
+        if (value := getattr(given, name)) is not None and value <= 0:
+            parser.error(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
+    return given
 
 
 def _exit(number: int, frame: object) -> NoReturn:

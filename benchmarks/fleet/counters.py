@@ -13,7 +13,6 @@ import redis
 from lmpool.broker.server import cluster_nodes
 
 _OWN = "info"  # The command that reads the counters, which is not counted.
-_KIB = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +73,6 @@ class ServerCounters:
                 if command not in (name, _OWN):
                     calls[command] += values["calls"]
         return Usage(time.monotonic(), tuple(processor_s), calls, received, sent)
-
-    def memory_bytes(self) -> int:
-        """Bytes of memory that all masters use."""
-        return sum(int(master.info("memory")["used_memory"]) for master in self.masters)  # type: ignore[index]
 
     def close(self) -> None:
         """Close the connections."""

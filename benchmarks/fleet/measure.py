@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.fleet.counters import ServerCounters, Usage
-from benchmarks.harness.processes import Child
+from benchmarks.harness.processes import Child, processor_seconds
 from benchmarks.harness.testbed import Testbed
 
 MODEL = "fleet"
@@ -36,6 +36,7 @@ class Plan:
         in_flight: with a number, all clients together keep this many requests in flight, and `rate` does not apply.
         per_process: max workers or clients in one process.
         check_every: check the row of every n-th request.
+        encoding: "f32" or "bf16", the encoding of rows.
         shm_bytes: bytes of each worker's shared memory.
     """
 
@@ -47,6 +48,7 @@ class Plan:
     in_flight: int
     per_process: int
     check_every: int
+    encoding: str
     shm_bytes: int
 
 
@@ -55,6 +57,9 @@ class Fleet:
     """The result for one fleet.
 
     Attributes:
+        plan: the options.
+        workers: number of workers.
+        clients: number of clients.
         workers_ready_s: seconds until all workers were ready.
         clients_ready_s: seconds until all clients were connected.
         idle_workers: the server's usage after the clients had closed their connections.
@@ -64,9 +69,11 @@ class Fleet:
         wrong: number of rows with a wrong value.
         failed: error -> number of requests.
         latencies_s: seconds of each request.
-        memory_bytes: the server's memory after the requests.
+        workers_s: processor seconds of the processes with workers, during the requests.
+        clients_s: processor seconds of the processes with clients, during the requests.
     """
 
+    plan: Plan
     workers: int
     clients: int
     workers_ready_s: float
@@ -78,7 +85,8 @@ class Fleet:
     wrong: int
     failed: Counter[str]
     latencies_s: list[float]
-    memory_bytes: int
+    workers_s: float
+    clients_s: float
 
     @property
     def lost(self) -> int:
@@ -118,9 +126,16 @@ class Fleet:
         """A percentile of the latencies."""
         return 1000 * float(np.percentile(self.latencies_s, percent)) if self.latencies_s else float("nan")
 
-    def bytes_per_request(self) -> tuple[float, float]:
-        """Bytes that the server received and sent per request."""
-        return self.loaded.received / self.sent, self.loaded.sent / self.sent
+    @property
+    def idle_worker_us(self) -> float:
+        """Microseconds of the busiest master per second and idle worker."""
+        return 1e6 * self.idle_workers.busiest_s / self.idle_workers.seconds / self.workers
+
+    @property
+    def idle_client_us(self) -> float:
+        """Microseconds of the busiest master per second and idle client."""
+        both_us = 1e6 * self.idle.busiest_s / self.idle.seconds
+        return (both_us - self.workers * self.idle_worker_us) / self.clients
 
 
 def per_second(usage: Usage) -> dict[str, float]:
@@ -138,17 +153,17 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
     with ExitStack() as stack:
         stack.callback(counters.close)
         settings = {"shm_bytes": plan.shm_bytes}
-        backend = {"name": MODEL, "vocab_size": plan.vocab_size, "step_ms": plan.step_ms}
+        backend = {"name": MODEL, "vocab_size": plan.vocab_size, "step_ms": plan.step_ms, "encoding": plan.encoding}
         hosts = _start(stack, testbed, "workers", _shares(workers, plan.per_process))
         workers_ready_s = _each(hosts, "start", {"redis": testbed.url, "backend": backend, "settings": settings})
         programs = _start(stack, testbed, "clients", _shares(clients, plan.per_process))
         clients_ready_s = _each(programs, "start", {"redis": testbed.url, "model": MODEL, "prefix": "lmpool"})
         _load(programs, clients, plan, _WARM_S)
         idle = _idle(counters, plan.seconds)
-        before = counters.read()
+        before, workers_before, clients_before = counters.read(), _processor_s(hosts), _processor_s(programs)
         results = _load(programs, clients, plan, plan.seconds)
         loaded = counters.read().since(before)
-        memory_bytes = counters.memory_bytes()
+        workers_s, clients_s = _processor_s(hosts) - workers_before, _processor_s(programs) - clients_before
         for program, _ in programs:
             program.request("close", within=_START_S)
         idle_workers = _idle(counters, plan.seconds)
@@ -157,6 +172,7 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
         for host, _ in hosts:
             host.receive(_START_S)
     return Fleet(
+        plan,
         workers,
         clients,
         max(workers_ready_s),
@@ -168,7 +184,8 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
         sum(result["wrong"] for result in results),
         sum((Counter(result["failed"]) for result in results), Counter[str]()),
         [seconds for result in results for seconds in result["latencies_s"]],
-        memory_bytes,
+        workers_s,
+        clients_s,
     )
 
 
@@ -186,6 +203,10 @@ def _each(children: Sequence[tuple[Child, int]], do: str, arguments: dict[str, A
     for child, number in children:
         child.send(do, number=number, **arguments)
     return [child.receive(_START_S) for child, _ in children]
+
+
+def _processor_s(children: Sequence[tuple[Child, int]]) -> float:
+    return sum(processor_seconds(child.pid) for child, _ in children)
 
 
 def _load(programs: Sequence[tuple[Child, int]], clients: int, plan: Plan, seconds: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A Redis Cluster of three masters on this machine, without replicas."""
+"""A Redis Cluster on this machine, of three masters unless another number is given, without replicas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import redis
 from lmpool.embedded import server_binary
 from tests.support.pool import DEADLINE_S, until
 
-_MASTERS = 3
 _SLOTS = 16_384
 _BUS = 10_000
 
@@ -26,14 +25,16 @@ class LocalCluster:
     Args:
         folder: folder for the masters' files.
         memory_bytes: memory limit of each master.
+        masters: number of masters.
 
     Attributes:
         ports: ports of the masters.
     """
 
-    def __init__(self, folder: Path, memory_bytes: int = 1 << 28) -> None:
+    def __init__(self, folder: Path, memory_bytes: int = 1 << 28, masters: int = 3) -> None:
         self._folder = folder
         self._memory = memory_bytes
+        self._masters = masters
         self.ports: list[int] = []
         self._processes: list[subprocess.Popen[bytes]] = []
 
@@ -48,16 +49,16 @@ class LocalCluster:
         return self._folder / "0" / "log"
 
     def start(self) -> None:
-        """Start three masters and divide the slots among them; after `stop`, start these masters with their data."""
+        """Start the masters and divide the slots among them; after `stop`, start these masters with their data."""
         is_new = not self.ports
-        self.ports = self.ports or _free_ports()
-        self._processes = [self._start(number) for number in range(_MASTERS)]
+        self.ports = self.ports or _free_ports(self._masters)
+        self._processes = [self._start(number) for number in range(self._masters)]
         for port in self.ports:
             until(partial(_answers, port), f"the master on port {port} answers")
         if is_new:
             self._share_slots()
         for port in self.ports:
-            until(partial(_is_whole, port), "the cluster is whole")
+            until(partial(_is_whole, port, self._masters), "the cluster is whole")
 
     def stop(self) -> None:
         """End all masters."""
@@ -99,7 +100,7 @@ class LocalCluster:
     def _share_slots(self) -> None:
         for number, port in enumerate(self.ports):
             with redis.Redis(port=port) as node:
-                first, after = (_SLOTS * (number + i) // _MASTERS for i in (0, 1))
+                first, after = (_SLOTS * (number + i) // self._masters for i in (0, 1))
                 node.execute_command("CLUSTER", "ADDSLOTS", *range(first, after))
                 node.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
         with redis.Redis(port=self.ports[0]) as node:
@@ -114,10 +115,10 @@ class LocalCluster:
         self.stop()
 
 
-def _free_ports() -> list[int]:
+def _free_ports(masters: int) -> list[int]:
     """Free ports for the masters; the ports of their cluster buses are free too."""
     ports: list[int] = []
-    while len(ports) < _MASTERS:
+    while len(ports) < masters:
         with socket.socket() as probe, socket.socket() as bus:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -138,10 +139,10 @@ def _answers(port: int) -> bool:
     return False
 
 
-def _is_whole(port: int) -> bool:
-    """Whether a master is connected to all masters, and all slots are served."""
+def _is_whole(port: int, masters: int) -> bool:
+    """Whether a master is connected to all `masters`, and all slots are served."""
     with suppress(redis.RedisError), redis.Redis(port=port) as node:
         info: Any = node.execute_command("CLUSTER", "INFO")
         told = info if isinstance(info, dict) else dict(line.split(":") for line in info.decode().split())
-        return told.get("cluster_state") == "ok" and int(told.get("cluster_known_nodes", 0)) == _MASTERS
+        return told.get("cluster_state") == "ok" and int(told.get("cluster_known_nodes", 0)) == masters
     return False

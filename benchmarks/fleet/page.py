@@ -1,0 +1,171 @@
+"""The page of the simulated fleet: its tables, and the arithmetic for 10, 100 and 1,000 GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from textwrap import fill
+
+from benchmarks.fleet import arithmetic
+from benchmarks.fleet.arithmetic import Costs
+from benchmarks.fleet.measure import Fleet
+from benchmarks.harness.pairs import show
+from benchmarks.harness.report import NOTES_BEGIN, NOTES_END
+
+_MIN_SHOWN = 0.005  # Commands with fewer calls per request or second are left out.
+_LINE = 120  # Max characters of a line of text.
+
+_COLUMNS: Mapping[str, Callable[[Fleet], str]] = {
+    "workers × clients": lambda fleet: f"{fleet.workers:,} × {fleet.clients:,}",
+    "V": lambda fleet: f"{fleet.plan.vocab_size:,}",
+    "rows/s": lambda fleet: show(fleet.rate),
+    "server µs/request": lambda fleet: show(fleet.processor_us(net=False)),
+    "net": lambda fleet: show(fleet.processor_us(net=True)),
+    "commands/request": lambda fleet: show(sum(fleet.commands(net=False).values())),
+    "net commands": lambda fleet: show(sum(fleet.commands(net=True).values())),
+    "median ms": lambda fleet: show(fleet.latency_ms(50)),
+    "p99 ms": lambda fleet: show(fleet.latency_ms(99)),
+    "idle worker commands/s": lambda fleet: show(sum(fleet.idle_worker.values())),
+    "idle client commands/s": lambda fleet: show(sum(fleet.idle_client.values())),
+    "server core %": lambda fleet: show(100 * fleet.loaded.busiest_s / fleet.loaded.seconds),
+    "other cores": lambda fleet: show((fleet.workers_s + fleet.clients_s) / fleet.loaded.seconds),
+    "lost": lambda fleet: f"{fleet.lost:,}",
+    "wrong": lambda fleet: f"{fleet.wrong:,}",
+}
+HEAD = (f"| {' | '.join(_COLUMNS)} |", f"|{'---|' * len(_COLUMNS)}")
+"""The first two lines of a table of fleets."""
+
+
+def row(fleet: Fleet) -> str:
+    """The line of a table for a fleet."""
+    return f"| {' | '.join(cell(fleet) for cell in _COLUMNS.values())} |"
+
+
+def commands(fleet: Fleet) -> Iterator[str]:
+    """The commands of a fleet by name, most frequent first."""
+    yield f"\n{fleet.workers:,} × {fleet.clients:,}"
+    for title, calls in (
+        ("per request", fleet.commands(net=False)),
+        ("per request, net", fleet.commands(net=True)),
+        ("per second of an idle worker", fleet.idle_worker),
+        ("per second of an idle client", fleet.idle_client),
+    ):
+        yield f"  {title}: {_listed(calls)}"
+
+
+def _listed(calls: Mapping[str, float]) -> str:
+    kept = sorted((item for item in calls.items() if abs(item[1]) >= _MIN_SHOWN), key=lambda item: -item[1])
+    return ", ".join(f"{name} {calls:.2f}" for name, calls in kept) or "none"
+
+
+def write(
+    at_rate: Sequence[Fleet], saturated: Sequence[Fleet], masters: Sequence[Fleet], run: Mapping[str, str], notes: str
+) -> str:
+    """The page.
+
+    Args:
+        at_rate: fleets whose clients sent requests at a rate.
+        saturated: fleets whose clients sent as many requests as possible, the first with the smallest rows.
+        masters: fleets on a cluster of one master and of three masters, in pairs of equal V.
+        run: facts about the run.
+        notes: the notes of the previous page.
+    """
+    costs, plan = _costs(at_rate, saturated), at_rate[0].plan
+    parts = [
+        "# A simulated fleet",
+        _INTRODUCTION.format(seconds=plan.seconds, step_ms=plan.step_ms),
+        f"## {plan.rate:g} requests per second",
+        "\n".join([*HEAD, *map(row, at_rate)]),
+        "## As many requests as possible",
+        "\n".join([*HEAD, *map(row, saturated)]),
+        "## One model on three masters",
+        _MASTERS,
+        "\n".join(_pairs(masters)),
+        "## 10, 100 and 1,000 GPUs",
+        _arithmetic(costs),
+        "\n".join(arithmetic.table(costs)),
+        "## Environment",
+        "\n".join(f"- **{name}**: {fact}" for name, fact in run.items() if "peers" not in name),
+        "## Notes",
+        f"{NOTES_BEGIN}\n{notes}\n{NOTES_END}",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+_INTRODUCTION = """\
+This page measures what workers and clients cost the server when both grow in number. `python -m benchmarks fleet
+--write docs/benchmarks/fleet.md` writes the page. `python -m benchmarks fleet --workers 1000 --clients 1000 --commands`
+measures one fleet, and lists the commands per request by name.
+
+The workers are real workers with the [synthetic backend](../backends.md#synthetic): a step sleeps for {step_ms:g} ms
+and uses no core. The clients are real producers. Hundreds of both share a process, so a machine with few cores can run
+a thousand. Half of the prompts are new (32 tokens). The other half extend an earlier prompt of the same client by one
+token, so these prompts have a home. The clients check every row against the synthetic model's row, and count requests
+that returned no row (*lost*) and rows with another value (*wrong*).
+
+*Server µs/request* is the processor time of the server (`INFO cpu`) divided by the requests, and *commands/request* the
+calls in `INFO commandstats`, which contain the calls inside scripts. On a cluster, the processor time is the time of
+the busiest master, and the commands are those of all masters. *Net* values do not contain what the same fleet costs
+without requests, measured for {seconds:g} s before. They mean nothing if the server or the machine has no core left:
+see *server core %* and *other cores*, which is what the processes of workers and clients used. The workers have no
+shared memory, so rows go through the server, as they do between machines without direct connections."""
+
+_MASTERS = """\
+A cluster of three masters and a cluster of one master, both on this machine, with 16 workers, 16 clients and as many
+requests as possible. The ratio is the processor time per request of the only master ÷ that of the busiest master."""
+
+
+def _pairs(fleets: Sequence[Fleet]) -> Iterator[str]:
+    columns = ("V", "one master, µs/request", "busiest of three, µs/request", "ratio", "lost", "wrong")
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for one, three in zip(fleets[::2], fleets[1::2], strict=True):
+        single_us, busiest_us = one.processor_us(net=False), three.processor_us(net=False)
+        lost, wrong = one.lost + three.lost, one.wrong + three.wrong
+        cells = (f"{one.plan.vocab_size:,}", show(single_us), show(busiest_us), show(single_us / busiest_us))
+        yield f"| {' | '.join(cells)} | {lost:,} | {wrong:,} |"
+
+
+def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet]) -> Costs:
+    """The costs that the arithmetic uses: idle costs of the largest fleet, and costs per request at saturation."""
+    largest = max(at_rate, key=lambda fleet: fleet.workers * fleet.clients)
+    small, *_ = saturated
+    large = max(saturated, key=lambda fleet: fleet.plan.vocab_size)
+    more_bytes = (large.loaded.received / large.sent) - (small.loaded.received / small.sent)
+    small_us = small.processor_us(net=False)
+    return Costs(
+        small_us,
+        (large.processor_us(net=False) - small_us) / more_bytes,
+        largest.idle_worker_us,
+        largest.idle_client_us,
+        1e6 * small.clients_s / small.sent,
+    )
+
+
+def _arithmetic(costs: Costs) -> str:
+    a = arithmetic
+    kib_us = 1024 * costs.byte_us
+    constants = [
+        f"q = {show(costs.request_us)} µs: processor time of the masters per request with a small result, from the "
+        "first row of the table of as many requests as possible.",
+        f"b = {kib_us:.3g} µs per KiB: processor time of the masters for a row that goes through them, from the rows "
+        "with the smallest and the largest V.",
+        f"w = {show(costs.worker_us)} µs/s and c = {show(costs.client_us)} µs/s: processor time of the master for an "
+        "idle worker and an idle client.",
+        f"p = {show(costs.client_request_us)} µs: processor time of a client per request, without the conversion of a "
+        "row.",
+        f"g = {a.GPU_ROWS:,} rows/s of a GPU, with rows of B = {a.ROW_BYTES:,} bytes: Llama 8B on one H200, bf16, V = "
+        "128,256 ([measured](devices.md)).",
+    ]
+    text = [
+        "A pool of N GPUs with one worker and one client for each GPU uses these constants:",
+        "\n".join(fill(f"- {line}", _LINE, subsequent_indent="  ") for line in constants),
+        "It needs R = N g requests per second, and the masters need R (q + b B) + N (w + c) of a core. Rows that go "
+        "straight to clients or stay in shared memory have no term b B. The masters receive and send R B, or "
+        f"R × {a.SMALL_BYTES:,} bytes for small results. A machine with {a.HOST_GPUS} GPUs sends {a.HOST_GPUS} g B. "
+        f"The clients need R p. The table counts a core or a link as full at {100 * a.BUSY:.0f} %, with "
+        f"{a.MASTER_GBIT} Gbit/s for a master and {a.HOST_GBIT} Gbit/s for a machine with GPUs.",
+        f"Shared memory limits no rate, but a time: a worker's segment of {a.SEGMENT_BYTES >> 30} GiB holds the rows of "
+        f"{a.shared_memory_s():.0f} s. The number of masters assumes that the queue of the model is spread over all "
+        "masters. The queue of a model with one partition is on one master.",
+    ]
+    return "\n\n".join(part if part.startswith("- ") else fill(part, _LINE, break_on_hyphens=False) for part in text)
