@@ -23,8 +23,8 @@ from benchmarks.harness.report import describe_run, read_notes
 
 # Workers and clients of each row of the table.
 _FLEETS = ((1, 1), (4, 4), (10, 10), (100, 10), (100, 100), (300, 10), (300, 100))
-_SATURATED = ((4, 4), (1, 1), (16, 16), (64, 16))  # The same for as many requests as possible; the first is cheap.
-_LARGE_V = (49_152, 128_256)  # Vocabulary sizes of the rows in bf16 that the page measures with 4 workers and clients.
+_SATURATED = ((1, 1), (4, 4), (16, 16), (64, 16))  # The same for as many requests as possible.
+_LARGE_V, _OF_LARGE = (49_152, 128_256), (4, 4)  # Vocabulary sizes of large rows in bf16; workers and clients.
 _ON_MASTERS = (16, 16)  # Workers and clients on one master and on three masters.
 _SATURATED_CHECK = 16  # With --saturate, the row of every 16th request is checked: checking would slow the clients.
 _LARGE_IN_FLIGHT = 128  # Requests in flight with large rows, so that unread rows fit into the server's memory.
@@ -75,7 +75,10 @@ def _table(todo: Iterable[tuple[Plan, int, int, int]], url: str | None = None) -
         fleets.append(fleet)
         print(page.row(fleet), flush=True)
         ready = f"ready after {fleet.workers_ready_s:.1f} s and {fleet.clients_ready_s:.1f} s"
-        print(f"{workers:,} workers and {clients:,} clients were {ready}", file=sys.stderr, flush=True)
+        each = (
+            f"{fleet.connections_per_worker:g} connections per worker and {fleet.connections_per_client:g} per client"
+        )
+        print(f"{workers:,} workers and {clients:,} clients: {ready}; {each}", file=sys.stderr, flush=True)
         for error, number in fleet.failed.most_common():
             print(f"{number:,} requests failed: {error}", file=sys.stderr, flush=True)
     return fleets
@@ -92,7 +95,7 @@ def _write(path: Path, plan: Plan) -> list[Fleet]:
     on_masters = [(chosen, masters, *_ON_MASTERS) for chosen in (fast, large[0]) for masters in (1, 3)]
     at_rate = _table((plan, 0, *numbers) for numbers in _FLEETS)
     saturated = _table(
-        [*((fast, 0, *numbers) for numbers in _SATURATED), *((chosen, 0, *_SATURATED[0]) for chosen in large)]
+        [*((fast, 0, *numbers) for numbers in _SATURATED), *((chosen, 0, *_OF_LARGE) for chosen in large)]
     )
     spread = _table(on_masters)
     path.write_text(page.write(at_rate, saturated, spread, run, read_notes(path)))

@@ -16,6 +16,7 @@ HOST_GPUS = 8  # GPUs of one machine.
 CLIENT_PER_GPU = 1  # Clients per GPU.
 BUSY = 0.6  # Share of a master's core, or of a network link, that a pool may use: more makes queues long.
 MASTER_GBIT, HOST_GBIT = 25, 100  # Gbit/s of the network link of a master's machine, and of a machine with GPUs.
+MAX_CONNECTIONS = 10_000  # Default of Redis' setting maxclients.
 SEGMENT_BYTES = 4 * 2**30  # Max bytes of shared memory that a worker takes by default.
 
 
@@ -29,6 +30,8 @@ class Costs:
         worker_us: processor time of the master per second and idle worker.
         client_us: processor time of the master per second and idle client.
         client_request_us: processor time of a client per request with a small row.
+        worker_connections: connections of a worker to the server.
+        client_connections: connections of a client to the server.
     """
 
     request_us: float
@@ -36,6 +39,8 @@ class Costs:
     worker_us: float
     client_us: float
     client_request_us: float
+    worker_connections: float
+    client_connections: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Demand:
     def master_cores(self) -> float:
         """Cores of all masters together."""
         costs = self.costs
+        # The measured cost of a request contains the bytes of a small row.
         request_us = costs.request_us + costs.byte_us * max(0, self.road.master_bytes - SMALL_BYTES)
         idle_us = self.gpus * (costs.worker_us + CLIENT_PER_GPU * max(0.0, costs.client_us))
         return (self.requests * request_us + idle_us) / 1e6

@@ -74,6 +74,11 @@ class ServerCounters:
                     calls[command] += values["calls"]
         return Usage(time.monotonic(), tuple(processor_s), calls, received, sent)
 
+    def connections(self) -> int:
+        """Number of connections of all masters."""
+        found: list[Any] = [master.info("clients") for master in self.masters]
+        return sum(info["connected_clients"] for info in found)
+
     def close(self) -> None:
         """Close the connections."""
         for master in self.masters:

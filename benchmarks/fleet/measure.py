@@ -71,6 +71,7 @@ class Fleet:
         latencies_s: seconds of each request.
         workers_s: processor seconds of the processes with workers, during the requests.
         clients_s: processor seconds of the processes with clients, during the requests.
+        connections: connections of the workers, and of the clients, to the server.
     """
 
     plan: Plan
@@ -87,6 +88,7 @@ class Fleet:
     latencies_s: list[float]
     workers_s: float
     clients_s: float
+    connections: tuple[int, int]
 
     @property
     def lost(self) -> int:
@@ -127,6 +129,16 @@ class Fleet:
         return 1000 * float(np.percentile(self.latencies_s, percent)) if self.latencies_s else float("nan")
 
     @property
+    def connections_per_worker(self) -> float:
+        """Connections of a worker to all masters."""
+        return self.connections[0] / self.workers
+
+    @property
+    def connections_per_client(self) -> float:
+        """Connections of a client to all masters."""
+        return self.connections[1] / self.clients
+
+    @property
     def idle_worker_us(self) -> float:
         """Microseconds of the busiest master per second and idle worker."""
         return 1e6 * self.idle_workers.busiest_s / self.idle_workers.seconds / self.workers
@@ -164,9 +176,12 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
         results = _load(programs, clients, plan, plan.seconds)
         loaded = counters.read().since(before)
         workers_s, clients_s = _processor_s(hosts) - workers_before, _processor_s(programs) - clients_before
+        of_both = counters.connections()
         for program, _ in programs:
             program.request("close", within=_START_S)
         idle_workers = _idle(counters, plan.seconds)
+        of_workers = counters.connections() - len(counters.masters)
+        connections = of_workers, of_both - len(counters.masters) - of_workers
         for host, _ in hosts:
             host.send("stop")
         for host, _ in hosts:
@@ -186,6 +201,7 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
         [seconds for result in results for seconds in result["latencies_s"]],
         workers_s,
         clients_s,
+        connections,
     )
 
 

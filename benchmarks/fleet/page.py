@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from textwrap import fill
 
 from benchmarks.fleet import arithmetic
 from benchmarks.fleet.arithmetic import Costs
@@ -12,7 +11,6 @@ from benchmarks.harness.pairs import show
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END
 
 _MIN_SHOWN = 0.005  # Commands with fewer calls per request or second are left out.
-_LINE = 120  # Max characters of a line of text.
 
 _COLUMNS: Mapping[str, Callable[[Fleet], str]] = {
     "workers × clients": lambda fleet: f"{fleet.workers:,} × {fleet.clients:,}",
@@ -64,7 +62,7 @@ def write(
 
     Args:
         at_rate: fleets whose clients sent requests at a rate.
-        saturated: fleets whose clients sent as many requests as possible, the first with the smallest rows.
+        saturated: fleets whose clients sent as many requests as possible, with small rows and with large rows.
         masters: fleets on a cluster of one master and of three masters, in pairs of equal V.
         run: facts about the run.
         notes: the notes of the previous page.
@@ -82,7 +80,6 @@ def write(
         "\n".join(_pairs(masters)),
         "## 10, 100 and 1,000 GPUs",
         _arithmetic(costs),
-        "\n".join(arithmetic.table(costs)),
         "## Environment",
         "\n".join(f"- **{name}**: {fact}" for name, fact in run.items() if "peers" not in name),
         "## Notes",
@@ -105,9 +102,10 @@ that returned no row (*lost*) and rows with another value (*wrong*).
 *Server µs/request* is the processor time of the server (`INFO cpu`) divided by the requests, and *commands/request* the
 calls in `INFO commandstats`, which contain the calls inside scripts. On a cluster, the processor time is the time of
 the busiest master, and the commands are those of all masters. *Net* values do not contain what the same fleet costs
-without requests, measured for {seconds:g} s before. They mean nothing if the server or the machine has no core left:
-see *server core %* and *other cores*, which is what the processes of workers and clients used. The workers have no
-shared memory, so rows go through the server, as they do between machines without direct connections."""
+without requests, measured for {seconds:g} s before. Net values mean nothing if the machine has no core left: *server
+core %* is the share of a core that the server used, and *other cores* the cores that the processes of workers and
+clients used. The workers have no shared memory, so rows go through the server, as they do between machines without
+direct connections."""
 
 _MASTERS = """\
 A cluster of three masters and a cluster of one master, both on this machine, with 16 workers, 16 clients and as many
@@ -128,44 +126,73 @@ def _pairs(fleets: Sequence[Fleet]) -> Iterator[str]:
 def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet]) -> Costs:
     """The costs that the arithmetic uses: idle costs of the largest fleet, and costs per request at saturation."""
     largest = max(at_rate, key=lambda fleet: fleet.workers * fleet.clients)
-    small, *_ = saturated
+    many = max(saturated, key=lambda fleet: fleet.workers)
     large = max(saturated, key=lambda fleet: fleet.plan.vocab_size)
+    small = next(fleet for fleet in saturated if fleet.workers == large.workers)
     more_bytes = (large.loaded.received / large.sent) - (small.loaded.received / small.sent)
-    small_us = small.processor_us(net=False)
     return Costs(
-        small_us,
-        (large.processor_us(net=False) - small_us) / more_bytes,
+        many.processor_us(net=False),
+        (large.processor_us(net=False) - small.processor_us(net=False)) / more_bytes,
         largest.idle_worker_us,
         largest.idle_client_us,
-        1e6 * small.clients_s / small.sent,
+        1e6 * many.clients_s / many.sent,
+        largest.connections_per_worker,
+        largest.connections_per_client,
     )
+
+
+_CONSTANTS = """\
+- q = {request} µs: processor time of the masters per request with a small result, from the fleet with the most workers
+  in the table of as many requests as possible.
+- b = {kib:.3g} µs per KiB: processor time of the masters for a row that goes through them, from the smallest and the
+  largest V with equal numbers of workers.
+- w = {worker} µs/s and c = {client} µs/s: processor time of the master for an idle worker and an idle client.
+- p = {client_request} µs: processor time of a client per request, without the conversion of a row.
+- g = {gpu_rows:,} rows/s of a GPU, with rows of B = {row_bytes:,} bytes: Llama 8B on one H200, bf16, V = 128,256
+  ([measured](devices.md))."""
+
+_FORMULAS = """\
+The pool needs R = N g requests per second, and the masters need R (q + b B) + N (w + c) of a core. Rows that go
+straight to clients or stay in shared memory have no term b B. The masters receive and send R B, or R × {small_bytes:,}
+bytes for small results. A machine with {host_gpus} GPUs sends {host_gpus} g B. The clients need R p. The table counts a
+core or a link as full at {busy:.0%}, with {master_gbit} Gbit/s for a master and {host_gbit} Gbit/s for a machine with
+GPUs. The number of masters assumes that the queue of the model is spread over all masters. The queue of a model with
+one partition is on one master."""
+
+_LIMITS = """\
+Two more limits depend on settings. A worker's shared memory of {segment_gib} GiB holds the rows of {shared_s:.0f} s. A
+worker has {worker_connections} connections to the masters and a client {client_connections}, so 1,000 of both have
+{connections:,.0f}. A Redis server permits {max_connections:,} by default (`maxclients`)."""
 
 
 def _arithmetic(costs: Costs) -> str:
     a = arithmetic
-    kib_us = 1024 * costs.byte_us
-    constants = [
-        f"q = {show(costs.request_us)} µs: processor time of the masters per request with a small result, from the "
-        "first row of the table of as many requests as possible.",
-        f"b = {kib_us:.3g} µs per KiB: processor time of the masters for a row that goes through them, from the rows "
-        "with the smallest and the largest V.",
-        f"w = {show(costs.worker_us)} µs/s and c = {show(costs.client_us)} µs/s: processor time of the master for an "
-        "idle worker and an idle client.",
-        f"p = {show(costs.client_request_us)} µs: processor time of a client per request, without the conversion of a "
-        "row.",
-        f"g = {a.GPU_ROWS:,} rows/s of a GPU, with rows of B = {a.ROW_BYTES:,} bytes: Llama 8B on one H200, bf16, V = "
-        "128,256 ([measured](devices.md)).",
-    ]
-    text = [
+    parts = (
         "A pool of N GPUs with one worker and one client for each GPU uses these constants:",
-        "\n".join(fill(f"- {line}", _LINE, subsequent_indent="  ") for line in constants),
-        "It needs R = N g requests per second, and the masters need R (q + b B) + N (w + c) of a core. Rows that go "
-        "straight to clients or stay in shared memory have no term b B. The masters receive and send R B, or "
-        f"R × {a.SMALL_BYTES:,} bytes for small results. A machine with {a.HOST_GPUS} GPUs sends {a.HOST_GPUS} g B. "
-        f"The clients need R p. The table counts a core or a link as full at {100 * a.BUSY:.0f} %, with "
-        f"{a.MASTER_GBIT} Gbit/s for a master and {a.HOST_GBIT} Gbit/s for a machine with GPUs.",
-        f"Shared memory limits no rate, but a time: a worker's segment of {a.SEGMENT_BYTES >> 30} GiB holds the rows of "
-        f"{a.shared_memory_s():.0f} s. The number of masters assumes that the queue of the model is spread over all "
-        "masters. The queue of a model with one partition is on one master.",
-    ]
-    return "\n\n".join(part if part.startswith("- ") else fill(part, _LINE, break_on_hyphens=False) for part in text)
+        _CONSTANTS.format(
+            request=show(costs.request_us),
+            kib=1024 * costs.byte_us,
+            worker=show(costs.worker_us),
+            client=show(costs.client_us),
+            client_request=show(costs.client_request_us),
+            gpu_rows=a.GPU_ROWS,
+            row_bytes=a.ROW_BYTES,
+        ),
+        _FORMULAS.format(
+            small_bytes=a.SMALL_BYTES,
+            host_gpus=a.HOST_GPUS,
+            busy=a.BUSY,
+            master_gbit=a.MASTER_GBIT,
+            host_gbit=a.HOST_GBIT,
+        ),
+        _LIMITS.format(
+            segment_gib=a.SEGMENT_BYTES >> 30,
+            shared_s=a.shared_memory_s(),
+            worker_connections=show(costs.worker_connections),
+            client_connections=show(costs.client_connections),
+            connections=1000 * (costs.worker_connections + costs.client_connections),
+            max_connections=a.MAX_CONNECTIONS,
+        ),
+        "\n".join(a.table(costs)),
+    )
+    return "\n\n".join(parts)
