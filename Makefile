@@ -316,6 +316,7 @@ bench: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(SMOLLM2)
 	$(BIN)/python -m benchmarks genlm --write docs/benchmarks/genlm.md
 	LMPOOL_BENCH_ENGINES=$(ENGINES) $(BIN)/python -m benchmarks teacher --write docs/benchmarks/teacher.md
 	$(BIN)/python -m benchmarks.control_plane --write docs/benchmarks/control-plane.md
+	$(BIN)/python -m benchmarks fleet --write docs/benchmarks/fleet.md
 
 ## bench-devices: measure hf with large models on a GPU, and write docs/benchmarks/devices.md
 bench-devices: $(INSTALLED)

@@ -70,7 +70,7 @@ def write(
     costs, plan = _costs(at_rate, saturated), at_rate[0].plan
     parts = [
         "# A simulated fleet",
-        _INTRODUCTION.format(seconds=plan.seconds, step_ms=plan.step_ms),
+        _INTRODUCTION.format(rate=plan.rate, seconds=plan.seconds, step_ms=plan.step_ms),
         f"## {plan.rate:g} requests per second",
         "\n".join([*HEAD, *map(row, at_rate)]),
         "## As many requests as possible",
@@ -93,11 +93,15 @@ This page measures what workers and clients cost the server when both grow in nu
 --write docs/benchmarks/fleet.md` writes the page. `python -m benchmarks fleet --workers 1000 --clients 1000 --commands`
 measures one fleet, and lists the commands per request by name.
 
-The workers are real workers with the [synthetic backend](../backends.md#synthetic): a step sleeps for {step_ms:g} ms
-and uses no core. The clients are real producers. Hundreds of both share a process, so a machine with few cores can run
-a thousand. Half of the prompts are new (32 tokens). The other half extend an earlier prompt of the same client by one
-token, so these prompts have a home. The clients check every row against the synthetic model's row, and count requests
-that returned no row (*lost*) and rows with another value (*wrong*).
+The workers are real workers with the synthetic backend: a step sleeps for {step_ms:g} ms and uses no core. At
+saturation a step takes no time. The clients are real producers. Hundreds of both share a process, so a machine with few
+cores can run a thousand. Half of the prompts are new (32 tokens). The other half extend an earlier prompt of the same
+client by one token, so these prompts have a home. The clients compare rows with the synthetic model's rows: every row,
+or at saturation every 16th row of V = 512. They count requests that returned no row (*lost*) and rows with another
+value (*wrong*). The program exits with code 1 if it counted any.
+
+In the first table the clients send {rate:g} requests per second at random times, whether or not earlier requests have
+ended. *Median* and *p99* are the times from the moment at which a request was due until its row was returned.
 
 *Server µs/request* is the processor time of the server (`INFO cpu`) divided by the requests, and *commands/request* the
 calls in `INFO commandstats`, which contain the calls inside scripts. On a cluster, the processor time is the time of
@@ -162,7 +166,7 @@ one partition is on one master."""
 _LIMITS = """\
 Two more limits depend on settings. A worker's shared memory of {segment_gib} GiB holds the rows of {shared_s:.0f} s. A
 worker has {worker_connections} connections to the masters and a client {client_connections}, so 1,000 of both have
-{connections:,.0f}. A Redis server permits {max_connections:,} by default (`maxclients`)."""
+{connections:,.0f}. A Redis server permits {max_connections:,} by default ([`maxclients`](../operations.md#sizing))."""
 
 
 def _arithmetic(costs: Costs) -> str:
