@@ -7,11 +7,12 @@ program prints what the server does without requests and with requests.
 from __future__ import annotations
 
 import argparse
+import json
 import resource
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,6 +21,7 @@ from benchmarks.fleet.measure import Fleet, Plan, measure
 from benchmarks.fleet.servers import open_server
 from benchmarks.harness.processes import BenchmarkError
 from benchmarks.harness.report import describe_run, read_notes
+from lmpool.workers.settings import WorkerSettings
 
 # Workers and clients of each row of the table.
 _FLEETS = ((1, 1), (4, 4), (10, 10), (100, 10), (100, 100), (300, 10), (300, 100))
@@ -46,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         per_process=given.per_process,
         check_every=_SATURATED_CHECK if given.saturate else 1,
         encoding="f32",
-        shm_bytes=given.shm_mb << 20,
+        # Without shared memory, rows go through the server, as they do between machines.
+        settings={"shm_bytes": 0, **dict(given.set)},
     )
     chosen = [(given.workers or 1, given.clients or 1)] if given.workers or given.clients else list(_FLEETS)
     try:
@@ -122,7 +125,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     option("--in-flight", type=int, default=1024, help="requests in flight with --saturate (default: 1024)")
     option("--commands", action="store_true", help="also list the commands by name")
     option("--per-process", type=int, default=500, help="max workers or clients in one process (default: 500)")
-    option("--shm-mb", type=int, default=0, help="megabytes of each worker's shared memory (default: 0)")
+    option(
+        "--set", type=_setting, action="append", default=[], metavar="NAME=VALUE",
+        help="a setting of the workers, such as lease_s=5; may be given several times (default: shm_bytes=0)",
+    )  # fmt: skip
     option(
         "--cluster", type=int, nargs="?", const=3, default=0, metavar="MASTERS",
         help="start a cluster on this machine (of 3 masters unless given) instead of an embedded server",
@@ -134,6 +140,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if (value := getattr(given, name)) is not None and value <= 0:
             parser.error(f"--{name.replace('_', '-')} is {value}; it must be more than 0")
     return given
+
+
+def _setting(text: str) -> tuple[str, object]:
+    """A setting of workers, from NAME=VALUE; the value is a number, true, false or a text."""
+    name, mark, value = text.partition("=")
+    known = [field.name for field in fields(WorkerSettings)]
+    if not mark or name not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=VALUE, with a name of {', '.join(known)}")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
 
 
 def _exit(number: int, frame: object) -> NoReturn:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import ceil
@@ -37,7 +37,7 @@ class Plan:
         per_process: max workers or clients in one process.
         check_every: check the row of every n-th request.
         encoding: "f32" or "bf16", the encoding of rows.
-        shm_bytes: bytes of each worker's shared memory.
+        settings: settings of the workers (`WorkerSettings`) that differ from the defaults.
     """
 
     rate: float
@@ -49,7 +49,7 @@ class Plan:
     per_process: int
     check_every: int
     encoding: str
-    shm_bytes: int
+    settings: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +164,9 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
     counters = ServerCounters(testbed.url)
     with ExitStack() as stack:
         stack.callback(counters.close)
-        settings = {"shm_bytes": plan.shm_bytes}
         backend = {"name": MODEL, "vocab_size": plan.vocab_size, "step_ms": plan.step_ms, "encoding": plan.encoding}
         hosts = _start(stack, testbed, "workers", _shares(workers, plan.per_process))
-        workers_ready_s = _each(hosts, "start", {"redis": testbed.url, "backend": backend, "settings": settings})
+        workers_ready_s = _each(hosts, "start", {"redis": testbed.url, "backend": backend, "settings": plan.settings})
         programs = _start(stack, testbed, "clients", _shares(clients, plan.per_process))
         clients_ready_s = _each(programs, "start", {"redis": testbed.url, "model": MODEL, "prefix": "lmpool"})
         _load(programs, clients, plan, _WARM_S)

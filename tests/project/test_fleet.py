@@ -19,10 +19,12 @@ from lmpool.errors import NoWorker
 from lmpool.synthetic import synthetic_row
 
 V = 512
-PLAN = Plan(200, 1, V, 5, "mixed", in_flight=0, per_process=500, check_every=1, encoding="f32", shm_bytes=0)
+PLAN = Plan(200, 1, V, 5, "mixed", in_flight=0, per_process=500, check_every=1, encoding="f32", settings={})
 
 
-@pytest.mark.parametrize("options", [(), ("--saturate", "--step-ms", "0", "--in-flight", "16"), ("--cluster",)])
+@pytest.mark.parametrize(
+    "options", [(), ("--saturate", "--step-ms", "0", "--in-flight", "16"), ("--cluster", "--set", "lease_s=5")]
+)
 def test_a_small_fleet_loses_no_request(
     options: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
