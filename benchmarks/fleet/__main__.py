@@ -84,6 +84,8 @@ def _table(todo: Iterable[tuple[Plan, int, int, int]], url: str | None = None) -
         print(f"{workers:,} workers and {clients:,} clients: {ready}; {each}", file=sys.stderr, flush=True)
         for error, number in fleet.failed.most_common():
             print(f"{number:,} requests failed: {error}", file=sys.stderr, flush=True)
+    for line in page.ratios(fleets):
+        print(line)
     return fleets
 
 

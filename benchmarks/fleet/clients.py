@@ -34,18 +34,21 @@ class Load:
         sent: number of requests.
         wrong: number of rows that differ from the row that the synthetic model has for the prompt.
         failed: class and text of an error -> number of requests that raised it.
-        latencies_s: seconds from the time at which the request was due until its row was returned.
+        latencies_s: seconds from the time at which a request was due until its row was returned.
+        late_s: seconds by which requests were sent late, because this process had no processor time.
     """
 
     def __init__(self, vocab_size: int, check_every: int) -> None:
         self.sent = self.wrong = 0
         self.failed: Counter[str] = Counter()
         self.latencies_s: list[float] = []
+        self.late_s: list[float] = []
         self._vocab_size, self._check_every = vocab_size, check_every
 
     async def request(self, producer: Producer, ids: Ids, due: float) -> None:
         """Request the row of a prompt that was due at a monotonic time, and check the row."""
         self.sent += 1
+        self.late_s.append(time.monotonic() - due)
         number = self.sent
         try:
             row = await producer.logprobs(ids)
@@ -58,8 +61,8 @@ class Load:
 
     def report(self) -> dict[str, Any]:
         """The results as JSON."""
-        latencies = [round(seconds, 6) for seconds in self.latencies_s]
-        return {"sent": self.sent, "wrong": self.wrong, "failed": self.failed, "latencies_s": latencies}
+        latencies, late = ([round(seconds, 6) for seconds in found] for found in (self.latencies_s, self.late_s))
+        return {"sent": self.sent, "wrong": self.wrong, "failed": self.failed, "latencies_s": latencies, "late_s": late}
 
 
 class Clients:

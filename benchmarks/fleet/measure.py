@@ -68,7 +68,8 @@ class Fleet:
         sent: number of requests.
         wrong: number of rows with a wrong value.
         failed: error -> number of requests.
-        latencies_s: seconds of each request.
+        latencies_s: seconds from the time at which a request was due until its row was returned.
+        late_s: seconds by which requests were sent late.
         workers_s: processor seconds of the processes with workers, during the requests.
         clients_s: processor seconds of the processes with clients, during the requests.
         connections: connections of the workers, and of the clients, to the server.
@@ -86,6 +87,7 @@ class Fleet:
     wrong: int
     failed: Counter[str]
     latencies_s: list[float]
+    late_s: list[float]
     workers_s: float
     clients_s: float
     connections: tuple[int, int]
@@ -127,6 +129,11 @@ class Fleet:
     def latency_ms(self, percent: float) -> float:
         """A percentile of the latencies."""
         return 1000 * float(np.percentile(self.latencies_s, percent)) if self.latencies_s else float("nan")
+
+    @property
+    def late_ms(self) -> float:
+        """The 99th percentile of the times by which requests were sent late."""
+        return 1000 * float(np.percentile(self.late_s, 99))
 
     @property
     def connections_per_worker(self) -> float:
@@ -198,6 +205,7 @@ def measure(testbed: Testbed, plan: Plan, workers: int, clients: int) -> Fleet:
         sum(result["wrong"] for result in results),
         sum((Counter(result["failed"]) for result in results), Counter[str]()),
         [seconds for result in results for seconds in result["latencies_s"]],
+        [seconds for result in results for seconds in result["late_s"]],
         workers_s,
         clients_s,
         connections,

@@ -10,6 +10,7 @@ from benchmarks.fleet.measure import Fleet
 from benchmarks.harness.pairs import show
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END
 
+_SMALL = (4, 4)  # Workers and clients of the fleet with which the largest fleet is compared.
 _MIN_SHOWN = 0.005  # Commands with fewer calls per request or second are left out.
 
 _COLUMNS: Mapping[str, Callable[[Fleet], str]] = {
@@ -22,6 +23,7 @@ _COLUMNS: Mapping[str, Callable[[Fleet], str]] = {
     "net commands": lambda fleet: show(sum(fleet.commands(net=True).values())),
     "median ms": lambda fleet: show(fleet.latency_ms(50)),
     "p99 ms": lambda fleet: show(fleet.latency_ms(99)),
+    "late ms": lambda fleet: show(fleet.late_ms),
     "idle worker commands/s": lambda fleet: show(sum(fleet.idle_worker.values())),
     "idle client commands/s": lambda fleet: show(sum(fleet.idle_client.values())),
     "server core %": lambda fleet: show(100 * fleet.loaded.busiest_s / fleet.loaded.seconds),
@@ -55,6 +57,19 @@ def _listed(calls: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {calls:.2f}" for name, calls in kept) or "none"
 
 
+def ratios(fleets: Sequence[Fleet]) -> Iterator[str]:
+    """Compare the largest fleet with the fleet of four workers and four clients, if both were measured."""
+    largest = max(fleets, key=lambda fleet: fleet.workers * fleet.clients)
+    for small in fleets:
+        if (small.workers, small.clients) == _SMALL and largest is not small:
+            yield f"{largest.workers:,} × {largest.clients:,} ÷ {small.workers} × {small.clients}:"
+            for title, net in (("", False), (" net", True)):
+                both = [sum(fleet.commands(net=net).values()) for fleet in (largest, small)]
+                processor = largest.processor_us(net=net) / small.processor_us(net=net)
+                yield f"- {show(both[0] / both[1])} times the{title} commands per request"
+                yield f"- {show(processor)} times the{title} processor time of the server per request"
+
+
 def write(
     at_rate: Sequence[Fleet], saturated: Sequence[Fleet], masters: Sequence[Fleet], run: Mapping[str, str], notes: str
 ) -> str:
@@ -73,6 +88,7 @@ def write(
         _INTRODUCTION.format(rate=plan.rate, seconds=plan.seconds, step_ms=plan.step_ms),
         f"## {plan.rate:g} requests per second",
         "\n".join([*HEAD, *map(row, at_rate)]),
+        "\n".join(ratios(at_rate)).replace(":\n", ":\n\n"),
         "## As many requests as possible",
         "\n".join([*HEAD, *map(row, saturated)]),
         "## One model on three masters",
@@ -101,7 +117,8 @@ or at saturation every 16th row of V = 512. They count requests that returned no
 value (*wrong*). The program exits with code 1 if it counted any.
 
 In the first table the clients send {rate:g} requests per second at random times, whether or not earlier requests have
-ended. *Median* and *p99* are the times from the moment at which a request was due until its row was returned.
+ended. *Median* and *p99* are the times from the moment at which a request was due until its row was returned. *Late* is
+the 99th percentile of the times by which requests were sent late: if it is large, the machine has too few cores.
 
 *Server µs/request* is the processor time of the server (`INFO cpu`) divided by the requests, and *commands/request* the
 calls in `INFO commandstats`, which contain the calls inside scripts. On a cluster, the processor time is the time of

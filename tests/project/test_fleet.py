@@ -71,7 +71,7 @@ def fleet(plan: Plan = PLAN, workers: int = 4, busy_s: float = 1.0) -> Fleet:
     """A fleet of two masters. The second master is busier with requests, and the first without requests."""
     idle_workers, idle = usage(10, (0.1, 0.04), evalsha=40), usage(10, (0.5, 0.2), evalsha=80, xread=8)
     loaded = usage(5, (0.3, busy_s), evalsha=1040, xadd=500, xread=4)
-    ends = 500, 0, Counter[str](), [0.005] * 499, 0.5, 0.25, (20, 7)
+    ends = 500, 0, Counter[str](), [0.005] * 499, [0.001] * 500, 0.5, 0.25, (20, 7)
     return Fleet(plan, workers, 2, 1.0, 1.0, idle_workers, idle, loaded, *ends)
 
 
@@ -86,6 +86,17 @@ def test_net_values_lack_what_the_same_fleet_costs_without_requests() -> None:
     assert measured.idle_client == {"evalsha": 2.0, "xread": pytest.approx(0.4)}
     assert measured.idle_worker_us == pytest.approx(2500)
     assert measured.idle_client_us == pytest.approx(20_000)
+
+
+def test_the_largest_fleet_is_compared_with_four_workers_and_clients() -> None:
+    small, large = replace(fleet(), clients=4), replace(fleet(workers=300, busy_s=1.5), clients=100)
+    assert list(page.ratios([small, large])) == [
+        "300 × 100 ÷ 4 × 4:",
+        "- 1 times the commands per request",
+        "- 1.5 times the processor time of the server per request",
+        "- 1 times the net commands per request",
+        "- 1.56 times the net processor time of the server per request",
+    ]
 
 
 def test_the_counters_of_a_period_are_those_of_its_end_without_those_of_its_start() -> None:
@@ -114,6 +125,7 @@ def test_the_page_has_every_fleet_and_keeps_its_notes() -> None:
     )
     assert "| 300 × 2 | 512 |" in text
     assert "| 512 | 2,000 | 1,000 | 2 | 2 | 0 |" in text  # One master, three masters, and their ratio.
+    assert "300 × 2 ÷ 4 × 4" not in text  # No fleet of four workers and four clients was measured.
     assert "- q = 2,000 µs" in text
     assert "a note" in text.partition("<!-- notes")[2]
     assert max(map(len, (line for line in text.splitlines() if line[:1] != "|"))) <= 120
