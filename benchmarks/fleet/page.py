@@ -50,6 +50,8 @@ def commands(fleet: Fleet) -> Iterator[str]:
         ("per second of an idle client", fleet.idle_client),
     ):
         yield f"  {title}: {_listed(calls)}"
+    shares = [100 * busy_s / fleet.loaded.seconds for busy_s in fleet.loaded.processor_s]
+    yield f"  percent of a core of each master: {', '.join(map(show, shares))}"
 
 
 def _listed(calls: Mapping[str, float]) -> str:
