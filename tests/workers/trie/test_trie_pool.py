@@ -190,7 +190,7 @@ def _has_jobs(pool: Pool, count: int) -> Any:
 
 
 async def test_the_row_of_an_adapter_is_its_own(pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch_module, "_IDLE_BLOCK_MS", 20)
+    monkeypatch.setattr(dispatch_module, "_MAX_BLOCK_MS", 20)
     async with serving(pool, adapted(write_adapters(tmp_path))), trie_worker(pool), pool.producer("syn") as producer:
         trie = await producer.trie()
         told = answers_of(trie.structure)

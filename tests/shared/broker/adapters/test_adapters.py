@@ -65,7 +65,7 @@ def adapted(folders: Sequence[str]) -> SyntheticBackend:
 @pytest.fixture(autouse=True)
 def _short_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten blocking reads, because a worker notices only between two reads that it must stop."""
-    monkeypatch.setattr(dispatch_module, "_IDLE_BLOCK_MS", 20)
+    monkeypatch.setattr(dispatch_module, "_MAX_BLOCK_MS", 20)
 
 
 async def expected(producer: Producer, ids: list[int], adapter: str) -> Row:
