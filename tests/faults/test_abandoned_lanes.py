@@ -83,6 +83,10 @@ class TwoWorkers:
         """Whether the victim holds its max number of prompts, and its lane has more."""
         return len(self.lane.held) == 2 * BATCH and self.lane.waiting > 0
 
+    async def is_other_full(self) -> bool:
+        """Whether the other worker, if it has the batch of the victim, holds its max number of prompts."""
+        return len(self.other_lane.held) == 2 * BATCH
+
     async def is_left(self) -> bool:
         """Whether workers have read every entry of the victim's lane."""
         return not self.lane.waiting
@@ -157,6 +161,7 @@ async def test_a_frozen_worker_continues_after_its_lane_was_taken_over(pool: Poo
 async def test_a_stopping_worker_releases_its_lane_at_once(pool: Pool, tmp_path: Path) -> None:
     # The lease is long and the other worker too busy to steal: only a closed lane can release its jobs.
     async with two_workers(pool, tmp_path, lease_s=60, batch=BATCH) as workers:
+        await until_async(workers.is_other_full, "the other worker can take no more")
         shared = pool.keys.model("syn").jobs
         left = workers.lane.waiting
         workers.victim.signal(signal.SIGTERM)

@@ -57,12 +57,12 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # MessagePack encodes all token ids as one `bin` (byte c4), however many they are.
-    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9707c40407000000a161a26670c3c40109c400"
+    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9708c40407000000a161a26670c3c40109c400"
     assert Job(b"\x07\0\0\0", "a", "fp").pack()[-5:].hex() == "c2c400c400"
     assert Job(b"", "", "", host=b"here").pack()[-6:].hex() == "c40468657265"
     jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
     assert pack_jobs(jobs) == [job.pack() for job in jobs]
-    assert Failure("E", "no").pack().hex() == "9307a145a26e6f"
+    assert Failure("E", "no").pack().hex() == "9308a145a26e6f"
 
 
 def test_a_job_of_a_client_that_traces_has_one_field_more() -> None:
@@ -165,13 +165,13 @@ def test_other_bytes_than_a_failure_are_refused(data: bytes) -> None:
 
 def test_messages_of_another_release_are_refused_with_both_versions() -> None:
     older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
-    hint = "wire version 2, and this release of lmpool speaks 7: run the same on all sides"
+    hint = "wire version 2, and this release of lmpool speaks 8: run the same on all sides"
     with pytest.raises(ProtocolError, match=f"a job of {hint}"):
         unpack_job(older_job)
     with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
         unpack_failure(older_failure)
-    with pytest.raises(ProtocolError, match="a job of wire version 8, and this release of lmpool speaks 7"):
-        unpack_job(job(version=8))
+    with pytest.raises(ProtocolError, match="a job of wire version 9, and this release of lmpool speaks 8"):
+        unpack_job(job(version=9))
 
 
 @readers

@@ -254,13 +254,13 @@ def test_a_changed_info_is_refused_or_is_another_well_typed_info(data: st.DataOb
 
 @pytest.mark.parametrize("more", [{}, {"colour": 1}])
 def test_the_info_of_a_later_release_is_refused_by_its_version(more: dict[str, Any]) -> None:
-    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 8, and this .* speaks 7"):
-        ModelInfo.unpack(packed(wire_version=8, **more))
+    with pytest.raises(ProtocolError, match="the model 'm' is served with wire version 9, and this .* speaks 8"):
+        ModelInfo.unpack(packed(wire_version=9, **more))
 
 
 def test_workers_of_another_wire_version_count_as_another_model() -> None:
     # Old releases compare only the fingerprint in heartbeats, so the prefix with the wire version makes it differ.
-    assert INFO.service_fingerprint == f"7-{INFO.fingerprint}"
+    assert INFO.service_fingerprint == f"8-{INFO.fingerprint}"
 
 
 @pytest.mark.parametrize("version", [None, "3", 3.0, True, [3]])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from heapq import nsmallest
 
@@ -38,11 +39,9 @@ MAX_CHECKED = 64
 _LOG_DROPPED_INTERVAL_S = 60.0
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
-_MIN_BLOCK_MS = 4  # Min ms that a read for jobs blocks: short, so that an idle worker soon steals other workers' jobs.
-_BUSY_BLOCK_MS = 500  # Max ms that a read for jobs blocks while the worker holds jobs.
-# Max ms that a read of an idle worker blocks. Jobs in its lane and wake-ups end the read; after this time the worker
-# looks for jobs in any case, because the server may have lost a wake-up.
-_IDLE_BLOCK_MS = 10_000
+# Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker looks
+# for jobs in any case, because the server may have lost a wake-up.
+_MAX_BLOCK_MS = 10_000
 # Max seconds that the fetch loop pauses when the backend's thread begins to work, so that this thread gets the GIL.
 _GIVE_WAY_S = 0.001
 # Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
@@ -146,9 +145,9 @@ class FetchLoop:
         self._max_job_bytes = float("inf") if info.is_trie else 4 * info.max_prompt_tokens
         # Locked from the read of jobs until they are in `in_flight`: the worker renews leases only of jobs in flight.
         self._taking = asyncio.Lock()
-        self._block_ms = _MIN_BLOCK_MS  # Ms for which the next read for jobs may block.
-        # The reply to a read must come before the connection counts as broken.
-        self._idle_block_ms = int(min(_IDLE_BLOCK_MS, 1000 * reply_timeout(info.lease_s) * 2 / 3))
+        # Ms for which a read for jobs blocks. The reply must come before the connection counts as broken.
+        self._block_ms = int(min(_MAX_BLOCK_MS, 1000 * reply_timeout(info.lease_s) * 2 / 3))
+        self._look_at = -math.inf  # Loop time at which the worker looks for jobs, if it is idle.
 
     async def fetch(self) -> None:
         """Take jobs until the worker stops: a batch for an idle backend, the next batch while the backend computes."""
@@ -168,22 +167,48 @@ class FetchLoop:
             if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
                 return False
             taken = await self.consumer.take(self._count_to_take(capacity), self._block_ms)
+            if (delay_ms := self.consumer.woken_ms) is not None or not taken:
+                self._look_in((delay_ms or 0) / 1000)
             was_idle = not self.in_flight
             await self.dispatcher.accept(taken)
-            self._block_ms = await self._next_block_ms(bool(taken), capacity)
             return was_idle and bool(self.in_flight)
 
-    async def _next_block_ms(self, has_taken: bool, capacity: int) -> int:
-        """Ms for which the next read may block. An idle worker first looks for jobs in the backlog and other lanes."""
-        engine_thread, woken_ms = self.engine_thread, self.consumer.woken_ms
-        if self.in_flight and self.consumer.reader.counters.serving == 1:  # No other worker has jobs to steal.
-            return _BUSY_BLOCK_MS
-        if self.in_flight:  # Read again at about the end of the running step: the worker may then be idle.
-            return int(min(_BUSY_BLOCK_MS, max(_MIN_BLOCK_MS, 1000 * engine_thread.step_s)))
-        if has_taken or woken_ms:  # Jobs that were taken and have ended leave the worker idle.
-            return max(_MIN_BLOCK_MS, woken_ms or 0)
-        look_again_ms = await self.consumer.find_work(min(capacity, engine_thread.batch), engine_thread.step_s)
-        return self._idle_block_ms if look_again_ms is None else max(_MIN_BLOCK_MS, look_again_ms)
+    async def look_for_work(self) -> None:
+        """Whenever the worker is idle, look for jobs in the backlog and in other lanes, until the worker stops.
+
+        The worker looks when it is woken, and when the end of its jobs has left more jobs in the lanes than a batch.
+        """
+        lifecycle, publisher, batch = self.lifecycle, self.dispatcher.publisher, self.engine_thread.batch
+        time_of = asyncio.get_running_loop().time
+
+        def must_look() -> bool:
+            is_due = time_of() >= self._look_at or publisher.jobs_in_lanes > batch
+            return lifecycle.stopping.is_set() or (is_due and not self.in_flight)
+
+        while True:
+            await lifecycle.wait_for(must_look)
+            if lifecycle.stopping.is_set():
+                return
+            self._look_at, publisher.jobs_in_lanes = math.inf, 0
+            delay_s = await publisher.retry(lambda: self.consumer.find_work(batch, self.engine_thread.step_s))
+            if delay_s < math.inf:
+                self._look_in(delay_s)
+
+    def _look_in(self, delay_s: float) -> None:
+        """Have the worker look for jobs after a delay, if it is idle then."""
+        loop = asyncio.get_running_loop()
+        self._look_at = min(self._look_at, loop.time() + delay_s)
+        loop.call_later(delay_s, self.lifecycle.notify)
+
+    @asynccontextmanager
+    async def paused(self) -> AsyncIterator[None]:
+        """Take no new jobs during the block; end a read that waits for jobs."""
+        # The task ends the read when this task already waits for the lock, so that no other read begins.
+        ending = asyncio.create_task(self.consumer.end_read()) if self._taking.locked() else None
+        async with self._taking:
+            if ending is not None:
+                await ending
+            yield
 
     async def claim(self) -> None:
         """Claim jobs of other workers whose leases expired, up to the capacity.
@@ -192,7 +217,7 @@ class FetchLoop:
             RedisError, OSError, LMPoolError: the server cannot be used.
         """
         lifecycle = self.lifecycle
-        async with self._taking:
+        async with self.paused():
             alone, claims = False, 0
             while True:
                 # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new jobs.

@@ -267,6 +267,7 @@ class Worker:
             self._show_draining(serving),
             every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
             self._claim(serving),
+            serving.fetch_loop.look_for_work(),
             every(STALE_S, dispatcher.drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
         ]

@@ -130,7 +130,9 @@ def finish_args(
 async def finish(redis: redis_async.Redis, *endings: tuple[bytes, int, bytes, bool]) -> int:
     """End jobs; each ending is (entry, number of the prompt, failure, whether the job becomes a dead letter)."""
     args = finish_args(*((entry, failure, dead) for entry, _, failure, dead in endings))
-    return int(await scripts.FINISH(redis, [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)], args))
+    keys = [JOBS, DEAD, *(waiting(number) for _, number, _, _ in endings)]
+    notified: bytes = (await scripts.FINISH(redis, keys, args)).split()[0]
+    return int(notified)
 
 
 async def claim(

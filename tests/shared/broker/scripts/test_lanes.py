@@ -18,6 +18,7 @@ from tests.shared.broker.scripts.script_calls import (
     LEASE_MS,
     LIFETIME_MS,
     MODEL,
+    ROWS,
     A,
     B,
     cancel,
@@ -27,6 +28,7 @@ from tests.shared.broker.scripts.script_calls import (
     entries_of,
     find_work,
     finish,
+    finish_args,
     register,
     registered,
     submit,
@@ -391,6 +393,26 @@ async def test_an_entry_that_wakes_a_worker_is_no_job_for_others(lanes: redis_as
         await register(lanes, "w4", BATCH)
 
 
+async def test_a_worker_can_end_its_own_read(lanes: redis_async.Redis) -> None:
+    await scripts.END_READ(lanes, [JOBS], ["w1"])
+    assert (await lengths(lanes))["w1"] == 1, "until it has seen the entry"
+    assert await take(lanes, "w1") == []
+    assert await lengths(lanes) == dict.fromkeys(("", *WORKERS), 0)
+
+
+async def test_the_end_of_a_job_says_how_many_jobs_are_left_in_lanes(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, 2, 3, homes=["w1", "w1", "w2"])
+    first, second = await take(lanes, "w1")
+    keys = [JOBS, DEAD, waiting(1)]
+    assert await scripts.FINISH(lanes, keys, finish_args((first, b"", False))) == b"1 =2"
+    keys = [JOBS, DEAD, waiting(2), ROWS + digest(2)]
+    await lanes.set(ROWS + digest(2), "row")
+    assert await scripts.FINISH(lanes, keys, finish_args((second, b"", False))) == b"1 =1"
+    (third,) = await take(lanes, "w2")
+    keys = [JOBS, DEAD, waiting(3)]
+    assert await scripts.FINISH(lanes, keys, finish_args((third, b"", False))) == b"1"
+
+
 # Lanes of workers that stop or crash
 
 
@@ -407,8 +429,6 @@ async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: r
     assert await lane(lanes, "w1") == before[:2], "nothing is placed there any more"
     for entry, number in zip(held, before, strict=False):
         await finish(lanes, (entry, number, b"", False))
-    assert (await lengths(lanes))["w1"] == 1, "an entry ends the read of the worker"
-    await take(lanes, "w1")
     assert (await lengths(lanes))["w1"] == 0
     # Heartbeats of a draining worker must not open its lane again.
     await register(lanes, "w1", 0)

@@ -117,22 +117,23 @@ class Consumer:
         await scripts.FIND_WORK(self._redis, [self._keys.jobs], [self._worker_id, 0, 0, *wakes])
         return [entry for entry in entries if entry[0] not in wakes]
 
-    async def find_work(self, count: int, step_s: float) -> int | None:
+    async def find_work(self, count: int, step_s: float) -> float:
         """Move prompts from the backlog to the streams, or jobs of another worker's lane to the lane of this worker.
 
         Args:
-            count: max jobs to take from another lane; 0 if this worker holds jobs.
+            count: max jobs to take from another lane.
             step_s: seconds of a step of this worker, and so probably of the other worker; infinity if unknown.
 
         Returns:
-            ms for which the next read may block: 0 if jobs moved, None if the worker may wait until it is woken.
+            seconds after which to look again: 0 if prompts left the backlog, infinity if the worker may wait until it
+            is woken.
         """
         patience_s = _PATIENCE_STEPS * step_s if step_s < math.inf else _MIN_PATIENCE_S
         patience_ms = int(1000 * min(_MAX_PATIENCE_S, max(_MIN_PATIENCE_S, patience_s)))
         args = [self._worker_id, count, patience_ms]
         moved_up, stolen, look_again_ms = await scripts.FIND_WORK(self._redis, [self._keys.jobs], args)
         self.reader.counters.stolen += stolen
-        return 0 if moved_up or stolen else look_again_ms or None
+        return 0.0 if moved_up else look_again_ms / 1000 or math.inf
 
     async def close_lane(self) -> None:
         """Close this worker's lane: clients add no more entries, and entries not taken move to the shared stream.
@@ -141,3 +142,8 @@ class Consumer:
         """
         while await scripts.CLOSE_LANE(self._redis, [self._keys.jobs], [self._worker_id]):
             pass
+        await self.end_read()
+
+    async def end_read(self) -> None:
+        """End a read of this worker that waits for jobs."""
+        await scripts.END_READ(self._redis, [self._keys.jobs], [self._worker_id])

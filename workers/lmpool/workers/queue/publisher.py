@@ -58,11 +58,15 @@ _NOTHING = Carried({})
 
 
 class Publisher:
-    """Publishes rows, answers and failures of one model: in the cache, and in a segment for clients on this host."""
+    """Publishes rows, answers and failures of one model: in the cache, and in a segment for clients on this host.
+
+    Attributes:
+        jobs_in_lanes: number of jobs in the lanes (streams) of all workers, when jobs of this worker last ended.
+    """
 
     def __init__(self, server: Server, rows: RowCache, segment: SegmentWriter, reader: JobReader) -> None:
         self.server, self.rows, self.segment, self.reader = server, rows, segment, reader
-        self.keys, self.counters = reader.keys, reader.counters
+        self.keys, self.counters, self.jobs_in_lanes = reader.keys, reader.counters, 0
 
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Digests) -> None:
         """Store rows or answers and end the entries that wait for them; retry until the server accepts the block.
@@ -246,6 +250,7 @@ class Publisher:
             if not isinstance(outcome, bytes):
                 raise ProtocolError(f"the reply of finish.lua is not a string: {shown(outcome)}")
             notified, *numbers = outcome.split()
+            self.jobs_in_lanes = next((int(number[1:]) for number in numbers if number.startswith(b"=")), 0)
             left += [part[int(number) - 1] for number in numbers if number.isdigit()]
             elsewhere += [part[int(number[1:]) - 1] for number in numbers if number.startswith(b"@")]
             if unfinished := [part[int(number) - 1] for number in numbers if number.startswith(b"+")]:

@@ -146,13 +146,6 @@ local function add_job(worker, kind, ...)
   return redis.call('XADD', jobs, '*', ...)
 end
 
--- Add an entry to the lane of a worker that ends the worker's read. It counts as a job until the worker removes it (find_work.lua).
-local function add_wake(worker, delay)
-  if type(redis.pcall('XADD', lane_of .. worker, '*', WAKE, delay)) == 'string' then
-    count_in_lane(worker, 1)
-  end
-end
-
 -- Wake an idle worker: in `delay` ms it looks for jobs that their workers have not read. `open_lanes` must have read the lanes. Without
 -- `anyway`, no worker is woken while one watches the lanes: the cost of wake-ups depends neither on the workers nor on the prompts.
 local function wake(delay, anyway)

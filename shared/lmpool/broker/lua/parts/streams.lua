@@ -18,10 +18,19 @@ local function locate(entry)
   return jobs, entry, nil
 end
 
+local jobs_in_lanes = 0 -- The number of jobs in all lanes, after the last call of `count_in_lane`.
+
 -- Add `more` to the length of a lane that `lanes` lists, and to the sum; negative if jobs were removed.
 local function count_in_lane(worker, more)
   if more ~= 0 and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', more, worker)) == 'string' then
-    redis.pcall('ZINCRBY', lanes, more, '')
+    jobs_in_lanes = tonumber(redis.pcall('ZINCRBY', lanes, more, '')) or 0
+  end
+end
+
+-- Add an entry to the lane of a worker that ends the worker's read. It counts as a job until the worker removes it (find_work.lua).
+local function add_wake(worker, delay)
+  if type(redis.pcall('XADD', lane_of .. worker, '*', WAKE, delay)) == 'string' then
+    count_in_lane(worker, 1)
   end
 end
 

@@ -12,6 +12,7 @@
 -- taken over does not end either.
 -- Returns numbers, separated by spaces: how many clients were notified, then indexes of jobs whose rows are missing. "@" before an
 -- index means that a client is on another host; "+" means that the caller must call again, to notify the other clients of this job.
+-- "=" is followed by the number of jobs that are left in all lanes, if there are any.
 
 -- include names
 
@@ -46,11 +47,10 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
       local id, worker = string.match(entry, '^(%S+) (.+)$')
       local stream = worker and lane_of .. worker or jobs
       redis.pcall('XACK', stream, ARGV[1], id or entry)
-      if redis.pcall('XDEL', stream, id or entry) == 1 and worker
-          and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', -1, worker)) == 'string' then
-        redis.pcall('ZINCRBY', lanes, -1, '')
-      end
-      return '1'
+      local is_counted = redis.pcall('XDEL', stream, id or entry) == 1 and worker
+        and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', -1, worker)) == 'string'
+      local left = is_counted and tonumber(redis.pcall('ZINCRBY', lanes, -1, '')) or 0
+      return left > 0 and '1 =' .. left or '1'
     end
   end
 end
@@ -159,6 +159,7 @@ end
 local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', ARGV[2], 'w', ARGV[6])
 remove_entries(entries, true)
 local answer = table.concat({clients, unpack(left)}, ' ') .. (#unfinished > 0 and ' ' .. table.concat(unfinished, ' ') or '')
+answer = jobs_in_lanes > 0 and answer .. ' =' .. jobs_in_lanes or answer
 if redis.call('EXISTS', backlog) == 0 then
   return answer
 end

@@ -3,12 +3,8 @@
 -- KEYS  jobs
 -- ARGV  worker
 --
--- Returns 1 if the lane may have more jobs to move. Otherwise returns 0, and ends a read of the worker that waits for jobs.
+-- Returns 1 if the lane may have more jobs to move, otherwise 0.
 
 -- include moving
 
-if close_lane(ARGV[1], MAX_MOVED) > 0 then
-  return 1
-end
-add_wake(ARGV[1], 0)
-return 0
+return close_lane(ARGV[1], MAX_MOVED) > 0 and 1 or 0

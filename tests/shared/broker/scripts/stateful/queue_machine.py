@@ -290,7 +290,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not self.has_marks:
             keys += [ROWS + digest(number) for number in numbers]
         args = finish_args(*told, consumer=name, mark_ms=LIFETIME_MS if self.has_marks else 0)
-        _, *left = self.run(scripts.FINISH, keys, *args).split()
+        _, *left = self.run(scripts.FINISH, keys, *args).partition(b" =")[0].split()
         missing = {at for at, (_, how) in enumerate(endings, 1) if how == "missing" and numbers[at - 1] not in stored}
         assert set(map(int, left)) == (set() if self.has_marks else missing)
         for at, (entry, how) in enumerate(endings, 1):

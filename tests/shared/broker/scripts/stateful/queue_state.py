@@ -178,13 +178,13 @@ def _state(reply: Any, reply_keys: Sequence[bytes]) -> State:
     for suffix, (listed, held) in zip(_STREAMS.values(), streams, strict=True):
         for entry_id, flat in listed:
             if flat[0] == WAKE_FIELD:
-                wakes.add(entry_id)
+                wakes.add(entry_id + suffix)
                 continue
             # Entries that other programs have added may have no job field.
             job = _pairs(flat).get(JOB_FIELD, b"")
             entries[entry_id + suffix] = int(job.removeprefix(b"job-") or 0)
         for entry_id, worker, _, deliveries in held:
-            if entry_id not in wakes:
+            if entry_id + suffix not in wakes:
                 pending[entry_id + suffix] = worker.decode(), deliveries
         if suffix:
             lengths[suffix[1:].decode()] = len(listed)
