@@ -112,9 +112,12 @@ async def test_unread_jobs_in_the_lane_of_a_killed_worker_move_to_other_workers_
         workers.victim.end()
         # The other worker is not idle, so it takes over the lane only after the lease.
         await until_async(workers.is_left, "the lane is taken over")
-        deliveries = [job["times_delivered"] for job in pending(pool)]
-        assert deliveries.count(2) == 2 * BATCH, "those that the killed worker held"
-        assert set(deliveries) == {1, 2}, "what it was never given counts as new"
+
+        async def are_claimed() -> bool:
+            return [job["times_delivered"] for job in pending(pool)].count(2) == 2 * BATCH
+
+        await until_async(are_claimed, "those that the killed worker held")
+        assert {job["times_delivered"] for job in pending(pool)} == {1, 2}, "what it was never given counts as new"
         workers.other_gate.open()
     await asyncio.to_thread(until, lambda: not workers.lane.is_there, "the lane goes")
     assert pool.redis.zscore(pool.keys.model("syn").lanes, workers.lane.worker_id) is None

@@ -203,11 +203,10 @@ class FetchLoop:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Take no new jobs during the block; end a read that waits for jobs."""
-        # The task ends the read when this task already waits for the lock, so that no other read begins.
-        ending = asyncio.create_task(self.consumer.end_read()) if self._taking.locked() else None
+        # The read ends when this task already waits for the lock, so that no other read begins.
+        ending = asyncio.create_task(self.consumer.end_read())
         async with self._taking:
-            if ending is not None:
-                await ending
+            await ending
             yield
 
     async def claim(self) -> None:

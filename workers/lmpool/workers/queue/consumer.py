@@ -34,12 +34,14 @@ class Consumer:
 
     Attributes:
         woken_ms: if the last read found an entry that wakes this worker, ms after which the worker looks for jobs.
+        is_reading: whether a read for jobs is in progress.
         failed_at: monotonic time of the last read that failed; its jobs may have been delivered.
     """
 
     def __init__(self, reader: JobReader, connection: CommandConnection) -> None:
         self.reader, self.connection = reader, connection
         self.woken_ms: int | None = None
+        self.is_reading = False
         self.failed_at = -math.inf
         self._redis, self._keys, self._worker_id = reader.redis, reader.keys, reader.worker_id
         self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
@@ -84,7 +86,7 @@ class Consumer:
         takes this entry and the entries that were sent along with it.
         """
         command = (b"XREADGROUP", b"GROUP", GROUP, self._worker_id, b"COUNT", count, b"BLOCK", block_ms)
-        taken, self.woken_ms = Taken([], []), None
+        taken, self.woken_ms, self.is_reading = Taken([], []), None, True
         try:
             reply = await self.connection.call(*command, b"STREAMS", self._lane, self._keys.jobs, b">", b">")
         except ServerError as error:
@@ -94,6 +96,8 @@ class Consumer:
             await self.ensure_group()
             await self.open_lane()
             return taken
+        finally:
+            self.is_reading = False
         try:
             streams = entries_by_stream(reply)
         except ProtocolError as error:
@@ -145,5 +149,6 @@ class Consumer:
         await self.end_read()
 
     async def end_read(self) -> None:
-        """End a read of this worker that waits for jobs."""
-        await scripts.END_READ(self._redis, [self._keys.jobs], [self._worker_id])
+        """End the read of this worker that waits for jobs, if there is one."""
+        if self.is_reading:
+            await scripts.END_READ(self._redis, [self._keys.jobs], [self._worker_id])
