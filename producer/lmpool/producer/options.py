@@ -60,9 +60,11 @@ class SampleOptions(DrawOptions, total=False):
 
     Attributes:
         allowed: sample only from the given tokens (see `Producer.topk`), whose probabilities are scaled to a sum of 1.
+        keep_row: whether the pool's cache keeps the whole row, for clients on all hosts (default False).
     """
 
     allowed: Any
+    keep_row: bool
 
 
 class GenerateOptions(DrawOptions, total=False):

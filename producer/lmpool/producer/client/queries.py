@@ -31,8 +31,10 @@ Mode = Literal["logprobs", "logits"]
 
 # Max parts (8 MiB each) of one result that are requested at once, so that parts do not fill the server's memory.
 _MAX_PARTS_IN_FLIGHT = 2
-# Max entries read one by one from a cached row. For more entries, fetching the whole row costs the server less.
+# Max entries read one by one from a cached row. For more entries, a query to a worker costs the server less.
 _MAX_READ_IN_PLACE = 128
+# Max share of a row's entries that a query requests. For more entries, the row itself is requested.
+_MAX_SHARE = 1 / 8
 
 
 _MIN_TOP = 8  # Request at least this many top tokens, so that calls share results.
@@ -151,11 +153,15 @@ def prefix_of(text: Prompt, length: int) -> Prompt:
 
 @dataclass(slots=True, eq=False)
 class Queries:
-    """Makes the queries of one call, in one session and with one deadline."""
+    """Makes the queries of one call, in one session and with one deadline.
+
+    `keep_row`: whether the pool's cache must keep the rows from which results are computed (`keep`).
+    """
 
     session: Session
     adapter: str
     deadline: Deadline
+    keep_row: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -191,22 +197,28 @@ class Queries:
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 
-    async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
+    async def keep(self, prompt: Prompt) -> None:
+        """If `keep_row` is set, wait until the pool's cache has the row of a prompt, which a worker may compute."""
+        if self.keep_row:
+            await self.session.answer(prompt, self.deadline, warm=True)
+
+    async def entries(self, prompt: Prompt, targets: list[int], temperature: float = 1.0) -> Row:
         """Return some entries of a row: float32 (k,)."""
         session, deadline = self.session, self.deadline
         row = session.cached(prompt)
-        if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-            read = partial(session.entries.read, prompt.digest, targets, deadline.end)
-            if (entries := await read()) is not None:
-                session.count_hits(deadline.end - deadline.seconds)
-                return entries
-            await session.answer(prompt, deadline, warm=True)
-            if (entries := await read()) is not None:
-                return entries
         if row is None:
-            # Fetch the whole row if many entries are requested, or if a worker must compute a damaged row again.
+            await self.keep(prompt)
+            if temperature == 1 and len(targets) <= _MAX_READ_IN_PLACE:
+                read = session.entries.read(prompt.digest, targets, deadline.end)
+                if (entries := await read) is not None:
+                    session.count_hits(deadline.end - deadline.seconds)
+                    return entries
+            if len(targets) <= self.vocab_size * _MAX_SHARE:
+                asked = wire.EntriesQuery(np.array(targets, "<u4").tobytes(), temperature)
+                query = prompt.with_query(asked.pack(), len(targets))
+                return await self._result(query, lambda answer: check_logprobs(answer.copy()))
             row = await session.answer(prompt, deadline)
-        return entries_of(row, targets)
+        return entries_of(picks.tempered(row[None], temperature)[0], targets)
 
     async def all_entries(
         self, prompts: Sequence[Prompt], targets: Sequence[list[int]], k: int, *, values: Mode = "logprobs",
@@ -217,6 +229,7 @@ class Queries:
 
         async def put(at: int) -> None:
             if values == "logits" or temperature != 1:
+                await self.keep(prompts[at])
                 ids = np.array(targets[at], np.int64)
                 wanted = Wanted(targets=ids, values=values, temperature=temperature)
                 found = await self.last(prompts[at], wanted)
@@ -262,6 +275,8 @@ class Queries:
         if row is not None and values == "logprobs" and (allowed.tokens is not None or not allowed.packed):
             row = picks.tempered(row[None], temperature)[0]
             return picks.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
+        if row is None:
+            await self.keep(prompt)
         if values == "logits" or temperature != 1:
             wanted = Wanted(k, values=values, temperature=temperature, allowed=allowed)
             best = (await self.last(prompt, wanted)).top
@@ -276,6 +291,8 @@ class Queries:
         row = self.session.cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
             return picks.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
+        if row is None:
+            await self.keep(prompt)
         query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._result(query, read, private=private, allowed=allowed)
@@ -285,6 +302,8 @@ class Queries:
         row = self.session.cached(prompt)
         if row is not None and allowed.tokens is not None:
             return float(picks.mass_of(row, allowed.tokens.ids))
+        if row is None:
+            await self.keep(prompt)
         query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
         return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
