@@ -1,4 +1,4 @@
-"""Requests for less than a row: Redis gets the answer and no row, and the worker answers the next request without a step."""
+"""Requests for less than a row: Redis gets no row, and the worker answers later requests from shared memory."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmpool.errors import SettingsError
 from lmpool.producer import Producer
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
@@ -57,6 +58,10 @@ async def seeded(producer: Producer, prompt: list[int], **options: Any) -> None:
 
 async def unseeded(producer: Producer, prompt: list[int], **options: Any) -> None:
     assert 0 <= await producer.sample(prompt, **options) < V
+
+
+async def whole(producer: Producer, prompt: list[int]) -> None:
+    assert np.array_equal(await producer.logprobs(prompt), row_of(prompt))
 
 
 async def score(producer: Producer, prompt: list[int]) -> None:
@@ -115,15 +120,112 @@ async def test_a_request_from_another_host_sends_the_server_no_row(
 ) -> None:
     start(pool, folders[0])
     async with pool.producer(cache_bytes=0) as producer:
-        await ask(producer, [1])
-        for _ in range(2):
-            before = received(pool)
-            for prompt in PROMPTS:
-                await ask(producer, prompt)
-            print(ask.__name__, (received(pool) - before) / len(PROMPTS))
-            assert received(pool) - before < MAX_INPUT_BYTES * len(PROMPTS)
+        await ask(producer, [1])  # The first calls send the scripts.
         before = received(pool)
-        await asyncio.gather(*(ask(producer, [*prompt, 1]) for prompt in PROMPTS))
-        print(ask.__name__, "at once", (received(pool) - before) / len(PROMPTS))
+        await asyncio.gather(*(ask(producer, prompt) for prompt in PROMPTS))
         assert received(pool) - before < MAX_INPUT_BYTES * len(PROMPTS)
-        assert all(stored(pool, producer, prompt) != "row" for prompt in PROMPTS)
+        assert {stored(pool, producer, prompt) for prompt in PROMPTS} <= {"reference", "nothing"}
+        assert producer.stats().computed == 1 + len(PROMPTS)
+
+
+@pytest.mark.parametrize("ask", OF_A_ROW)
+async def test_a_kept_row_is_stored_for_all_hosts(pool: Pool, folders: tuple[Path, Path], ask: Ask) -> None:
+    start(pool, folders[0])
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask(producer, [1, 2])
+        for prompt in ([1, 2], [3, 4]):
+            await ask(producer, prompt, keep_row=True)
+            assert stored(pool, producer, prompt) == "row"
+        async with pool.producer() as other:
+            await whole(other, [3, 4])
+            assert (other.stats().cache_hits, other.stats().computed) == (1, 0)
+    await computes(pool, 2)
+
+
+async def test_a_worker_answers_later_requests_from_shared_memory(pool: Pool, folders: tuple[Path, Path]) -> None:
+    start(pool, folders[0])
+    async with pool.producer(cache_bytes=0) as producer:
+        await unseeded(producer, [1, 2])
+        # Without the reference in Redis, the worker finds the row in its own memory only.
+        pool.redis.delete(row_key(producer, [1, 2]))
+        for ask in OF_A_ROW:
+            await ask(producer, [1, 2])
+        await asyncio.gather(*(ask(producer, [1, 2]) for ask in OF_A_ROW))
+        assert stored(pool, producer, [1, 2]) == "nothing"
+        # The row is stored when a client on another host requests the row itself.
+        await whole(producer, [1, 2])
+        assert stored(pool, producer, [1, 2]) == "row"
+    await computes(pool, 1)
+
+
+async def test_a_client_on_the_workers_host_finds_the_row_of_an_earlier_query(
+    pool: Pool, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(pool, folders[0])
+    async with pool.producer(cache_bytes=0) as elsewhere:
+        await asyncio.gather(*(topk(elsewhere, prompt) for prompt in PROMPTS))
+        monkeypatch.setenv(FOLDER_VARIABLE, str(folders[0]))
+        async with pool.producer(cache_bytes=0) as here:
+            await asyncio.gather(*(targets(here, prompt) for prompt in PROMPTS))
+            await asyncio.gather(*(whole(here, prompt) for prompt in PROMPTS))
+            assert (here.stats().cache_hits, here.stats().computed) == (2 * len(PROMPTS), 0)
+            assert {stored(pool, here, prompt) for prompt in PROMPTS} == {"reference"}
+
+
+async def test_without_shared_memory_no_row_is_stored(pool: Pool, folders: tuple[Path, Path]) -> None:
+    start(pool, folders[0], "--shm-bytes", 0)
+    async with pool.producer(cache_bytes=0) as producer:
+        # Rows that are requested, and rows of queries, are computed in the same steps.
+        rows, queried = PROMPTS[:20], PROMPTS[20:]
+        pairs = zip(rows, queried, strict=True)
+        await asyncio.gather(*(work for pair in pairs for work in (whole(producer, pair[0]), topk(producer, pair[1]))))
+        assert {stored(pool, producer, prompt) for prompt in rows} == {"row"}
+        assert {stored(pool, producer, prompt) for prompt in queried} == {"nothing"}
+        # Queries use rows that Redis stores.
+        await asyncio.gather(*(mass(producer, prompt) for prompt in rows))
+        await computes(pool, len(PROMPTS))
+        await mass(producer, queried[0])
+        await computes(pool, len(PROMPTS) + 1)
+
+
+@pytest.mark.parametrize("options", [(), ("--shm-bytes", 0)])
+async def test_a_damaged_row_does_not_stay_where_a_query_found_it(
+    pool: Pool, folders: tuple[Path, Path], options: tuple[str | int, ...]
+) -> None:
+    start(pool, folders[0], *options)
+    async with pool.producer(cache_bytes=0) as producer:
+        for ask in OF_A_ROW:
+            prompt = [OF_A_ROW.index(ask)]
+            pool.redis.set(row_key(producer, prompt), b"noise", px=60_000)
+            await ask(producer, prompt)
+            assert stored(pool, producer, prompt) == ("nothing" if options else "reference")
+
+
+async def test_a_row_and_queries_of_one_prompt_are_computed_once(pool: Pool, folders: tuple[Path, Path]) -> None:
+    start(pool, folders[0], "--step-ms", 100)
+    async with pool.producer(cache_bytes=0) as first, pool.producer(cache_bytes=0) as second:
+        await asyncio.gather(whole(second, [1, 2]), *(ask(first, [1, 2]) for ask in OF_A_ROW))
+        assert stored(pool, first, [1, 2]) == "row"
+    await computes(pool, 1)
+    assert pool.jobs() == 0
+
+
+async def test_each_adapter_has_its_own_row(pool: Pool, folders: tuple[Path, Path], tmp_path: Path) -> None:
+    start(pool, folders[0])
+    (tmp_path / "weights").write_text("poet")
+    async with pool.producer(cache_bytes=0) as producer:
+        revision = await producer.add_adapter("poet", tmp_path)
+        row = synthetic_row([1, 2], vocab_size=V, adapter_revision=revision)
+        for _ in range(2):
+            await targets(producer, [1, 2])
+            assert np.array_equal(await producer.logprobs([1, 2], targets=TOKENS, adapter="poet"), row[TOKENS])
+            assert np.array_equal((await producer.topk([1, 2], 5, adapter="poet")).ids, top(row, 5).ids)
+
+
+async def test_a_row_is_not_kept_and_fresh_at_once(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer() as producer:
+        with pytest.raises(SettingsError, match="keep_row"):
+            await producer.logprobs([1], targets=[1], fresh=True, keep_row=True)
+        with pytest.raises(SettingsError, match="keep_row: 1 must be True or False"):
+            await producer.topk([1], 1, keep_row=1)  # type: ignore[arg-type]

@@ -492,7 +492,8 @@ class Dispatcher:
             for prompt in again:
                 prompt.restart()
             # Prepare these prompts again: the row may be in shared memory now, and inputs may not have been fetched.
-            if later := [prompt for prompt in again if self._must_prepare(prompt)]:
+            found = {prompt for prompt in again if self._find_row(prompt, prompt.digest) is not None}
+            if later := [prompt for prompt in again if prompt in found or self._must_prepare(prompt)]:
                 self._to_prepare.put_nowait(later)
             self._submit([prompt for prompt in again if prompt not in later])
 
