@@ -20,7 +20,7 @@ from lmpool.protocol.picks import Sampling, mass_of, sample, tempered, top
 from lmpool.protocol.row import Row
 from lmpool.rows.shared_memory import FOLDER_VARIABLE, is_reference
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import Pool, WorkerProcess, until_async
+from tests.support.pool import Pool, WorkerProcess, until
 
 V = 128_256
 PROMPTS = [[i, i + 1, 7] for i in range(40)]
@@ -85,7 +85,9 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
 
 def start(pool: Pool, folder: Path, *options: str | int) -> WorkerProcess:
     """Start a worker, and wait for its shared memory."""
-    worker = pool.start("--vocab-size", V, "--encoding", "bf16", *options, environment={FOLDER_VARIABLE: str(folder)})
+    worker = pool.start(
+        "--vocab-size", V, "--encoding", "bf16", "--lease-s", 2, *options, environment={FOLDER_VARIABLE: str(folder)}
+    )
     if "--shm-bytes" not in options:
         worker.until_says("for clients on this machine")
     return worker
@@ -106,40 +108,43 @@ def received(pool: Pool) -> int:
     return int(pool.redis.info("stats")["total_net_input_bytes"])
 
 
-async def computes(pool: Pool, count: int) -> None:
-    async def is_counted() -> bool:
-        return await pool.rows_computed() >= count
+async def computed(pool: Pool) -> int:
+    """Return how many rows the workers have computed, from heartbeats that they send from now on."""
+    keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:worker:*"))
+    for key in keys:
+        pool.redis.delete(key)
+    await asyncio.to_thread(until, lambda: all(map(pool.redis.exists, keys)), "each worker sends a heartbeat")
+    return await pool.rows_computed()
 
-    await until_async(is_counted, f"{count} rows are computed")
-    assert await pool.rows_computed() == count
 
-
-@pytest.mark.parametrize("ask", [*OF_A_ROW, score])
-async def test_a_request_from_another_host_sends_the_server_no_row(
-    pool: Pool, folders: tuple[Path, Path], ask: Ask
+@pytest.mark.parametrize("options", [(), ("--shm-bytes", 0)], ids=["shared memory", "none"])
+async def test_requests_from_another_host_send_the_server_no_row(
+    pool: Pool, folders: tuple[Path, Path], options: tuple[str | int, ...]
 ) -> None:
-    start(pool, folders[0])
+    start(pool, folders[0], *options)
     async with pool.producer(cache_bytes=0) as producer:
-        await ask(producer, [1])  # The first calls send the scripts.
-        before = received(pool)
-        await asyncio.gather(*(ask(producer, prompt) for prompt in PROMPTS))
-        assert received(pool) - before < MAX_INPUT_BYTES * len(PROMPTS)
-        assert {stored(pool, producer, prompt) for prompt in PROMPTS} <= {"reference", "nothing"}
-        assert producer.stats().computed == 1 + len(PROMPTS)
+        await topk(producer, [1])  # The first calls send the scripts.
+        await targets(producer, [2])
+        for number, ask in enumerate([*OF_A_ROW, score]):
+            prompts = [[*prompt, number] for prompt in PROMPTS]
+            before = received(pool)
+            await asyncio.gather(*(ask(producer, prompt) for prompt in prompts))
+            assert received(pool) - before < MAX_INPUT_BYTES * len(PROMPTS), ask.__name__
+            assert {stored(pool, producer, prompt) for prompt in prompts} <= {"reference", "nothing"}
+        assert producer.stats().computed == 2 + len(PROMPTS) * (len(OF_A_ROW) + 1)
 
 
-@pytest.mark.parametrize("ask", OF_A_ROW)
-async def test_a_kept_row_is_stored_for_all_hosts(pool: Pool, folders: tuple[Path, Path], ask: Ask) -> None:
+async def test_a_kept_row_is_stored_for_all_hosts(pool: Pool, folders: tuple[Path, Path]) -> None:
     start(pool, folders[0])
-    async with pool.producer(cache_bytes=0) as producer:
-        await ask(producer, [1, 2])
-        for prompt in ([1, 2], [3, 4]):
-            await ask(producer, prompt, keep_row=True)
-            assert stored(pool, producer, prompt) == "row"
-        async with pool.producer() as other:
-            await whole(other, [3, 4])
-            assert (other.stats().cache_hits, other.stats().computed) == (1, 0)
-    await computes(pool, 2)
+    async with pool.producer(cache_bytes=0) as producer, pool.producer(cache_bytes=0) as other:
+        for number, ask in enumerate(OF_A_ROW):
+            await ask(producer, [number, 2])
+            for prompt in ([number, 2], [number, 4]):
+                await ask(producer, prompt, keep_row=True)
+                assert stored(pool, producer, prompt) == "row"
+                await whole(other, prompt)
+        assert (other.stats().cache_hits, other.stats().computed) == (2 * len(OF_A_ROW), 0)
+    assert await computed(pool) == 2 * len(OF_A_ROW)
 
 
 async def test_a_worker_answers_later_requests_from_shared_memory(pool: Pool, folders: tuple[Path, Path]) -> None:
@@ -155,7 +160,7 @@ async def test_a_worker_answers_later_requests_from_shared_memory(pool: Pool, fo
         # The row is stored when a client on another host requests the row itself.
         await whole(producer, [1, 2])
         assert stored(pool, producer, [1, 2]) == "row"
-    await computes(pool, 1)
+    assert await computed(pool) == 1
 
 
 async def test_a_client_on_the_workers_host_finds_the_row_of_an_earlier_query(
@@ -183,9 +188,9 @@ async def test_without_shared_memory_no_row_is_stored(pool: Pool, folders: tuple
         assert {stored(pool, producer, prompt) for prompt in queried} == {"nothing"}
         # Queries use rows that Redis stores.
         await asyncio.gather(*(mass(producer, prompt) for prompt in rows))
-        await computes(pool, len(PROMPTS))
+        assert await computed(pool) == len(PROMPTS)
         await mass(producer, queried[0])
-        await computes(pool, len(PROMPTS) + 1)
+        assert await computed(pool) == len(PROMPTS) + 1
 
 
 @pytest.mark.parametrize("options", [(), ("--shm-bytes", 0)])
@@ -206,8 +211,19 @@ async def test_a_row_and_queries_of_one_prompt_are_computed_once(pool: Pool, fol
     async with pool.producer(cache_bytes=0) as first, pool.producer(cache_bytes=0) as second:
         await asyncio.gather(whole(second, [1, 2]), *(ask(first, [1, 2]) for ask in OF_A_ROW))
         assert stored(pool, first, [1, 2]) == "row"
-    await computes(pool, 1)
+    assert await computed(pool) == 1
     assert pool.jobs() == 0
+
+
+async def test_queries_of_one_prompt_are_not_computed_by_several_workers(
+    pool: Pool, folders: tuple[Path, Path]
+) -> None:
+    for _ in range(2):
+        start(pool, folders[0])
+    async with pool.producer(cache_bytes=0) as producer:
+        await asyncio.gather(*(ask(producer, prompt) for prompt in PROMPTS for ask in OF_A_ROW))
+        # Each worker would compute most prompts if the first queries about a prompt were sent at once.
+        assert await computed(pool) < 1.5 * len(PROMPTS)
 
 
 async def test_each_adapter_has_its_own_row(pool: Pool, folders: tuple[Path, Path], tmp_path: Path) -> None:

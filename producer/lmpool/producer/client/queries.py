@@ -214,9 +214,8 @@ class Queries:
                     session.count_hits(deadline.end - deadline.seconds)
                     return entries
             if len(targets) <= self.vocab_size * _MAX_SHARE:
-                asked = wire.EntriesQuery(np.array(targets, "<u4").tobytes(), temperature)
-                query = prompt.with_query(asked.pack(), len(targets))
-                return await self._result(query, lambda answer: check_logprobs(answer.copy()))
+                query = wire.EntriesQuery(np.array(targets, "<u4").tobytes(), temperature)
+                return await self._of_row(prompt, query, len(targets), lambda answer: check_logprobs(answer.copy()))
             row = await session.answer(prompt, deadline)
         return entries_of(picks.tempered(row[None], temperature)[0], targets)
 
@@ -267,6 +266,29 @@ class Queries:
             text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
             raise errors.CorruptRow(text) from error
 
+    async def _of_row(
+        self, prompt: Prompt, query: wire.PickQuery, length: int, read: Callable[[Row], T], *, private: bool = False,
+        allowed: Allowed = _ALL,
+    ) -> T:  # fmt: skip
+        """Request the result of a query about a prompt's row; arguments as for `_result`.
+
+        If queries about one prompt could be sent to several workers, each of these workers would compute the row. So
+        later queries wait for the first, and are then sent to its worker, which has the row.
+        """
+        session = self.session
+        ask = partial(self._result, prompt.with_query(query.pack(), length), read, private=private, allowed=allowed)
+        if session.has_place_for(prompt):
+            return await ask()
+        if (first := session.first_queries.get(prompt.digest)) is not None:
+            await asyncio.wait([first], timeout=self.deadline.left)
+            return await ask()
+        session.first_queries[prompt.digest] = first = session.loop.create_future()
+        try:
+            return await ask()
+        finally:
+            del session.first_queries[prompt.digest]
+            first.set_result(None)
+
     async def top(
         self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL, temperature: float = 1.0
     ) -> picks.TopK:
@@ -282,9 +304,8 @@ class Queries:
             best = (await self.last(prompt, wanted)).top
             assert best is not None
             return picks.TopK(best.values[0], best.ids[0])
-        query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
-        return await self._result(query, read, allowed=allowed)
+        return await self._of_row(prompt, wire.TopQuery(k, allowed.packed), 2 * k, read, allowed=allowed)
 
     async def sample(self, prompt: Prompt, sampling: picks.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
@@ -293,9 +314,11 @@ class Queries:
             return picks.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
         if row is None:
             await self.keep(prompt)
-        query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
-        read = partial(wire.unpack_token, vocab_size=self.vocab_size)
-        return await self._result(query, read, private=private, allowed=allowed)
+        query, read = (
+            wire.SampleQuery(*sampling, allowed.packed),
+            partial(wire.unpack_token, vocab_size=self.vocab_size),
+        )
+        return await self._of_row(prompt, query, 1, read, private=private, allowed=allowed)
 
     async def mass(self, prompt: Prompt, allowed: Allowed) -> float:
         """Return the logarithm of the total probability of the allowed tokens."""
@@ -304,8 +327,8 @@ class Queries:
             return float(picks.mass_of(row, allowed.tokens.ids))
         if row is None:
             await self.keep(prompt)
-        query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
-        return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
+        query = wire.MassQuery(allowed.packed)
+        return await self._of_row(prompt, query, 1, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
     async def continuation(self, prompt: Prompt, wanted: wire.GenerateQuery, *, private: bool) -> wire.Continuation:
         """Return tokens that a worker samples one after the other."""
