@@ -60,7 +60,7 @@ class SampleOptions(DrawOptions, total=False):
 
     Attributes:
         allowed: sample only from the given tokens (see `Producer.topk`), whose probabilities are scaled to a sum of 1.
-        keep_row: whether the pool's cache keeps the whole row, for clients on all hosts (default False).
+        keep_row: True to put the row into the pool's cache too, as `Producer.logprobs` does.
     """
 
     allowed: Any

@@ -33,8 +33,8 @@ class PartialRows:
     """The calls of `Producer` for less than a row (top-k tokens, a sample, a mass) or more (positions, continuations).
 
     Workers compute or read the row, and send only the result that they compute from it. Redis does not store a row
-    that no client requests, unless `keep_row` is True. The worker keeps the row in shared memory, if it has any: there
-    clients on its host find the row, and the worker answers later requests from it.
+    that no client requests, unless `keep_row` is True. The worker keeps the row in shared memory, if it has any.
+    Clients on its host find the row there, and the worker answers later requests from this row.
 
     All calls take prompts (`ids`), `adapter`, `mode` and `timeout` like `Producer.logprobs`, and raise the same
     exceptions. A call for several prompts checks all prompts before it sends the first prompt, and ends with the first
@@ -55,7 +55,7 @@ class PartialRows:
             k: number of tokens, 1 to V.
             allowed: choose only from these tokens, given as ids, bools (V,), bits (bytes; the lowest bit of the first
                 byte is token 0), a set made by `token_set`, or the name of a set. The row's values stay unchanged.
-            keep_row: whether the pool's cache keeps the whole row, for clients on all hosts.
+            keep_row: put the row into the pool's cache too, as `logprobs` does.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).

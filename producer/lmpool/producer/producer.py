@@ -133,8 +133,8 @@ class Producer(CopiedAsItself, PartialRows):
                 and values that it keeps, unless a worker still has the row in 16 bits.
             temperature: divides the logits before the log-softmax; computed here from the row. Not for logits.
             fresh: a worker computes the row now, even if the row is cached, and does not cache it.
-            keep_row: with `targets`, the pool's cache keeps the whole row, for clients on all hosts. A call without
-                `targets` always does so. Not with `fresh`.
+            keep_row: with `targets`, put the row into the pool's cache too, as a call without `targets` always does.
+                Not with `fresh`.
             adapter: name of one of the model's adapters (see `adapters`), or "" for none.
             timeout: seconds, or None for the producer's timeout.
 

@@ -202,12 +202,18 @@ class Queries:
         if self.keep_row:
             await self.session.answer(prompt, self.deadline, warm=True)
 
+    async def _cached(self, prompt: Prompt) -> Row | None:
+        """Return a row that this process can read without a request; without such a row, `keep` the row."""
+        row = self.session.cached(prompt)
+        if row is None:
+            await self.keep(prompt)
+        return row
+
     async def entries(self, prompt: Prompt, targets: list[int], temperature: float = 1.0) -> Row:
         """Return some entries of a row: float32 (k,)."""
         session, deadline = self.session, self.deadline
-        row = session.cached(prompt)
+        row = await self._cached(prompt)
         if row is None:
-            await self.keep(prompt)
             if temperature == 1 and len(targets) <= _MAX_READ_IN_PLACE:
                 read = session.entries.read(prompt.digest, targets, deadline.end)
                 if (entries := await read) is not None:
@@ -276,8 +282,9 @@ class Queries:
         later queries wait for the first, and are then sent to its worker, which has the row.
         """
         session = self.session
-        ask = partial(self._result, prompt.with_query(query.pack(), length), read, private=private, allowed=allowed)
-        if session.has_place_for(prompt):
+        wanted = prompt.with_query(query.pack(), length)
+        ask = partial(self._result, wanted, read, private=private, allowed=allowed)
+        if session.has_place_for(prompt) or session.is_pending(wanted):
             return await ask()
         if (first := session.first_queries.get(prompt.digest)) is not None:
             await asyncio.wait([first], timeout=self.deadline.left)
@@ -293,12 +300,10 @@ class Queries:
         self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL, temperature: float = 1.0
     ) -> picks.TopK:
         """Return the `k` largest entries of a row."""
-        row = self.session.cached(prompt)
+        row = await self._cached(prompt)
         if row is not None and values == "logprobs" and (allowed.tokens is not None or not allowed.packed):
             row = picks.tempered(row[None], temperature)[0]
             return picks.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
-        if row is None:
-            await self.keep(prompt)
         if values == "logits" or temperature != 1:
             wanted = Wanted(k, values=values, temperature=temperature, allowed=allowed)
             best = (await self.last(prompt, wanted)).top
@@ -309,24 +314,18 @@ class Queries:
 
     async def sample(self, prompt: Prompt, sampling: picks.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
-        row = self.session.cached(prompt)
+        row = await self._cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
             return picks.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
-        if row is None:
-            await self.keep(prompt)
-        query, read = (
-            wire.SampleQuery(*sampling, allowed.packed),
-            partial(wire.unpack_token, vocab_size=self.vocab_size),
-        )
+        query = wire.SampleQuery(*sampling, allowed.packed)
+        read = partial(wire.unpack_token, vocab_size=self.vocab_size)
         return await self._of_row(prompt, query, 1, read, private=private, allowed=allowed)
 
     async def mass(self, prompt: Prompt, allowed: Allowed) -> float:
         """Return the logarithm of the total probability of the allowed tokens."""
-        row = self.session.cached(prompt)
+        row = await self._cached(prompt)
         if row is not None and allowed.tokens is not None:
             return float(picks.mass_of(row, allowed.tokens.ids))
-        if row is None:
-            await self.keep(prompt)
         query = wire.MassQuery(allowed.packed)
         return await self._of_row(prompt, query, 1, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 

@@ -97,6 +97,10 @@ class Requester:
         homes = self._submitter.homes
         return not homes.has_choice or bool(homes.find(prompt)[0])
 
+    def is_pending(self, prompt: Prompt) -> bool:
+        """Return whether this session waits for the row, or the result, of a prompt."""
+        return self._requests.get(prompt.digest) is not None
+
     def cached(self, prompt: Prompt) -> Row | None:
         """Return a prompt's row from the producer's own memory or from shared memory, and count the request.
 
