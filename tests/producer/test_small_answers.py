@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lmpool.errors import SettingsError
+from lmpool.errors import SettingsError, TokenOutOfRange
 from lmpool.producer import Producer
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.keys import Keys
@@ -245,3 +246,16 @@ async def test_a_row_is_not_kept_and_fresh_at_once(pool: Pool) -> None:
             await producer.logprobs([1], targets=[1], fresh=True, keep_row=True)
         with pytest.raises(SettingsError, match="keep_row: 1 must be True or False"):
             await producer.topk([1], 1, keep_row=1)  # type: ignore[arg-type]
+
+
+async def test_targets_beyond_the_vocabulary_of_a_changed_model_are_refused(pool: Pool) -> None:
+    worker = pool.start("--vocab-size", 512)
+    async with pool.producer(when_absent="wait") as producer:
+        await producer.warm([1])
+        worker.signal(signal.SIGTERM)
+        assert worker.wait() == 0
+        asked = asyncio.create_task(producer.logprobs([1, 2], targets=[1, 500]))
+        await asyncio.sleep(0)
+        pool.start("--vocab-size", 64)
+        with pytest.raises(TokenOutOfRange, match="token id 500 is out of range: this model's V is 64"):
+            await asked
