@@ -297,7 +297,7 @@ def test_own_routes_return_arrays_of_rows_and_positions(gateway: GatewayService,
     assert rows.headers["content-type"] == "application/vnd.safetensors"
     arrays = safetensors.numpy.load(rows.body)
     assert np.array_equal(arrays["rows"], [row, synthetic_row([4, 5], vocab_size=V)])
-    entries = gateway.post("/v1/rows", {"model": "syn:poet", "ids": [OTHER], "targets": [3, 1]})
+    entries = gateway.post("/v1/rows", {"model": "syn:poet", "ids": [OTHER], "targets": [3, 1], "keep_row": True})
     assert np.load(io.BytesIO(entries.body)).shape == (1, 2)
     assert not np.array_equal(np.load(io.BytesIO(entries.body))[0], row[[3, 1]]), "the adapter has other rows"
 

@@ -65,11 +65,11 @@ async def test_entries_equal_those_of_the_row_in_memory_and_on_the_server(
         assert np.array_equal(await producer.logprobs(OTHERS[0], targets=many), rows(OTHERS)[0])
 
 
-async def test_only_the_entries_are_sent_and_the_row_is_cached_for_all(pool: Pool) -> None:
+async def test_only_the_entries_of_a_kept_row_are_sent(pool: Pool) -> None:
     pool.start("--vocab-size", 49_152)
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
         row = synthetic_row(PROMPT, vocab_size=49_152)
-        await first.logprobs(PROMPT, targets=[5])
+        await first.logprobs(PROMPT, targets=[5], keep_row=True)
         assert first.stats().computed == 1
         sent = int(pool.redis.info("stats")["total_net_output_bytes"])
         for _ in range(100):

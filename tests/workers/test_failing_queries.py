@@ -78,6 +78,7 @@ KINDS = {
         lambda producer: producer.sample(PROMPT, seed=1, allowed=[1, 2]), "lmpool.protocol.picks.sample"
     ),
     "mass": Kind(lambda producer: producer.mass(PROMPT, [1, 2]), "lmpool.protocol.picks.mass_of"),
+    "entries": Kind(lambda producer: producer.logprobs(PROMPT, targets=[1]), "lmpool.protocol.picks.tempered"),
     "generate": Kind(lambda producer: producer.generate(PROMPT, 5), "lmpool.workers.execution.yielding.sample"),
     "scores": Kind(lambda producer: producer.score(PROMPT, [4, 5]), "lmpool.protocol.query.PositionsQuery.of"),
     "score-logits": Kind(
@@ -124,7 +125,7 @@ async def serving(pool: Pool) -> AsyncIterator[asyncio.Task[None]]:
 
 def test_the_parameters_cover_every_kind_of_query() -> None:
     """`KINDS` has all kinds of queries that `unpack_query` reads, except "fresh", which is computed like any row."""
-    tags = {"trie", "top", "sample", "mass", "positions", "generate", "head", "fresh"}
+    tags = {"trie", "top", "sample", "mass", "entries", "positions", "generate", "head", "fresh"}
     names = {name.removesuffix("Query").lower() for name in unpack_query.__globals__ if name.endswith("Query")}
     assert names - {"pick", ""} == tags
     assert all(any(tag in kind for kind in KINDS) for tag in tags - {"fresh"})

@@ -60,9 +60,11 @@ class SampleOptions(DrawOptions, total=False):
 
     Attributes:
         allowed: sample only from the given tokens (see `Producer.topk`), whose probabilities are scaled to a sum of 1.
+        keep_row: True to put the row into the pool's cache too, as `Producer.logprobs` does.
     """
 
     allowed: Any
+    keep_row: bool
 
 
 class GenerateOptions(DrawOptions, total=False):

@@ -16,7 +16,7 @@ from lmpool.producer import options as arguments
 from lmpool.producer.byte_mass import ByteMass, ByteOptions, Search, read_texts
 from lmpool.producer.client.queries import Queries, Wanted, for_each
 from lmpool.producer.client.requests import Deadline
-from lmpool.producer.client.session import SessionPerLoop
+from lmpool.producer.client.session import Session, SessionPerLoop
 from lmpool.producer.metrics import Traces
 from lmpool.producer.options import GenerateOptions, PositionOptions, QueryOptions, SampleOptions
 from lmpool.protocol.job import list_prompts
@@ -32,8 +32,9 @@ T = TypeVar("T")
 class PartialRows:
     """The calls of `Producer` for less than a row (top-k tokens, a sample, a mass) or more (positions, continuations).
 
-    Workers compute or read the row, and send only the result that they compute from it. A row that is computed for a
-    result is cached for all clients.
+    Workers compute or read the row, and send only the result that they compute from it. Redis does not store a row
+    that no client requests, unless `keep_row` is True. The worker keeps the row in shared memory, if it has any.
+    Clients on its host find the row there, and the worker answers later requests from this row.
 
     All calls take prompts (`ids`), `adapter`, `mode` and `timeout` like `Producer.logprobs`, and raise the same
     exceptions. A call for several prompts checks all prompts before it sends the first prompt, and ends with the first
@@ -45,13 +46,16 @@ class PartialRows:
     _timeout: float
     _traces: Traces | None
 
-    async def topk(self, ids: Any, k: int, *, allowed: Any = None, **options: Unpack[QueryOptions]) -> TopK:
+    async def topk(
+        self, ids: Any, k: int, *, allowed: Any = None, keep_row: bool = False, **options: Unpack[QueryOptions]
+    ) -> TopK:
         """Return the `k` most likely tokens, the most likely first. Tokens of equal value are ordered by id.
 
         Args:
             k: number of tokens, 1 to V.
             allowed: choose only from these tokens, given as ids, bools (V,), bits (bytes; the lowest bit of the first
                 byte is token 0), a set made by `token_set`, or the name of a set. The row's values stay unchanged.
+            keep_row: put the row into the pool's cache too, as `logprobs` does.
 
         Returns:
             log-probabilities (or logits), float32 of shape (k,), and token ids, int64 of shape (k,).
@@ -67,10 +71,16 @@ class PartialRows:
             tokens = arguments.read_allowed(allowed, queries.vocab_size, count)
             return await queries.top(prompt, count, read.mode, tokens, read.temperature)
 
-        return await self._request(read.adapter, read.timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask, keep_row=keep_row)
 
     async def batch_topk(
-        self, prompts: Iterable[Any], k: int, *, allowed: Any = None, **options: Unpack[QueryOptions]
+        self,
+        prompts: Iterable[Any],
+        k: int,
+        *,
+        allowed: Any = None,
+        keep_row: bool = False,
+        **options: Unpack[QueryOptions],
     ) -> TopK:
         """Call `topk` for n prompts: both returned arrays have the shape (n, k).
 
@@ -85,7 +95,7 @@ class PartialRows:
             work = [queries.top(prompt, count, read.mode, tokens, read.temperature) for prompt, tokens in pairs]
             return stack_tops(await for_each(listed, work), count)
 
-        return await self._request(read.adapter, read.timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask, keep_row=keep_row)
 
     async def sample(self, ids: Any, **options: Unpack[SampleOptions]) -> int:
         """Sample the next token; SettingsError if an option is unknown or out of range (see `SampleOptions`)."""
@@ -108,22 +118,33 @@ class PartialRows:
             ]
             return np.array(await for_each(listed, work), np.int64)
 
-        return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
+        keep_row = options.get("keep_row", False)
+        return await self._request(options.get("adapter", ""), options.get("timeout"), ask, keep_row=keep_row)
 
-    async def mass(self, ids: Any, allowed: Any, *, adapter: str = "", timeout: float | None = None) -> float:
+    async def mass(
+        self, ids: Any, allowed: Any, *, keep_row: bool = False, adapter: str = "", timeout: float | None = None
+    ) -> float:
         """Return the logarithm of the probability that the next token is in a set; -inf if the probability is 0.
 
         Args:
             allowed: the token set, as for `topk`.
+            keep_row: as for `topk`.
 
         Raises:
             SettingsError: the set is empty, or was made for another vocabulary.
             UnknownTokenSet: the pool has no token set of this name.
         """
-        return float((await self.batch_mass([ids], arguments.for_one(allowed), adapter=adapter, timeout=timeout))[0])
+        options: Any = {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
+        return float((await self.batch_mass([ids], arguments.for_one(allowed), **options))[0])
 
     async def batch_mass(
-        self, prompts: Iterable[Any], allowed: Any, *, adapter: str = "", timeout: float | None = None
+        self,
+        prompts: Iterable[Any],
+        allowed: Any,
+        *,
+        keep_row: bool = False,
+        adapter: str = "",
+        timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """Return the result of `mass` for n prompts: float32 (n,). `allowed` is as for `batch_topk`."""
         listed = list_prompts(prompts)
@@ -136,7 +157,7 @@ class PartialRows:
             pairs = zip(encoded, sets, strict=True)
             return np.array(await for_each(listed, [queries.mass(*pair) for pair in pairs]), np.float32)
 
-        return await self._request(adapter, timeout, ask)
+        return await self._request(adapter, timeout, ask, keep_row=keep_row)
 
     async def mass_of_bytes(
         self,
@@ -413,11 +434,22 @@ class PartialRows:
         await self._request(adapter, timeout, ask)
 
     async def _request(
-        self, adapter: object, timeout: float | None, ask: Callable[[Queries], Awaitable[T]], operation: str = ""
+        self,
+        adapter: object,
+        timeout: float | None,
+        ask: Callable[[Queries], Awaitable[T]],
+        operation: str = "",
+        *,
+        keep_row: bool = False,
     ) -> T:
         """Call `ask` as `SessionPerLoop.request` does, in a span with the name of the method that defines `ask`."""
+        arguments.check_flag("keep_row", keep_row)
         deadline = Deadline.of(timeout, self._timeout)
-        work = self._sessions.request(adapter, deadline, lambda session, name: ask(Queries(session, name, deadline)))
+
+        async def work_in(session: Session, name: str) -> T:
+            return await ask(Queries(session, name, deadline, keep_row))
+
+        work = self._sessions.request(adapter, deadline, work_in)
         if self._traces is None:
             return await work
         # For example, take the name `batch_topk` from `PartialRows.batch_topk.<locals>.ask`.

@@ -120,6 +120,7 @@ class Producer(CopiedAsItself, PartialRows):
         mode: Mode = "logprobs",
         temperature: float = 1.0,
         fresh: bool = False,
+        keep_row: bool = False,
         adapter: str = "",
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
@@ -127,11 +128,13 @@ class Producer(CopiedAsItself, PartialRows):
 
         Args:
             ids: list, tuple or 1-D integer array (numpy, torch) of token ids.
-            targets: token ids. The server reads and sends only the entries of these tokens in the cached row.
+            targets: token ids, whose entries the server reads in the cached row, or a worker in a computed row.
             mode: "logits" for the logits as the model computed them. A worker computes the logits again, with the keys
                 and values that it keeps, unless a worker still has the row in 16 bits.
             temperature: divides the logits before the log-softmax; computed here from the row. Not for logits.
             fresh: a worker computes the row now, even if the row is cached, and does not cache it.
+            keep_row: with `targets`, put the row into the pool's cache too, as a call without `targets` always does.
+                Not with `fresh`.
             adapter: name of one of the model's adapters (see `adapters`), or "" for none.
             timeout: seconds, or None for the producer's timeout.
 
@@ -166,30 +169,34 @@ class Producer(CopiedAsItself, PartialRows):
         read_options({"mode": mode, "temperature": temperature})
         if mode == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
+        if keep_row and fresh:
+            raise SettingsError("keep_row: True, but a row with fresh=True is not cached: give one of the two")
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             prompt = queries.encode(ids)
             entries = None if targets is None else read_targets(targets, queries.vocab_size)
             if mode == "logits":
+                await queries.keep(prompt)
                 found = await queries.last(prompt, Wanted(targets=np.array(entries or (), np.int64), values=mode))
                 values: Any = found.full if entries is None else found.targets
                 return np.asarray(values[0])
-            if fresh or temperature != 1:
-                row = await (queries.fresh(prompt) if fresh else queries.row(prompt))
-                row = tempered(row[None], temperature)[0]
-                return row if entries is None else entries_of(row, entries)
-            return await (queries.row(prompt) if entries is None else queries.entries(prompt, entries))
+            if entries is not None and not fresh:
+                return await queries.entries(prompt, entries, temperature)
+            row = await (queries.fresh(prompt) if fresh else queries.row(prompt))
+            row = tempered(row[None], temperature)[0]
+            return row if entries is None else entries_of(row, entries)
 
-        return await self._request(adapter, timeout, ask)
+        return await self._request(adapter, timeout, ask, keep_row=keep_row)
 
     async def batch_logprobs(
-        self, prompts: Iterable[Any], *, targets: Any = None, **options: Unpack[QueryOptions]
+        self, prompts: Iterable[Any], *, targets: Any = None, keep_row: bool = False, **options: Unpack[QueryOptions]
     ) -> NDArray[np.float32]:
         """Return the rows of several prompts: float32 (n, V), writable. Checks all prompts before it sends any prompt.
 
         Args:
             prompts: prompts as for `logprobs`, or a 2-D integer array.
             targets: token ids; only their entries are returned, (n, k). Give k ids for all prompts, or (n, k) ids.
+            keep_row: as for `logprobs`.
             options: mode, temperature, adapter and timeout as for `logprobs`; the timeout is for all prompts together.
 
         Raises:
@@ -208,7 +215,7 @@ class Producer(CopiedAsItself, PartialRows):
             options: Any = {"values": read.mode, "temperature": read.temperature, "name": "prompts"}
             return await queries.all_entries(encoded, entries, count, **options)
 
-        return await self._request(read.adapter, read.timeout, ask)
+        return await self._request(read.adapter, read.timeout, ask, keep_row=keep_row)
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
         """Return the adapters that requests may name: name -> revision, a digest of the weights. Raises as `open`."""

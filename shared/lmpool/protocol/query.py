@@ -206,6 +206,22 @@ class MassQuery(Message, frozen=True, tag="mass"):
     allowed: Annotated[bytes, Meta(min_length=1)]
 
 
+class EntriesQuery(Message, frozen=True, tag="entries"):
+    """The entries of some tokens in the row, float32 (k,); `targets` are little-endian uint32 ids."""
+
+    targets: Annotated[bytes, Meta(min_length=4)]
+    temperature: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0  # Divides the logits first.
+
+    def check(self) -> None:
+        if len(self.targets) % 4:
+            raise ProtocolError("a query for entries has targets that are no whole ids")
+
+    @property
+    def target_ids(self) -> NDArray[np.int64]:
+        """The ids of `targets`: int64 (k,)."""
+        return np.frombuffer(self.targets, "<u4").astype(np.int64)
+
+
 class PositionsQuery(Message, frozen=True, tag="predictions"):
     """Predictions after each token of the prompt from position `start` on, computed in a separate forward pass.
 
@@ -499,10 +515,10 @@ class FreshQuery(Message, frozen=True, tag="fresh"):
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
 
 
-PickQuery = TopQuery | SampleQuery | MassQuery
+PickQuery = TopQuery | SampleQuery | MassQuery | EntriesQuery
 """A query that is answered from the row."""
 
-Query = TrieQuery | TopQuery | SampleQuery | MassQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
+Query = TrieQuery | PickQuery | PositionsQuery | GenerateQuery | HeadQuery | FreshQuery
 
 
 _TRIE_QUERIES = Decoder(TrieQuery)

@@ -29,7 +29,14 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Block, Encoding, Row, RowBlock, VectorBlock
 from lmpool.rows.connection import RawRowCommands, RawRowReceiver, RowWrite, Value
-from lmpool.rows.shared_memory import NOT_SHARED, SegmentReader, Shared, is_reference, unpack_reference
+from lmpool.rows.shared_memory import (
+    MAX_REFERENCE,
+    NOT_SHARED,
+    SegmentReader,
+    Shared,
+    is_reference,
+    unpack_reference,
+)
 
 T = TypeVar("T")
 
@@ -265,11 +272,17 @@ class RowCache:
         }
 
     async def existing(self, digests: Sequence[bytes]) -> list[bytes]:
-        """The digests whose rows are stored; removes values of another type, because no row can be stored over them."""
+        """The digests whose rows are stored whole, or are in shared memory of this host.
+
+        Removes values of another type, because no row can be stored over them.
+        """
 
         async def find(connection: RowConnection, digest: bytes) -> list[bytes]:
             try:
-                return [digest] if await connection.call(b"STRLEN", self._prefix + digest) else []
+                head = await connection.call(b"GETRANGE", self._prefix + digest, 0, MAX_REFERENCE - 1)
+                reference = unpack_reference(head) if is_reference(head) else None
+                is_readable = not is_reference(head) or (reference and reference.host == self._segments.host)
+                return [digest] if head and is_readable else []
             except ServerError as error:
                 if "WRONGTYPE" not in str(error):
                     raise

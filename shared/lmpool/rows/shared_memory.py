@@ -72,6 +72,8 @@ _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1  # A reference of another version counts as no row.
 _PLACE = struct.Struct("<8sQ")
 _MAX_NAME = 255  # Max bytes of a worker's name in a reference.
+MAX_REFERENCE = _REFERENCE.size + _MAX_NAME
+"""Max bytes of a reference."""
 _MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row in Redis costs no more than a reference.
 _ANSWER_S = 0.1  # Max seconds to wait for one worker's segment; a live worker sends its segment within 1 ms.
 _ALL_ANSWER_S = 1.0  # Max seconds to wait for all segments together, even if many workers are frozen.
@@ -180,7 +182,7 @@ def place_of(reference: bytes | None) -> bytes:
 
 def unpack_reference(value: bytes) -> Reference | None:
     """Decode a reference; None if it is incomplete or of another version."""
-    if _REFERENCE.size <= len(value) <= _REFERENCE.size + _MAX_NAME:
+    if _REFERENCE.size <= len(value) <= MAX_REFERENCE:
         magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
         if magic == _REFERENCE_MAGIC and version == _REFERENCE_VERSION:
             return Reference(host, nonce, number, value[_REFERENCE.size :])

@@ -16,6 +16,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.picks import Sampling
 from lmpool.protocol.query import (
     OPS,
+    EntriesQuery,
     FreshQuery,
     GenerateQuery,
     HeadQuery,
@@ -92,9 +93,11 @@ sets_of_tokens = st.one_of(
     st.sets(st.integers(0, 70), min_size=1).map(lambda ids: TokenSet(np.array(sorted(ids)), 71).packed),
     st.binary(max_size=20),
 )
+some_ids = st.lists(st.integers(0, 70), min_size=1, max_size=9).map(lambda ids: np.array(ids, "<u4").tobytes())
 valid_queries = st.one_of(
     st.builds(TopQuery, st.integers(1, 600), sets_of_tokens),
     st.builds(MassQuery, sets_of_tokens.filter(bool)),
+    st.builds(EntriesQuery, some_ids, st.sampled_from([1.0, 0.5])),
     st.builds(lambda how, tokens: SampleQuery(how.temperature, how.top_p, how.seed, tokens), samplings, sets_of_tokens),
     st.builds(PositionsQuery, st.integers(0, 9), st.integers(0, 3), temperature=st.sampled_from([1.0, 0.5])),
     st.builds(

@@ -17,6 +17,7 @@ from lmpool.protocol.picks import TopK, top
 from lmpool.protocol.query import (
     MAX_GENERATED,
     Continuation,
+    EntriesQuery,
     FreshQuery,
     GenerateQuery,
     HeadQuery,
@@ -53,6 +54,8 @@ QUERY = TrieQuery("sum", "0" * 32, "nodes", b"\x01\0\0\0\x02\0\0\0", "f" * 32, b
         SampleQuery(0.0, 1.0, 0, b"b\7"),
         TopQuery(3, b"i\1\0\0\0"),
         MassQuery(b"n" + b"1" * 16),
+        EntriesQuery(b"\1\0\0\0\1\0\0\0"),
+        EntriesQuery(b"\1\0\0\0", 0.5),
         SampleQuery(0.7, 0.9, 2**64 - 1),
         FreshQuery(b"n" * 16),
         GenerateQuery(1, 0.0, 1.0, 0),
@@ -79,6 +82,7 @@ def test_the_wire_is_pinned_to_the_byte() -> None:
     assert TopQuery(300).pack().hex() == "93a3746f70cd012cc400"
     assert SampleQuery(0.5, 1.0, 7).pack().hex() == "95a673616d706c65cb3fe0000000000000cb3ff000000000000007c400"
     assert MassQuery(b"i\1\0\0\0").pack().hex() == "92a46d617373c4056901000000"
+    assert EntriesQuery(b"\1\0\0\0").pack().hex() == "93a7656e7472696573c40401000000cb3ff0000000000000"
     wanted = PositionsQuery(3, 5, b"\1\0\0\0", tail=True).pack().hex()
     assert wanted == (
         "9eab70726564696374696f6e730305c4040100000000c2c2c3a86c6f6770726f6273cb3ff000000000000000c400c40000"
@@ -136,6 +140,10 @@ def test_a_malformed_query_is_refused_with_the_reason(changes: dict[str, object]
         ["fresh", "bm5ubm5ubm5ubm5ubm5ubg=="],
         ["sum", "0" * 32, "inner", b"", "", b"", b""],
         ["sum", "0" * 32, "values", "AAAAAA==", "", b""],
+        ["entries", b""],
+        ["entries", b"\1\0\0\0\1"],
+        ["entries", "\1\0\0\0"],
+        ["entries", b"\1\0\0\0", 0.0],
         ["sample", -0.1, 1.0, 1],
         ["sample", float("nan"), 1.0, 1],
         ["sample", float("inf"), 1.0, 1],

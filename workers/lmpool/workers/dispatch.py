@@ -304,11 +304,7 @@ class Dispatcher:
                     joined.append(held)
                 continue
             self.in_flight[prompt.digest] = prompt
-            # Prepare a prompt if its inputs must be fetched first, or if it may be answered without the backend.
-            must_prepare = self._is_trie or (
-                prompt.has_query and (not prompt.wants_row or bool(allowed_in(prompt)) or self._may_be_in_row(prompt))
-            )
-            (later if must_prepare else fresh).append(prompt)
+            (later if self._must_prepare(prompt) else fresh).append(prompt)
         if later:
             # Let another task prepare these prompts: fetching inputs takes time, and the next jobs must not wait.
             self._to_prepare.put_nowait(later)
@@ -324,6 +320,11 @@ class Dispatcher:
             self._trace_ended(taken.refused)
         for prompt, block in cached.items():
             await self._publish_rows(block, {prompt.digest: prompt})
+
+    def _must_prepare(self, prompt: InFlightPrompt) -> bool:
+        """Whether the inputs of a prompt must be fetched first, or the prompt may be answered without the backend."""
+        asks_less = any(entry.query is not None for entry in prompt.entries.values())
+        return self._is_trie or asks_less or bool(allowed_in(prompt)) or self._may_be_in_row(prompt)
 
     def _may_be_in_row(self, prompt: InFlightPrompt) -> bool:
         """Whether the query is about the prompt's last position only, whose logits a row in shared memory may have."""
@@ -374,6 +375,9 @@ class Dispatcher:
 
     async def _prepare_queries(self, prompts: Sequence[InFlightPrompt]) -> None:
         """Answer queries without the backend where that is possible, and submit the other prompts."""
+        held = [prompt for prompt in prompts if self._holds(prompt)]
+        in_segment = await self._answer_from_rows(held)
+        prompts = [prompt for prompt in held if prompt not in in_segment]
         # If a client requests the row of the prompt too, the backend computes the row, which then answers all queries.
         queried = [prompt for prompt in prompts if self._holds(prompt) and not prompt.wants_row]
         answered = await self.queries.answer_from_cache(queried)
@@ -384,6 +388,17 @@ class Dispatcher:
         left = [prompt for prompt in left if prompt not in failures and self._holds(prompt)]
         in_rows = await self._answer_from_segment(left)
         self._submit([prompt for prompt in left if prompt not in in_rows and self._holds(prompt)])
+
+    async def _answer_from_rows(self, prompts: Sequence[InFlightPrompt]) -> Collection[InFlightPrompt]:
+        """Answer the requests for prompts whose rows this worker's shared memory holds; return these prompts."""
+        found = {prompt: block for prompt in prompts if (block := self._find_row(prompt, prompt.digest)) is not None}
+        for prompt in [prompt for prompt in found if prompt.wants_row]:
+            await self._publish_rows(found[prompt], {prompt.digest: prompt})
+        if ended := self._held_entries(prompt for prompt in found if not prompt.wants_row):
+            entries = {prompt.digest: waiting for prompt, waiting in ended.items()}
+            await self.queries.answer(entries, [found[prompt] for prompt in ended])
+            self.release(ended)
+        return found
 
     async def _answer_from_segment(self, prompts: Sequence[InFlightPrompt]) -> Collection[InFlightPrompt]:
         """Answer queries for logits from 16-bit rows in shared memory; return the answered prompts."""
@@ -426,7 +441,7 @@ class Dispatcher:
             self.engine_thread.published(ended)
 
     async def _publish_rows(self, block: RowBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
-        """Store rows, and answer queries from them; `prompts`: digest -> prompt."""
+        """Store the rows that clients request, and answer queries from rows; `prompts`: digest -> prompt."""
         ended: dict[InFlightPrompt, list[StreamEntry]] = {}
         for_rows: dict[bytes, list[StreamEntry]] = {}
         for_queries: dict[bytes, list[StreamEntry]] = {}
@@ -441,9 +456,12 @@ class Dispatcher:
             for_rows[digest] = entries
             if prompt.is_damaged or any(entry.overwrite for entry in entries):
                 overwrite.add(digest)
-        await self.publisher.publish(block, for_rows, overwrite)
+        publishing = self.publisher.publish(block, for_rows, overwrite)
         if for_queries:
-            await self.queries.answer(for_queries, block)
+            # Publish answers concurrently: they do not depend on the stored rows.
+            await asyncio.gather(publishing, self.queries.answer(for_queries, [block]))
+        else:
+            await publishing
         self.release(ended)
 
     async def _publish_answers(self, answers: VectorBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
@@ -472,8 +490,9 @@ class Dispatcher:
             self.engine_thread.published(again)
             for prompt in again:
                 prompt.restart()
-            # Prepare these prompts again: their first try may have failed because their inputs could not be fetched.
-            if later := [prompt for prompt in again if self._is_trie or allowed_in(prompt)]:
+            # Prepare these prompts again: the row may be in shared memory now, and inputs may not have been fetched.
+            found = {prompt for prompt in again if self._find_row(prompt, prompt.digest) is not None}
+            if later := [prompt for prompt in again if prompt in found or self._must_prepare(prompt)]:
                 self._to_prepare.put_nowait(later)
             self._submit([prompt for prompt in again if prompt not in later])
 

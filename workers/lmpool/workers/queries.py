@@ -22,7 +22,7 @@ from lmpool.protocol import query as picking
 from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.query import MassQuery, PickQuery, SampleQuery, TopQuery, TrieQuery
+from lmpool.protocol.query import EntriesQuery, MassQuery, PickQuery, SampleQuery, TopQuery, TrieQuery
 from lmpool.protocol.row import Row, RowBlock, VectorBlock, decode_row
 from lmpool.protocol.token_set import name_in, unpack_tokens
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
@@ -68,9 +68,9 @@ class QueryAnswerer:
         answered = {prompt: [entry for entry in waiting[prompt.digest] if entry in ended] for prompt in prompts}
         return {prompt: entries for prompt, entries in answered.items() if entries}
 
-    async def answer(self, entries: EntriesByDigest, block: RowBlock) -> None:
-        """Answer queries from the rows of a block, and end their entries; `entries`: digest of a row -> entries."""
-        await self._answer(entries, await asyncio.to_thread(_decode_rows, block, entries))
+    async def answer(self, entries: EntriesByDigest, blocks: Sequence[RowBlock]) -> None:
+        """Answer queries from the rows of blocks, and end their entries; `entries`: digest of a row -> entries."""
+        await self._answer(entries, await asyncio.to_thread(_decode_rows, blocks, entries))
 
     async def _answer(
         self, entries: EntriesByDigest, rows: Mapping[bytes, Row] | None
@@ -95,7 +95,7 @@ class QueryAnswerer:
                 damaged |= {digest for digest, row in cached.items() if isinstance(row, errors.CorruptRow)}
                 rows = {digest: row for digest, row in cached.items() if isinstance(row, np.ndarray)}
             queries = {name: (query, rows[row]) for row in picks.keys() & rows for name, query in picks[row].items()}
-            sets = await self._read_sets([query.allowed for query, _ in queries.values()])
+            sets = await self._read_sets([allowed_by(query) for query, _ in queries.values()])
             answers |= await asyncio.to_thread(_pick_all, queries, sets)
         ended = [entry for waiting in entries.values() for entry in waiting if entry.digest in answers]
         waiting_for: dict[bytes, list[StreamEntry]] = defaultdict(list)
@@ -161,6 +161,11 @@ class QueryAnswerer:
         return answers | {digest: Failure(errors.WorkerError.__name__, text) for digest, text in failed.items()}
 
 
+def allowed_by(query: PickQuery) -> bytes:
+    """The packed set of tokens that a query may return; b"" for all tokens."""
+    return b"" if isinstance(query, EntriesQuery) else query.allowed
+
+
 def allowed_in(job: BackendJob) -> bytes:
     """The packed set of tokens in a query for positions; b"" without a set, or if the query has its tokens already."""
     return b"" if job.positions is None else job.positions.allowed
@@ -186,8 +191,10 @@ def _pick_all(queries: Mapping[bytes, tuple[PickQuery, Row]], sets: TokenSets) -
     for digest, (query, row) in queries.items():
         try:
             count = query.k if isinstance(query, TopQuery) else 1
-            ids = _members(sets[query.allowed], count) if query.allowed else None
+            ids = _members(sets[allowed], count) if (allowed := allowed_by(query)) else None
             match query:
+                case EntriesQuery():
+                    answers[digest] = picks.tempered(row[None], query.temperature)[0, query.target_ids]
                 case MassQuery():
                     assert ids is not None
                     answers[digest] = np.array([picks.mass_of(row, ids)])
@@ -216,11 +223,11 @@ def _members(tokens: TokenIds | LMPoolError, count: int) -> TokenIds:
     return tokens
 
 
-def _decode_rows(block: RowBlock, digests: Collection[bytes]) -> dict[bytes, Row]:
-    """Decode the rows `digests` of a block, as clients decode them."""
-    size = block.numbers.shape[1]
+def _decode_rows(blocks: Sequence[RowBlock], digests: Collection[bytes]) -> dict[bytes, Row]:
+    """Decode the rows `digests` of blocks, as clients decode them."""
     return {
-        digest: decode_row(np.frombuffer(bytearray(block.encode(index)), np.uint8), size)
+        digest: decode_row(np.frombuffer(bytearray(block.encode(index)), np.uint8), block.numbers.shape[1])
+        for block in blocks
         for index, digest in enumerate(block.digests)
         if digest in digests
     }

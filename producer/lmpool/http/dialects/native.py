@@ -44,6 +44,7 @@ class RowsRequest(_Common, kw_only=True):
     targets: list[TokenId | list[TokenId]] | None = None
     mode: Literal["logprobs", "logits"] = "logprobs"
     temperature: float = 1.0
+    keep_row: bool = False
 
 
 class PositionsRequest(_Common, kw_only=True):
@@ -69,7 +70,8 @@ def routes(targets: Targets) -> list[Route]:
         async with targets.use(wanted.model, turn, wanted.adapter) as target:
             width = target.info.vocab_size if wanted.targets is None else _longest(wanted.targets)
             turn.hold(4 * len(prompts) * width)
-            options: dict[str, Any] = {name: getattr(wanted, name) for name in ("targets", "mode", "temperature")}
+            names = ("targets", "mode", "temperature", "keep_row")
+            options: dict[str, Any] = {name: getattr(wanted, name) for name in names}
             found = await target.producer.batch_logprobs(prompts, **options, **target.options)
             return _respond({"rows": found[0] if is_one else found}, wanted.format or "npy")
 

@@ -31,8 +31,10 @@ Mode = Literal["logprobs", "logits"]
 
 # Max parts (8 MiB each) of one result that are requested at once, so that parts do not fill the server's memory.
 _MAX_PARTS_IN_FLIGHT = 2
-# Max entries read one by one from a cached row. For more entries, fetching the whole row costs the server less.
+# Max entries read one by one from a cached row. For more entries, a query to a worker costs the server less.
 _MAX_READ_IN_PLACE = 128
+# Max share of a row's entries that a query requests. For more entries, the row itself is requested.
+_MAX_SHARE = 1 / 8
 
 
 _MIN_TOP = 8  # Request at least this many top tokens, so that calls share results.
@@ -151,11 +153,15 @@ def prefix_of(text: Prompt, length: int) -> Prompt:
 
 @dataclass(slots=True, eq=False)
 class Queries:
-    """Makes the queries of one call, in one session and with one deadline."""
+    """Makes the queries of one call, in one session and with one deadline.
+
+    `keep_row`: whether the pool's cache must keep the rows from which results are computed (`keep`).
+    """
 
     session: Session
     adapter: str
     deadline: Deadline
+    keep_row: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -191,22 +197,33 @@ class Queries:
         query = wire.FreshQuery(secrets.token_bytes(DIGEST_SIZE)).pack()
         return await self._result(prompt.with_query(query, self.vocab_size), check_row, private=True)
 
-    async def entries(self, prompt: Prompt, targets: list[int]) -> Row:
+    async def keep(self, prompt: Prompt) -> None:
+        """If `keep_row` is set, wait until the pool's cache has the row of a prompt, which a worker may compute."""
+        if self.keep_row:
+            await self.session.answer(prompt, self.deadline, warm=True)
+
+    async def _cached(self, prompt: Prompt) -> Row | None:
+        """Return a row that this process can read without a request; without such a row, `keep` the row."""
+        row = self.session.cached(prompt)
+        if row is None:
+            await self.keep(prompt)
+        return row
+
+    async def entries(self, prompt: Prompt, targets: list[int], temperature: float = 1.0) -> Row:
         """Return some entries of a row: float32 (k,)."""
         session, deadline = self.session, self.deadline
-        row = session.cached(prompt)
-        if row is None and len(targets) <= _MAX_READ_IN_PLACE:
-            read = partial(session.entries.read, prompt.digest, targets, deadline.end)
-            if (entries := await read()) is not None:
-                session.count_hits(deadline.end - deadline.seconds)
-                return entries
-            await session.answer(prompt, deadline, warm=True)
-            if (entries := await read()) is not None:
-                return entries
+        row = await self._cached(prompt)
         if row is None:
-            # Fetch the whole row if many entries are requested, or if a worker must compute a damaged row again.
+            if temperature == 1 and len(targets) <= _MAX_READ_IN_PLACE:
+                read = session.entries.read(prompt.digest, targets, deadline.end)
+                if (entries := await read) is not None:
+                    session.count_hits(deadline.end - deadline.seconds)
+                    return entries
+            if len(targets) <= self.vocab_size * _MAX_SHARE:
+                query = wire.EntriesQuery(np.array(targets, "<u4").tobytes(), temperature)
+                return await self._of_row(prompt, query, len(targets), lambda answer: check_logprobs(answer.copy()))
             row = await session.answer(prompt, deadline)
-        return entries_of(row, targets)
+        return entries_of(picks.tempered(row[None], temperature)[0], targets)
 
     async def all_entries(
         self, prompts: Sequence[Prompt], targets: Sequence[list[int]], k: int, *, values: Mode = "logprobs",
@@ -217,6 +234,7 @@ class Queries:
 
         async def put(at: int) -> None:
             if values == "logits" or temperature != 1:
+                await self.keep(prompts[at])
                 ids = np.array(targets[at], np.int64)
                 wanted = Wanted(targets=ids, values=values, temperature=temperature)
                 found = await self.last(prompts[at], wanted)
@@ -254,11 +272,35 @@ class Queries:
             text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
             raise errors.CorruptRow(text) from error
 
+    async def _of_row(
+        self, prompt: Prompt, query: wire.PickQuery, length: int, read: Callable[[Row], T], *, private: bool = False,
+        allowed: Allowed = _ALL,
+    ) -> T:  # fmt: skip
+        """Request the result of a query about a prompt's row; arguments as for `_result`.
+
+        If queries about one prompt could be sent to several workers, each of these workers would compute the row. So
+        later queries wait for the first, and are then sent to its worker, which has the row.
+        """
+        session = self.session
+        wanted = prompt.with_query(query.pack(), length)
+        ask = partial(self._result, wanted, read, private=private, allowed=allowed)
+        if session.has_place_for(prompt) or session.is_pending(wanted):
+            return await ask()
+        if (first := session.first_queries.get(prompt.digest)) is not None:
+            await asyncio.wait([first], timeout=self.deadline.left)
+            return await ask()
+        session.first_queries[prompt.digest] = first = session.loop.create_future()
+        try:
+            return await ask()
+        finally:
+            del session.first_queries[prompt.digest]
+            first.set_result(None)
+
     async def top(
         self, prompt: Prompt, k: int, values: Mode = "logprobs", allowed: Allowed = _ALL, temperature: float = 1.0
     ) -> picks.TopK:
         """Return the `k` largest entries of a row."""
-        row = self.session.cached(prompt)
+        row = await self._cached(prompt)
         if row is not None and values == "logprobs" and (allowed.tokens is not None or not allowed.packed):
             row = picks.tempered(row[None], temperature)[0]
             return picks.top(row, k, None if allowed.tokens is None else allowed.tokens.ids)
@@ -267,26 +309,25 @@ class Queries:
             best = (await self.last(prompt, wanted)).top
             assert best is not None
             return picks.TopK(best.values[0], best.ids[0])
-        query = prompt.with_query(wire.TopQuery(k, allowed.packed).pack(), 2 * k)
         read = partial(wire.unpack_top, vocab_size=self.vocab_size, of_row=not allowed.packed)
-        return await self._result(query, read, allowed=allowed)
+        return await self._of_row(prompt, wire.TopQuery(k, allowed.packed), 2 * k, read, allowed=allowed)
 
     async def sample(self, prompt: Prompt, sampling: picks.Sampling, allowed: Allowed, *, private: bool) -> int:
         """Return a token sampled from a row."""
-        row = self.session.cached(prompt)
+        row = await self._cached(prompt)
         if row is not None and (allowed.tokens is not None or not allowed.packed):
             return picks.sample(row, sampling, None if allowed.tokens is None else allowed.tokens.ids)
-        query = prompt.with_query(wire.SampleQuery(*sampling, allowed.packed).pack(), 1)
+        query = wire.SampleQuery(*sampling, allowed.packed)
         read = partial(wire.unpack_token, vocab_size=self.vocab_size)
-        return await self._result(query, read, private=private, allowed=allowed)
+        return await self._of_row(prompt, query, 1, read, private=private, allowed=allowed)
 
     async def mass(self, prompt: Prompt, allowed: Allowed) -> float:
         """Return the logarithm of the total probability of the allowed tokens."""
-        row = self.session.cached(prompt)
+        row = await self._cached(prompt)
         if row is not None and allowed.tokens is not None:
             return float(picks.mass_of(row, allowed.tokens.ids))
-        query = prompt.with_query(wire.MassQuery(allowed.packed).pack(), 1)
-        return await self._result(query, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
+        query = wire.MassQuery(allowed.packed)
+        return await self._of_row(prompt, query, 1, lambda answer: float(check_logprobs(answer)[0]), allowed=allowed)
 
     async def continuation(self, prompt: Prompt, wanted: wire.GenerateQuery, *, private: bool) -> wire.Continuation:
         """Return tokens that a worker samples one after the other."""

@@ -63,6 +63,7 @@ class Requester:
     Attributes:
         loop: the event loop.
         info: the model info that was read last. A plain attribute is faster than a property for each request.
+        first_queries: digest of a prompt without a home -> a future that ends with the first query about its row.
     """
 
     info: ModelInfo
@@ -84,11 +85,21 @@ class Requester:
         self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
         self._batch_memory = RowMemory()
         self._lookups_left = _MAX_LOOKUPS_PER_TICK
+        self.first_queries: dict[bytes, asyncio.Future[None]] = {}
 
     def encode(self, ids: Any, adapter: str = "") -> Prompt:
         """Check a prompt against the model's limits and encode it; `adapter` is "name@digest" or ""."""
         info = self.info
         return encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens, adapter=adapter)
+
+    def has_place_for(self, prompt: Prompt) -> bool:
+        """Return whether all requests for a prompt go to one worker: the only worker, or the home of the prompt."""
+        homes = self._submitter.homes
+        return not homes.has_choice or bool(homes.find(prompt)[0])
+
+    def is_pending(self, prompt: Prompt) -> bool:
+        """Return whether this session waits for the row, or the result, of a prompt."""
+        return self._requests.get(prompt.digest) is not None
 
     def cached(self, prompt: Prompt) -> Row | None:
         """Return a prompt's row from the producer's own memory or from shared memory, and count the request.

@@ -12,7 +12,15 @@ from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
 from lmpool.broker.scripts import Entries, Fields
-from lmpool.errors import InvalidPrompt, ModelMismatch, PromptTooLong, ProtocolError, SourceMissing, UnknownAdapter
+from lmpool.errors import (
+    InvalidPrompt,
+    ModelMismatch,
+    PromptTooLong,
+    ProtocolError,
+    SourceMissing,
+    TokenOutOfRange,
+    UnknownAdapter,
+)
 from lmpool.protocol import keys as key_names
 from lmpool.protocol import query as queries
 from lmpool.protocol.adapter import is_qualified
@@ -192,6 +200,12 @@ def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:
     match query:
         case queries.TopQuery() if query.k > vocab_size:
             raise ProtocolError(f"k is {query.k}, and a row has {vocab_size} entries")
+        case queries.EntriesQuery():
+            ids = query.target_ids
+            if len(ids) > vocab_size:
+                raise ProtocolError(f"{len(ids)} targets, and a row has {vocab_size} entries")
+            if (largest := int(ids.max())) >= vocab_size:  # The model has changed since the client checked the targets.
+                raise TokenOutOfRange(f"targets: token id {largest} is out of range: this model's V is {vocab_size}")
         case queries.GenerateQuery() if length + query.most - 1 > info.max_prompt_tokens:
             limit = f"the model accepts at most {info.max_prompt_tokens} in all"
             raise PromptTooLong(f"{query.most} tokens after a prompt of {length} tokens: {limit}")

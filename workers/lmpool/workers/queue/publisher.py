@@ -23,7 +23,7 @@ from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
 from lmpool.protocol.row import Block, RowBlock, small_values
 from lmpool.rows.cache import RowCache
 from lmpool.rows.segment import SegmentWriter
-from lmpool.rows.shared_memory import NOT_SHARED, Shared, place_of
+from lmpool.rows.shared_memory import NOT_SHARED, Shared, is_shared, place_of
 from lmpool.settings import shown
 from lmpool.workers.execution.in_flight import EntriesByDigest, StreamEntry
 from lmpool.workers.queue.jobs import JobReader
@@ -71,6 +71,9 @@ class Publisher:
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Digests) -> None:
         """Store rows or answers and end the entries that wait for them; retry until the server accepts the block.
 
+        A row without an entry is kept in shared memory only, with a reference in Redis: no client requests this row,
+        but clients may request it later. Rows that are too small for shared memory are stored like other rows.
+
         Entries fail if the server refuses their rows, or evicts them again and again as soon as they are stored.
         `overwrite`: digests whose stored rows must be replaced.
         """
@@ -97,8 +100,18 @@ class Publisher:
             shared = self.segment.write(block, whole, overwrite)
             self.counters.shared += len(shared.references)
             self.counters.exported += len(whole)
+        stale = set(shared.replaced).difference(block.digests)
+        if isinstance(block, RowBlock) and is_shared(block.numbers.shape[1]):
+            unwanted = {digest for digest in block.digests if not entries.get(digest)}.difference(shared.references)
+            if unwanted:
+                stale |= unwanted.intersection(overwrite)  # Damaged rows.
+                block = block.select([at for at, digest in enumerate(block.digests) if digest not in unwanted])
+        if not block.digests:
+            if stale:
+                await self._drop_references(stale)
+            return []
         storing = self.retry(partial(self._attempt, block, ending, overwrite, shared))
-        if shared.replaced and (stale := set(shared.replaced).difference(block.digests)):
+        if stale:
             # Send the removal of references first; storing does not wait for its reply.
             _, (refused, left, elsewhere) = await asyncio.gather(self._drop_references(stale), storing)
         else:
