@@ -19,8 +19,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from lmpool.admin.fleet import number
 from lmpool.admin.queue import DeadLetters, contents, summary
-from lmpool.admin.survey import number
 from lmpool.aio import end_tasks
 from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
 from lmpool.broker.server import Server

@@ -15,7 +15,8 @@ from msgspec.json import encode as encode_json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from lmpool.admin.survey import SILENT, Survey, number, read_survey, shortened
+from lmpool.admin.fleet import SILENT, number
+from lmpool.admin.survey import Survey, read_survey, shortened
 from lmpool.aio import join_task
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
@@ -47,6 +48,7 @@ OnReady = Callable[[ModelInfo], None] | None
 
 _log = logging.getLogger("lmpool.worker")
 
+_VERSION = version("lmpool")  # Release of this worker, which surveys show.
 # Number of tasks that publish large rows: while one task waits for the server, the other task encodes rows.
 _PUBLISHERS = 2
 # Max seconds for a worker to deregister, and to publish the last results after the backend broke.
@@ -360,6 +362,8 @@ class Worker:
         stats = serving.engine_thread.stats
         return {
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
+            "version": _VERSION,
+            "capacity": serving.heartbeat.batch,
             "in_flight": len(serving.in_flight),
             **serving.spread,
             "failures": serving.dispatcher.failures,
