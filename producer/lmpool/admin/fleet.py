@@ -18,7 +18,9 @@ MAX_OUTLIERS = 5
 """Max workers that a summary names of each kind of outlier; more workers are only counted."""
 
 _MAX_GROUPS = 8  # Max states and versions that a summary names; any program may write any state.
-_SLOW = 2.0  # A worker is slow if its p99 is this many times the median of the p99 of its model's workers.
+# A worker is slow if its p99 is this many times the median p99 of its model's workers: two buckets of a histogram above
+# the median, because equal workers may differ by one bucket, a factor of 2.5.
+_SLOW = 4.0
 _SUMS = ("rows", "tokens", "reused", "homed", "stolen", "shared", "failures")
 
 

@@ -19,7 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmpool.admin.fleet import KINDS, MAX_OUTLIERS, by_name, by_need, number
+from lmpool.admin.fleet import KINDS, by_name, by_need, number
 from lmpool.admin.survey import Survey, pause_s, read_survey, survey
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
@@ -47,6 +47,7 @@ UNFOLDED = 1_000_000
 _FRAME, _PADDING = 1, 3  # Characters that rich adds to each line, and to each column.
 _INTERVAL_S = 1.0  # Seconds between two polls of a pool with few workers.
 _MIN_WORKERS = 5  # Workers that the live view lists even if the terminal is too low for them.
+_MAX_NAMED = 2  # Max workers that the table of outliers names per kind: names are long, and the next table has more.
 _TABLE_LINES = 6  # Lines of a table without its rows: title, frame, header and caption.
 _REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until the server replies, the view shows old values.
 
@@ -193,6 +194,7 @@ def seconds(value: float) -> str:
 _RATE = Column("rows/s", 2, "rows_per_s", "{:.1f}".format)
 _BUSY = Column("busy", 8, "occupancy", "{:.0%}".format)
 _MODEL = Column("model", 0, "name")
+_SERVED = Column("model", 0)
 _NOT_READY = Column("not ready", 2)
 _VERSIONS = Column("versions", 10)
 _QUEUE = (
@@ -207,7 +209,7 @@ _QUEUE = (
 )
 _WORKER = (
     Column("worker", 0, "id"),
-    Column("model", 0),
+    _SERVED,
     Column("state", 1),
     Column("rows", 11),
     _RATE,
@@ -241,7 +243,7 @@ TOP = (
 )
 """The columns of two tables of `lmpool top`: models and workers."""
 
-_OUTLIERS = (Column("outliers", 0, "kind"), Column("model", 0), Column("workers", 1, "count"), Column("such as", 0))
+_OUTLIERS = (Column("outliers", 0, "kind"), _SERVED, Column("workers", 1, "count"), Column("such as", 0))
 # Field that shows how much an outlier is affected -> its format.
 _FORMS: dict[str, Callable[[float], str]] = {
     "failures": "{:.0f} failed".format,
@@ -258,15 +260,19 @@ def survey_tables(
     If there are more workers, a table of outliers precedes the workers, and the most urgent workers are listed.
     """
     tables = [_table("Models", columns[0], [_model_row(model) for model in models])]
+    # With one model, the column would repeat its name in each row.
+    worker_columns, outlier_columns = (
+        [column for column in each if column is not _SERVED or len(models) > 1] for each in (columns[1], _OUTLIERS)
+    )
     count = sum(len(model["workers"]) for model in models)
     outliers = [_outlier_row(model, found) for model in models for found in model["summary"]["outliers"]]
     if count > most and outliers:
-        tables.append(_table("Outliers", _OUTLIERS, outliers))
+        tables.append(_table("Outliers", outlier_columns, outliers))
     if most:
         title = f"{most:,} of {count:,} workers, the most urgent first (--workers N, --all)"
         title = "Workers" if count <= most else title
         listed = by_name(models) if count <= most else by_need(models)[:most]
-        tables.append(_table(title, columns[1], [_worker_row(worker) for worker in listed]))
+        tables.append(_table(title, worker_columns, [_worker_row(worker) for worker in listed]))
     return tables
 
 
@@ -296,6 +302,7 @@ def _worker_row(worker: dict[str, Any]) -> dict[str, Any]:
 
 def _outlier_row(model: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     form = _FORMS.get(next(kind.field for kind in KINDS if kind.name == found["kind"]))
-    named = [f"{worker} ({form(value)})" if form and value is not None else worker for worker, value in found["most"]]
-    more = [f"{found['count'] - MAX_OUTLIERS:,} more"] if found["count"] > MAX_OUTLIERS else []
+    most = found["most"][:_MAX_NAMED]
+    named = [f"{worker} ({form(value)})" if form and value is not None else worker for worker, value in most]
+    more = [f"{rest:,} more"] if (rest := found["count"] - len(named)) else []
     return {**found, "model": model["name"], "such as": ", ".join(named + more)}

@@ -75,7 +75,7 @@ function namedOutliers({ kind, count: all, most }) {
 
 const OUTLIERS = [
   { title: "kind", left: true, text: (outlier) => outlier.kind,
-    help: "silent: the last two heartbeats are missing. changed files: the files of the model have changed since the worker loaded them. failing: prompts ended in an error. slow: the worker's p99 is more than twice the median of its model's workers. draining: the worker finishes its prompts, then ends. loading: the worker loads its model" },
+    help: "silent: the last two heartbeats are missing. changed files: the files of the model have changed since the worker loaded them. failing: prompts ended in an error. slow: the worker's p99 is more than four times the median of its model's workers. draining: the worker finishes its prompts, then ends. loading: the worker loads its model" },
   { title: "model", long: true, wide: true, text: (outlier) => outlier.model },
   { title: "workers", text: (outlier) => count(outlier.count), help: "number of workers of this kind" },
   { title: "such as", long: true, text: namedOutliers, help: "the five most affected workers of this kind" },
