@@ -51,5 +51,8 @@ async def write_fleet(
         await redis.xgroup_create(model.jobs, GROUP, id="0", mkstream=True)
     for number, name in enumerate(names):
         changed = fields(number) if fields else {}
+        if number % 8 == 0 and not await redis.exists(model.lane(name)):
+            await redis.xgroup_create(model.lane(name), GROUP, id="0", mkstream=True)
+            await redis.xadd(model.lane(name), {"m": bytes(500)})
         await Heartbeat(redis, keys, INFO, name, BATCH).join({**heartbeat_fields(number), **changed})
     return names

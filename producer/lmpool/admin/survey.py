@@ -24,12 +24,12 @@ Survey = list[dict[str, Any]]
 """One entry per model, as `lmpool status --json` prints it."""
 
 MAX_TEXT = 500  # Max characters of a text from the server that are shown; longer texts are cut.
-_SILENT_SHARE = 2 / 5  # A worker that sent no heartbeat for this share of a lease is silent: workers send five.
+_SILENT_SHARE = 1 / 2  # A worker that sent no heartbeat for this share of a lease is silent: workers send four.
 # Heartbeat fields that describe the last interval; a silent worker has no current values.
 _INTERVAL_FIELDS = ("rows_per_s", "batch", "p50_s", "p99_s")
 _TEXT_FIELDS = ("model", "backend", "fingerprint", "state", "version")  # Fields that are not converted to numbers.
 _NUMBER = re.compile(r"-?\d{1,15}(\.\d+)?(e[+-]?\d{1,2})?")
-# Seconds between two surveys, per worker: 3 s for 1,000 workers, as often as they send heartbeats with a lease of 15 s.
+# Seconds between two surveys, per worker: 3 s for 1,000 workers, which send a heartbeat every 3.75 s.
 _PAUSE_PER_WORKER_S = 0.003
 
 

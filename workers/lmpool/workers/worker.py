@@ -49,6 +49,9 @@ OnReady = Callable[[ModelInfo], None] | None
 _log = logging.getLogger("lmpool.worker")
 
 _VERSION = version("lmpool")  # Release of this worker, which surveys show.
+MEASURES_PER_S = 40
+"""Max times per second that all workers of a model with `--metrics-port` together read values that they all report."""
+
 # Number of tasks that publish large rows: while one task waits for the server, the other task encodes rows.
 _PUBLISHERS = 2
 # Max seconds for a worker to deregister, and to publish the last results after the backend broke.
@@ -145,6 +148,7 @@ class Worker:
         self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self._is_complete = False  # Whether the next sweep checks everything.
+        self._measure_at = 0.0  # Monotonic time at which the next heartbeat reads the values of `MEASURES_PER_S`.
         self.is_hung, self.health = False, Health(self.settings.lease_s)
 
     def snapshot(self) -> Snapshot:
@@ -326,7 +330,9 @@ class Worker:
                 if not serving.info.is_trie:
                     await serving.adapters.renew()
                 await serving.consumer.keep_queue()
-            if self.settings.metrics_port:  # Only the metrics show the state of the queue, and the server's memory use.
+            # Only the metrics show the state of the queue, and the server's memory use.
+            if self.settings.metrics_port and time.monotonic() >= self._measure_at:
+                self._measure_at = time.monotonic() + self.counters.serving / MEASURES_PER_S
                 await serving.consumer.measure()
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
