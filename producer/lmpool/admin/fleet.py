@@ -24,7 +24,7 @@ _SLOW = 4.0
 _SUMS = ("rows", "tokens", "reused", "homed", "stolen", "shared", "failures")
 
 
-class Kind(NamedTuple):
+class OutlierKind(NamedTuple):
     """A kind of outliers: workers that an operator wants to see before all others.
 
     Attributes:
@@ -39,12 +39,12 @@ class Kind(NamedTuple):
 
 
 KINDS = (
-    Kind(SILENT, "silent_s", lambda worker, _: worker["state"] == SILENT),
-    Kind("changed files", "", lambda worker, _: bool(worker.get("changed_files"))),
-    Kind("failing", "failures", lambda worker, _: (number(worker, "failures") or 0) > 0),
-    Kind("slow", "p99_s", lambda worker, median: (number(worker, "p99_s") or 0) > _SLOW * median),
-    Kind("draining", "", lambda worker, _: worker["state"] == "draining"),
-    Kind("loading", "", lambda worker, _: worker["state"] == "loading"),
+    OutlierKind(SILENT, "silent_s", lambda worker, _: worker["state"] == SILENT),
+    OutlierKind("changed files", "", lambda worker, _: bool(worker.get("changed_files"))),
+    OutlierKind("failing", "failures", lambda worker, _: (number(worker, "failures") or 0) > 0),
+    OutlierKind("slow", "p99_s", lambda worker, median: (number(worker, "p99_s") or 0) > _SLOW * median),
+    OutlierKind("draining", "", lambda worker, _: worker["state"] == "draining"),
+    OutlierKind("loading", "", lambda worker, _: worker["state"] == "loading"),
 )
 """The kinds of outliers, the most urgent first."""
 
