@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from redis.asyncio import Redis
 from lmpool.admin.fleet import MAX_OUTLIERS, by_need, summarize
 from lmpool.admin.survey import file_notices, pause_s, read_survey
 from lmpool.broker.server import Server
+from lmpool.protocol.keys import Keys
 from lmpool.web.tables import PAGE_WORKERS, Tables
 from tests.support.fleet import heartbeat_fields, write_fleet
 from tests.support.pool import Pool, run_lmpool
+from tests.support.servers.cluster import LocalCluster
 
 WORKERS = 1000
 MAX_LINES, MAX_BYTES = 60, 16_000  # Of the output of a command: less than a worker a line.
@@ -158,3 +161,14 @@ async def test_written_heartbeats_have_the_fields_of_real_workers(pool: Pool, re
     # `shared` is the counter of a worker with shared memory.
     assert written - {b"shared"} == sent - {b"shared", b"changed_files"}
     assert heartbeat_fields(0)["state"] == "ready"
+
+
+async def test_heartbeats_are_read_from_all_masters_of_a_cluster(tmp_path: Path) -> None:
+    with LocalCluster(tmp_path) as cluster:
+        client = Server(cluster.url).client()
+        names = await write_fleet(client, Keys(), 300)
+        await client.set(Keys().worker(names[7]), "junk")
+        (model,) = await read_survey(client, Keys())
+        await client.aclose()
+    assert [worker["id"] for worker in model["workers"]] == [*names[:7], *names[8:]]
+    assert model["summary"]["states"] == {"ready": 299}
