@@ -260,14 +260,17 @@ def survey_tables(
     If there are more workers, a table of outliers precedes the workers, and the most urgent workers are listed.
     """
     tables = [_table("Models", columns[0], [_model_row(model) for model in models])]
-    # With one model, the column would repeat its name in each row.
-    worker_columns, outlier_columns = (
-        [column for column in each if column is not _SERVED or len(models) > 1] for each in (columns[1], _OUTLIERS)
-    )
     count = sum(len(model["workers"]) for model in models)
     outliers = [_outlier_row(model, found) for model in models for found in model["summary"]["outliers"]]
-    if count > most and outliers:
-        tables.append(_table("Outliers", outlier_columns, outliers))
+    # With one model, the column `model` would repeat its name in each row.
+    left_out = () if len(models) > 1 else (_SERVED,)
+    outlier_columns = [column for column in _OUTLIERS if column not in left_out]
+    worker_columns = [column for column in columns[1] if column not in left_out]
+    if count > most:
+        # Rather leave out more columns than fold the names of many workers.
+        worker_columns[0] = worker_columns[0]._replace(min_width=UNFOLDED)
+        if outliers:
+            tables.append(_table("Outliers", outlier_columns, outliers))
     if most:
         title = f"{most:,} of {count:,} workers, the most urgent first (--workers N, --all)"
         title = "Workers" if count <= most else title
