@@ -1,7 +1,7 @@
 """The server's time for the control plane, without rows: `python -m benchmarks.control_plane [--write FILE]`.
 
-The program prints two tables: the server's processor time per worker and client, from `INFO cpu`, and the time for
-which single scripts block the server, from `INFO commandstats`.
+The program prints three tables: the server's processor time per worker and client, and for the views of a pool, from
+`INFO cpu`, and the time for which single scripts block the server, from `INFO commandstats`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import redis
 from redis.asyncio import Redis
 
 from benchmarks.control_plane.script_calls import REPEATS, measure_calls
+from benchmarks.control_plane.views import TITLE, measure_views
 from benchmarks.harness.report import NOTES_BEGIN, NOTES_END, describe_run, read_notes
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
@@ -46,7 +47,7 @@ _COUNTERS: dict[str, str | int | float] = {f"counter_{i}": "12345.678" for i in 
 
 
 def main() -> int:
-    """Measure both tables (workers and clients, single scripts), print them, and write the page."""
+    """Measure the tables (workers and clients, views, single scripts), print them, and write the page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page to FILE")
     parser.add_argument("--quick", action="store_true", help="only small fleets, to check that everything runs")
@@ -57,9 +58,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lp") as folder, EmbeddedServer(8 << 30, Path(folder) / "s") as server:
         run = describe_run(server.url, {})
         fleet = asyncio.run(_measure_fleets(server.url, _QUICK_WORKERS if quick else _WORKERS))
+        views = asyncio.run(_measure_views(server.url, _QUICK_WORKERS if quick else _WORKERS))
         with redis.Redis.from_url(server.url) as client:
             calls = [] if quick else list(measure_calls(client))
-    page = _page(fleet, calls, run, read_notes(write) if write else "")
+    page = _page(fleet, views, calls, run, read_notes(write) if write else "")
     print(page)
     if write:
         write.write_text(page)
@@ -79,6 +81,13 @@ async def _measure_fleets(url: str, counts: Sequence[int]) -> list[str]:
                 connection.close()
             await client.aclose()
     return rows
+
+
+async def _measure_views(url: str, counts: Sequence[int]) -> list[str]:
+    client = Server(url).client()
+    await client.flushall()
+    await client.aclose()
+    return [await measure_views(url, count) for count in counts]
 
 
 class _Fleet:
@@ -198,7 +207,7 @@ class _Fleet:
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
 
-def _page(fleet: Sequence[str], calls: Sequence[str], run: Mapping[str, str], notes: str) -> str:
+def _page(fleet: Sequence[str], views: Sequence[str], calls: Sequence[str], run: Mapping[str, str], notes: str) -> str:
     facts = "\n".join(f"- **{name}**: {fact}" for name, fact in run.items() if "peers" not in name)
     return f"""\
 # The control plane
@@ -217,6 +226,8 @@ worker.
 | workers | poll, ms | submit, µs | worker, 1 s, µs | all workers, % of a core | workers and producers, % of a core |
 |---|---|---|---|---|---|
 {chr(10).join(fleet)}
+
+{TITLE}{chr(10).join(views)}
 
 ## The longest calls
 

@@ -137,3 +137,9 @@ def test_every_alert_is_explained_and_tested() -> None:
         assert rule["labels"]["severity"] in ("critical", "warning", "info")
         path, _, anchor = rule["annotations"]["runbook"].partition("#")
         assert f"\n### {anchor.capitalize()}\n" in (ROOT / path).read_text("utf-8")
+
+
+def test_graphs_of_workers_have_a_bounded_number_of_lines() -> None:
+    queries = [query for query in board_queries() if "$instance" in query.text and "{{instance}}" in query.legend]
+    assert len(queries) > 10
+    assert not [query.text for query in queries if not re.match(r"(top|bottom)k\(20, ", query.text)]

@@ -20,9 +20,10 @@ import redis
 from redis.asyncio import Redis
 from redis.cluster import RedisCluster
 
+from lmpool.admin.heartbeats import read_heartbeats
+from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
-from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.adapter import MAX_LOADED
 from lmpool.protocol.keys import GROUP, Keys
 from lmpool.workers.execution.contract import Backend
@@ -337,8 +338,8 @@ class Pool:
         """Number of rows that the live workers have computed, from their last heartbeats."""
         client: Redis = Server(self.url).client()
         try:
-            workers = await Discovery(client, self.keys).workers(model)
-            return sum(int(worker.fields["rows"]) for worker in workers)
+            names = (await read_alive(client, self.keys.model(model), names=True)).names
+            return sum(int(worker.fields["rows"]) for worker in await read_heartbeats(client, self.keys, names))
         finally:
             await client.aclose()
 

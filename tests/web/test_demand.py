@@ -25,7 +25,9 @@ from lmpool.broker.server import Server
 from lmpool.errors import NoWorker, UnknownModel
 from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
-from lmpool.web.app import NEVER_S, WebSettings, demand_route, web_service
+from lmpool.web.app import NEVER_S, WebSettings, demand_route, read_demand, web_service
+from tests.support.fleet import INFO as FLEET
+from tests.support.fleet import write_fleet
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, WorkerProcess, until, until_async
 
@@ -199,3 +201,15 @@ def test_lmpool_web_serves_the_demand_to_programs_with_the_token(pool: Pool) -> 
             service.get("syn", **{**named, "Authorization": "Bearer wrong"})
     finally:
         service.stop()
+
+
+async def test_the_speed_of_many_workers_is_estimated_from_workers_of_all_hosts(pool: Pool) -> None:
+    client = Server(pool.url).client()
+    try:
+        # The workers of a host have similar names and speeds.
+        await write_fleet(client, pool.keys, 64, lambda number: {"speed": number + 1})
+        demand = await read_demand(client, pool.keys, FLEET.name)
+    finally:
+        await client.aclose()
+    assert (demand.workers, demand.queued) == (64, 8)
+    assert demand.drain_seconds == pytest.approx(8 / (64 * 32.5), rel=0.1)

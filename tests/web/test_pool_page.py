@@ -180,16 +180,33 @@ def beat(pool: Pool, names: list[str], **others: str) -> None:
     pipeline.execute()
 
 
-def test_a_thousand_workers_are_listed_and_found_by_name(pool: Pool, watch: Watch) -> None:
+def test_a_thousand_workers_are_shown_in_pages_and_found_by_name(pool: Pool, watch: Watch) -> None:
     pool.start()
     beat(pool, [f"gpu-{number:04}" for number in range(999)])
+    pool.redis.hset(pool.keys.worker("gpu-0500"), "failures", "7")
+    pool.redis.hset(pool.keys.worker("gpu-0600"), "state", "draining")
     page = watch(WebService(pool)).open()
     expect(page.locator("#workers-count")).to_have_text("1,000")
-    expect(page.locator("#workers tbody tr")).to_have_count(100)
-    page.get_by_role("button", name="show all 1,000").click()
-    expect(page.locator("#workers tbody tr")).to_have_count(1000)
+    expect(page.locator("#tiles")).to_contain_text("999 ready")
+    rows = page.locator("#workers tbody tr")
+    expect(rows).to_have_count(100)
+    assert rows.locator("td:first-child").all_inner_texts()[:2] == ["gpu-0500", "gpu-0600"], "outliers come first"
+    outliers = page.locator("#outliers tbody tr")
+    expect(outliers).to_have_count(2)
+    assert [row.locator("td").last.inner_text() for row in outliers.all()] == ["gpu-0500 (7 failed)", "gpu-0600"]
+    assert cell(page, "models", "not ready") == "1 draining"
+    seen: list[str] = []
+    for begin in range(1, 1001, 100):
+        expect(page.locator("#range")).to_contain_text(f"{begin} to {begin + 99:,} of 1,000")
+        seen += rows.locator("td:first-child").all_inner_texts()
+        page.get_by_role("button", name="next").click(force=True)
+    assert len(set(seen)) == 1000
+    expect(page.get_by_role("button", name="next")).to_be_disabled()
+    page.get_by_role("button", name="previous").click()
+    expect(page.locator("#range")).to_contain_text("801 to 900")
     page.get_by_label("Filter workers").fill("gpu-0777")
-    expect(page.locator("#workers tbody tr")).to_have_count(1)
+    expect(rows).to_have_count(1)
+    expect(page.locator("#workers-count")).to_have_text("1 of 1,000")
     assert cell(page, "workers", "worker") == "gpu-0777"
 
 

@@ -15,7 +15,7 @@ import pytest
 from lmpool.admin.survey import file_notices, survey
 from lmpool.broker.server import Server
 from lmpool.synthetic import synthetic_row
-from lmpool.web.feed import _shown_worker
+from lmpool.web.tables import Tables
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend
 from lmpool.workers.membership.heartbeat import CheckpointWatch
@@ -132,8 +132,8 @@ async def test_a_worker_whose_files_change_reports_it_and_serves_on(pool: Pool, 
     await until_async(shown, "the heartbeat has it")
     (notice,) = await shown()
     assert f"files of its model have changed since it loaded them ({WEIGHTS})" in notice
-    (model,) = await survey(Server(pool.url), pool.keys)
-    assert _shown_worker(model["workers"][0])["changed_files"] == WEIGHTS
+    (shown_worker,) = Tables(await survey(Server(pool.url), pool.keys)).workers()["listed"]
+    assert shown_worker["changed_files"] == WEIGHTS
     async with pool.producer() as producer:
         assert np.array_equal(await producer.logprobs([1, 2]), synthetic_row([1, 2], vocab_size=V))
     worker.stop()

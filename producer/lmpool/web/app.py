@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import math
+import re
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
+from lmpool.admin.fleet import number
 from lmpool.admin.queue import DeadLetters, contents, summary
-from lmpool.admin.survey import number
 from lmpool.aio import end_tasks
 from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
 from lmpool.broker.server import Server
@@ -28,7 +29,7 @@ from lmpool.cli import say
 from lmpool.errors import LMPoolError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
-from lmpool.settings import check_name
+from lmpool.settings import check_name, shown
 from lmpool.web.explorer import ExploredModel, explorer_routes
 from lmpool.web.feed import MAX_STREAMS, Feed
 from lmpool.web.guard import HEALTH_PATHS, Guard, Refused, Sessions, answers, check_token, read_body
@@ -117,6 +118,12 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
         headers["Content-Length"] = str(len(body))
         return StreamingResponse(pieces(), media_type="application/json", headers=headers)
 
+    async def workers(request: Request) -> dict[str, Any]:
+        offset = request.query_params.get("offset", "0")
+        if not re.fullmatch(r"\d{1,9}", offset, re.ASCII):
+            raise Refused(400, f"offset: {shown(offset)} is no number of workers")
+        return feed.tables.workers(request.query_params.get("filter", ""), int(offset))
+
     async def shown_settings(_: Request) -> dict[str, Any]:
         return {"allow_changes": settings.allow_changes}
 
@@ -130,6 +137,7 @@ def web_service(settings: WebSettings) -> tuple[ASGIApp, Sessions, Feed]:
         *(Route(path, healthy) for path in HEALTH_PATHS),
         Route(HttpConnection.endless, stream),
         Route("/api/history", history),
+        Route("/api/workers", answers(workers)),
         Route("/api/models", answers(lambda _: feed.served())),
         Route("/api/settings", answers(shown_settings)),
         *dead_letter_routes(server, keys, allow_changes=settings.allow_changes),
@@ -230,12 +238,14 @@ async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
     check_name("model", model)
     names = keys.model(model)
     queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)
+    # Spread the sample over the sorted names: the workers of one host, whose names are similar, have similar speeds.
+    sample = alive.names[:: -(-len(alive.names) // _MAX_READ) or 1]
     # Ignore the key `wanted` while a worker serves the model: clients wrote the key before the worker started.
     is_awaited = not alive.serving and bool(await redis.exists(names.wanted))
     wanted = int(queue.depth > 0 or is_awaited)
     drain_s = wanted * NEVER_S
     if alive.serving:
-        beats = [await read_texts(redis, keys.worker(worker), ("speed",)) for worker in alive.names[:_MAX_READ]]
+        beats = [await read_texts(redis, keys.worker(worker), ("speed",)) for worker in sample]
         # Check the numbers, because another program may have written a heartbeat.
         speeds = [speed for beat in beats if 0 < (speed := number(beat, "speed") or 0.0) < math.inf]
         drain_s = drain_seconds(queue, sum(speeds) / max(1, len(speeds)) * alive.serving)

@@ -15,7 +15,8 @@ from msgspec.json import encode as encode_json
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from lmpool.admin.survey import SILENT, Survey, number, read_survey, shortened
+from lmpool.admin.fleet import SILENT, number
+from lmpool.admin.survey import Survey, pause_s, read_survey, shortened
 from lmpool.aio import join_task
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
@@ -23,7 +24,7 @@ from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ProtocolError, to_json
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import TRIE_SERVICE
+from lmpool.web.tables import MAX_TEXT, Tables, finite
 
 HOUR = 3600
 """Max samples kept for the graphs: one hour at one sample per second."""
@@ -38,15 +39,10 @@ MAX_EVENTS = 50
 """Max worker events that a page shows; the oldest events are dropped."""
 
 _MAX_MODELS = 64  # Max models in the graphs; more curves cannot be told apart.
-_MAX_TEXT = 120  # Max characters of a name or text that the page shows.
 _REPLY_TIMEOUT_S = 5.0  # Seconds to wait for the server before the page reports it as unreachable.
 _GZIP_LEVEL = 1  # The fastest level: on numbers, higher levels take 3 to 6 times as long and save 5 %.
-_WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches; a survey of 1,000 workers takes 0.3 s.
+_WATCHED_SHARE = 0.25  # Max share of a core for surveys while a page watches.
 _UNWATCHED_SHARE = 0.02  # Max share of a core for surveys while no page watches.
-_WORKER_FIELDS = (
-    "rows", "rows_per_s", "tokens", "reused", "lane", "in_flight", "failures", "homed", "stolen", "shared", "batch",
-    "p50_s", "p99_s", "silent_s", "ranks",
-)  # fmt: skip
 
 
 class Sample(NamedTuple):
@@ -94,12 +90,12 @@ class Events:
 
     def _add(self, at: float, key: tuple[str, str], what: str) -> None:
         self._count += 1
-        model, worker = (shortened(name, _MAX_TEXT) for name in key)
+        model, worker = (shortened(name, MAX_TEXT) for name in key)
         self.newest.append({"number": self._count, "at": at, "model": model, "worker": worker, "what": what})
 
 
 class Feed:
-    """Surveys the pool, at most once per `interval_s`, and sends frames to all pages that watch.
+    """Surveys the pool, at most once per `interval_s` and 3 ms per worker, and sends frames to all pages that watch.
 
     A slow page skips frames: when the page reads, it gets the newest frame. While no page watches, surveys continue for
     the graphs, at an interval that uses at most 2 % of a core.
@@ -108,6 +104,7 @@ class Feed:
         watching: number of pages that watch now.
         surveys: number of surveys so far.
         trouble: why the last survey failed; "" if it succeeded.
+        tables: the tables of the last survey that succeeded.
     """
 
     def __init__(self, server: Server, keys: Keys, interval_s: float = 1.0, samples: int = HOUR) -> None:
@@ -125,19 +122,20 @@ class Feed:
         self.watching = 0
         self.surveys = 0
         self.trouble = "the pool has not been surveyed yet"
+        self.tables = Tables([])
 
     async def run(self) -> None:
         """Survey the pool until cancelled; while the server is unreachable, frames contain the reason."""
         async with self._server.connected(reply_timeout_s=_REPLY_TIMEOUT_S) as redis:
             while True:
                 began = time.monotonic()
-                await self._survey(redis)
+                interval_s = pause_s(await self._survey(redis), self._interval_s)
                 took_s = time.monotonic() - began
                 share = _WATCHED_SHARE if self.watching else _UNWATCHED_SHARE
                 # Wait until the next survey is due, or until `frames` sets the event for the first page that watches.
                 self._wanted.clear()
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(max(self._interval_s - took_s, took_s * (1 / share - 1))):
+                    async with asyncio.timeout(max(interval_s - took_s, took_s * (1 / share - 1))):
                         await self._wanted.wait()
 
     async def end(self) -> None:
@@ -146,7 +144,7 @@ class Feed:
             self._is_over = True
             self._changed.notify_all()
 
-    async def _survey(self, redis: Redis) -> None:
+    async def _survey(self, redis: Redis) -> Survey:
         at, models, memory, trouble = time.time(), [], None, ""
         try:
             models, memory = await read_survey(redis, self._keys), await read_memory(redis)
@@ -156,7 +154,7 @@ class Feed:
                     known = served.get(model["name"], {"adapters": [], "trouble": ""})
                     model["adapters"], model["trouble"] = known["adapters"], model["trouble"] or known["trouble"]
             self._events.add_survey(at, models)
-            self._seen_at = at
+            self._seen_at, self.tables = at, Tables(models)
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
         values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MAX_MODELS]}
@@ -173,11 +171,12 @@ class Feed:
                 frame |= {
                     "server": _shown_server(str(self._server)),
                     "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
-                    "models": [_shown_model(model) for model in models],
                     "events": list(reversed(self._events.newest)),
+                    **self.tables.frame(),
                 }
             self._frame = f"data: {to_json(frame, separators=(',', ':'))}\n\n".encode()
             self._changed.notify_all()
+        return models
 
     async def served(self) -> dict[str, Any]:
         """Return the served models with their adapters, as `_read_served` does; raises `ServerError`."""
@@ -239,7 +238,7 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
             model: dict[str, Any] = {"name": name, "adapters": [], "trouble": ""}
             try:
                 known = (await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()).adapters
-                model["adapters"] = [(n, shortened(a.revision, _MAX_TEXT)) for n, a in sorted(known.items())]
+                model["adapters"] = [(n, shortened(a.revision, MAX_TEXT)) for n, a in sorted(known.items())]
             except ProtocolError as error:
                 model["trouble"] = shortened(str(error))
             served.append(model)
@@ -252,30 +251,7 @@ def _shown_server(name: str) -> str:
     return shortened(f"unix://…/{'/'.join(PurePath(path).parts[1:][-2:])}" if scheme == "unix" else name)
 
 
-def _shown_model(model: dict[str, Any]) -> dict[str, Any]:
-    info = model["info"] or {}
-    shown = {name: info.get(name) for name in ("backend", "vocab_size", "dtype", "encoding", "max_prompt_tokens")}
-    if model["name"] == TRIE_SERVICE:
-        shown["vocab_size"] = None  # Trie workers serve vocabularies of any size.
-    shown |= {name: _finite(model[name]) for name in ("queued", "age_s", "dead", "rows_per_s", "p50_s", "p99_s")}
-    shown |= {"name": model["name"], "adapters": model.get("adapters", []), "trouble": model["trouble"]}
-    return {**shown, "workers": [_shown_worker(worker) for worker in model["workers"]]}
-
-
-def _shown_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a worker for a page: texts shortened, numbers validated."""
-    shown: dict[str, Any] = {name: _finite(number(worker, name)) for name in _WORKER_FIELDS}
-    for name, limit in (("id", _MAX_TEXT), ("state", 20), ("changed_files", _MAX_TEXT), ("devices", _MAX_TEXT)):
-        shown[name] = shortened(str(worker.get(name) or ""), limit)
-    return shown
-
-
 def _drawn(value: float | None) -> float | None:
     """Round a value for a graph: full precision would double the bytes of the history."""
-    value = _finite(value)
+    value = finite(value)
     return float(f"{value:.5g}") if isinstance(value, float) else value
-
-
-def _finite(value: float | None) -> float | None:
-    """Return None for infinity and NaN, which JSON does not have."""
-    return value if value is not None and abs(value) < 1e300 else None

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from lmpool.admin.fleet import summarize
 from lmpool.admin.survey import Survey
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
@@ -49,7 +50,11 @@ def a_worker(name: str) -> dict[str, object]:
 
 def a_model(name: str) -> dict[str, object]:
     numbers = {"queued": 0, "age_s": 0.0, "dead": 0, "rows_per_s": 0.0, "p50_s": None, "p99_s": None}
-    return {"name": name, "info": {"name": name, "vocab_size": 512}, **numbers, "workers": []}
+    return with_workers({"name": name, "info": {"name": name, "vocab_size": 512}, **numbers})
+
+
+def with_workers(model: dict[str, object], *workers: dict[str, object]) -> dict[str, object]:
+    return {**model, "workers": list(workers), "summary": summarize(workers)}
 
 
 def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
@@ -57,7 +62,7 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
     assert "512" in "".join(lines_of([a_model("syn")], 200))
     ids = [f"gpu-node-17.cluster.example.org-{number}-ab{number}" for number in range(3)]
     model = {"name": LONG, "info": None, "queued": 99_999, "age_s": 61.0, "dead": 2, "rows_per_s": 30_000.0}
-    models: Survey = [{**model, "p50_s": 0.01, "p99_s": 0.2, "workers": [a_worker(name) for name in ids]}]
+    models: Survey = [with_workers({**model, "p50_s": 0.01, "p99_s": 0.2}, *map(a_worker, ids))]
     for width in (60, 80, 100, 120, 200):
         lines = lines_of(models, width)
         assert all(len(line) <= width for line in lines)
@@ -77,10 +82,10 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
 
 
 def test_ranks_and_devices_are_shown_if_a_model_is_spread_over_several_devices() -> None:
-    model = {**a_model("m"), "workers": [a_worker("one"), {**a_worker("two"), "ranks": 2, "devices": "cuda:0 cuda:1"}]}
+    model = with_workers(a_model("m"), a_worker("one"), {**a_worker("two"), "ranks": 2, "devices": "cuda:0 cuda:1"})
     spread = "\n".join(lines_of([model], 300))
     assert spread.count("cuda:0 cuda:1") == spread.count("ranks") == 2, "in `status` and in `top`"
-    assert "devices" not in "\n".join(lines_of([{**model, "workers": [a_worker("one")]}], 300))
+    assert "devices" not in "\n".join(lines_of([with_workers(model, a_worker("one"))], 300))
 
 
 def on_a_terminal(command: list[str], width: int) -> str:

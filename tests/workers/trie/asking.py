@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from redis.asyncio import Redis
 
+from lmpool.admin.heartbeats import read_heartbeats
+from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
-from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.query import Op
 from lmpool.protocol.row import Values
@@ -52,11 +54,16 @@ def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
     ]
 
 
+async def _names(client: Redis, pool: Pool, model: str) -> tuple[str, ...]:
+    """The ids of a model's live workers."""
+    return (await read_alive(client, pool.keys.model(model), names=True)).names
+
+
 async def counters(pool: Pool, model: str) -> dict[str, int]:
     """Counters of steps, rows and failures of a model's only live worker, from its last heartbeat."""
     client = Server(pool.url).client()
     try:
-        (worker,) = await Discovery(client, pool.keys).workers(model)
+        (worker,) = await read_heartbeats(client, pool.keys, await _names(client, pool, model))
         return {name: int(worker.fields[name]) for name in ("steps", "rows", "failures")}
     finally:
         await client.aclose()
@@ -66,7 +73,7 @@ async def current(pool: Pool, model: str) -> dict[str, int]:
     """The counters of the worker's next heartbeat, which includes all work so far."""
     client = Server(pool.url).client()
     try:
-        (worker,) = await Discovery(client, pool.keys).workers(model)
+        (worker,) = await read_heartbeats(client, pool.keys, await _names(client, pool, model))
         key = pool.keys.worker(worker.worker_id)
         left = await client.pttl(key)
 

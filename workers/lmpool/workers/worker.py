@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import version
 from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
@@ -46,6 +47,10 @@ from lmpool.workers.trie import TrieInputs, warm_up
 OnReady = Callable[[ModelInfo], None] | None
 
 _log = logging.getLogger("lmpool.worker")
+
+_VERSION = version("lmpool")  # Release of this worker, which surveys show.
+MEASURES_PER_S = 40
+"""Max times per second that all workers of a model with `--metrics-port` together read values that they all report."""
 
 # Number of tasks that publish large rows: while one task waits for the server, the other task encodes rows.
 _PUBLISHERS = 2
@@ -143,6 +148,7 @@ class Worker:
         self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self._is_complete = False  # Whether the next sweep checks everything.
+        self._measure_at = 0.0  # Monotonic time at which the next heartbeat reads the values of `MEASURES_PER_S`.
         self.is_hung, self.health = False, Health(self.settings.lease_s)
 
     def snapshot(self) -> Snapshot:
@@ -324,7 +330,9 @@ class Worker:
                 if not serving.info.is_trie:
                     await serving.adapters.renew()
                 await serving.consumer.keep_queue()
-            if self.settings.metrics_port:  # Only the metrics show the state of the queue, and the server's memory use.
+            # Only the metrics show the state of the queue, and the server's memory use.
+            if self.settings.metrics_port and time.monotonic() >= self._measure_at:
+                self._measure_at = time.monotonic() + self.counters.serving / MEASURES_PER_S
                 await serving.consumer.measure()
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
@@ -360,6 +368,8 @@ class Worker:
         stats = serving.engine_thread.stats
         return {
             "state": "draining" if self._lifecycle.stopping.is_set() else "ready",
+            "version": _VERSION,
+            "capacity": serving.heartbeat.batch,
             "in_flight": len(serving.in_flight),
             **serving.spread,
             "failures": serving.dispatcher.failures,

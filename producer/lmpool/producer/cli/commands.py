@@ -19,7 +19,18 @@ from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
 from lmpool.producer.cli.options import TEXT, AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
 from lmpool.producer.cli.queues import dead_app, queue_app
-from lmpool.producer.cli.status import STATUS, Column, FittingTable, survey_tables, top
+from lmpool.producer.cli.status import (
+    DEFAULT_WORKERS,
+    STATUS,
+    AllWorkers,
+    Column,
+    FittingTable,
+    MaxWorkers,
+    limited,
+    max_listed,
+    survey_tables,
+    top,
+)
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
@@ -79,17 +90,19 @@ def logprobs(
 
 
 @with_options
-async def status(at: ServerOptions, as_json: AsJson = False) -> None:
+async def status(
+    at: ServerOptions, workers: MaxWorkers = None, every: AllWorkers = False, as_json: AsJson = False
+) -> None:
     """Show models, workers, queue depths and rates."""
-    server = Server(at.redis)
+    server, most = Server(at.redis), max_listed(workers, every)
     models, (memory, doubts) = await survey(server, at.keys), await check_server(server)
     for warning in (*doubts, *file_notices(models)):
         say(warning, err=True)
     if as_json:
-        say_json([{**model, "server_memory": memory and memory._asdict()} for model in models])
+        say_json([{**model, "server_memory": memory and memory._asdict()} for model in limited(models, most)])
         return
     if models:
-        Terminal().print(*survey_tables(models, STATUS))
+        Terminal().print(*survey_tables(models, STATUS, DEFAULT_WORKERS if most is None else most))
     else:
         say(f"no model is served under the prefix {at.prefix!r} at {server}")
     if memory:

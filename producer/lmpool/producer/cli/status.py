@@ -6,6 +6,7 @@ A table shows as many columns as fit into the width of the terminal. Other comma
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
@@ -18,42 +19,65 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from lmpool.admin.survey import Survey, number, read_survey, survey, workers_of
+from lmpool.admin.fleet import KINDS, by_name, by_need, number
+from lmpool.admin.survey import Survey, pause_s, read_survey, survey
 from lmpool.broker.server import Server
 from lmpool.cli import Terminal, say_json
 from lmpool.errors import LMPoolError, SettingsError, printable
 from lmpool.producer.cli.options import AsJson, ServerOptions, with_options
 from lmpool.protocol.model_info import TRIE_SERVICE
 
-Interval = Annotated[float, typer.Option(min=0.1, max=3600, help="Seconds between two polls.")]
+Interval = Annotated[
+    float | None,
+    typer.Option(min=0.1, max=3600, help="Seconds between two polls (default: 1 s, or 3 ms per worker if longer)."),
+]
+MaxWorkers = Annotated[
+    int | None,
+    typer.Option("--workers", min=0, help="Max workers listed, the most urgent first (default: 20; --json: all)."),
+]
+AllWorkers = Annotated[bool, typer.Option("--all", help="List all workers.")]
 Once = Annotated[bool, typer.Option("--once", help="Poll once and exit.")]
+
+DEFAULT_WORKERS = 20
+"""Max workers listed without `--workers`: they fit a screen together with the other tables."""
 
 UNFOLDED = 1_000_000
 """Value of `Column.min_width` for a column whose names stay on one line while the table fits the terminal."""
 
 _FRAME, _PADDING = 1, 3  # Characters that rich adds to each line, and to each column.
+_INTERVAL_S = 1.0  # Seconds between two polls of a pool with few workers.
+_MIN_WORKERS = 5  # Workers that the live view lists even if the terminal is too low for them.
+_MAX_NAMED = 2  # Max workers that the table of outliers names per kind: names are long, and the next table has more.
+_TABLE_LINES = 6  # Lines of a table without its rows: title, frame, header and caption.
 _REPLY_TIMEOUT_S = 5.0  # Max seconds to wait for the server. Until the server replies, the view shows old values.
 
 
 @with_options
-async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, as_json: AsJson = False) -> None:
+async def top(
+    at: ServerOptions,
+    interval: Interval = None,
+    once: Once = False,
+    workers: MaxWorkers = None,
+    every: AllWorkers = False,
+    as_json: AsJson = False,
+) -> None:
     """Watch models and workers: queues, rates, and seconds from submission to row (p50, p99). Ctrl-C exits.
 
     Rates and times describe the interval between a worker's last two heartbeats.
     """
     if as_json and not once:
         raise SettingsError("json: the live view has no JSON form; use --once --json")
-    server, keys, console = Server(at.redis), at.keys, Terminal()
+    server, keys, console, most = Server(at.redis), at.keys, Terminal(), max_listed(workers, every)
     if once:
         models = await survey(server, keys)
         if as_json:
-            say_json(models)
+            say_json(limited(models, most))
         else:
-            console.print(_view(models))
+            console.print(_view(models, DEFAULT_WORKERS if most is None else most))
         return
     # Poll until cancelled; while the server is unreachable, show the reason and the last view.
     models, seen_at = Survey(), 0.0
-    async with server.connected(reply_timeout_s=max(_REPLY_TIMEOUT_S, interval)) as redis:
+    async with server.connected(reply_timeout_s=max(_REPLY_TIMEOUT_S, interval or 0)) as redis:
         with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
             while True:
                 trouble = ""
@@ -63,19 +87,44 @@ async def top(at: ServerOptions, interval: Interval = 1.0, once: Once = False, a
                     trouble = str(server.explain(error))
                     if seen_at:
                         trouble += f" (below: {time.monotonic() - seen_at:.0f} s ago)"
-                view = _view(models, trouble)
+                fitting = _fitting(models, console.height) if console.is_terminal else DEFAULT_WORKERS
+                view = _view(models, fitting if most is None else most, trouble)
                 if console.is_terminal:
                     live.update(view, refresh=True)
                 else:
                     console.print(view)
-                await asyncio.sleep(interval)
+                await asyncio.sleep(interval or pause_s(models, _INTERVAL_S))
 
 
-def _view(models: Survey, trouble: str = "") -> Group:
+def _view(models: Survey, most: int, trouble: str = "") -> Group:
     head = [Text(printable(trouble), style="bold red")] if trouble else []
     if not models:
         return Group(*(head or [Text("no model is served")]))
-    return Group(*head, *survey_tables(models, TOP))
+    return Group(*head, *survey_tables(models, TOP, most))
+
+
+def _fitting(models: Survey, height: int) -> int:
+    """Return the number of workers that a terminal of `height` lines can list below the other tables."""
+    outliers = sum(len(model["summary"]["outliers"]) for model in models)
+    return max(_MIN_WORKERS, height - 3 * _TABLE_LINES - len(models) - outliers)
+
+
+def max_listed(workers: int | None, every: bool) -> int | None:
+    """Return the value of `--workers`, the largest number for `--all`, or None for the default."""
+    if every and workers is not None:
+        raise SettingsError("workers: --all lists all workers; use one of the two options")
+    return sys.maxsize if every else workers
+
+
+def limited(models: Survey, most: int | None) -> Survey:
+    """Return the survey with the `most` workers that are the most urgent; None keeps all workers."""
+    if most is None:
+        return models
+    kept = {(worker["model"], worker["id"]) for worker in by_need(models)[:most]}
+    return [
+        {**model, "workers": [worker for worker in model["workers"] if (model["name"], worker["id"]) in kept]}
+        for model in models
+    ]
 
 
 class Column(NamedTuple):
@@ -143,11 +192,24 @@ def seconds(value: float) -> str:
 
 
 _RATE = Column("rows/s", 2, "rows_per_s", "{:.1f}".format)
+_BUSY = Column("busy", 8, "occupancy", "{:.0%}".format)
 _MODEL = Column("model", 0, "name")
-_QUEUE = (Column("workers", 2), Column("queued", 1), Column("oldest", 3, "age_s", seconds), Column("dead", 4), _RATE)
+_SERVED = Column("model", 0)
+_NOT_READY = Column("not ready", 2)
+_VERSIONS = Column("versions", 10)
+_QUEUE = (
+    Column("workers", 2),
+    _NOT_READY,
+    Column("queued", 1),
+    Column("oldest", 3, "age_s", seconds),
+    Column("dead", 4),
+    _RATE,
+    _BUSY,
+    _VERSIONS,
+)
 _WORKER = (
     Column("worker", 0, "id"),
-    Column("model", 0),
+    _SERVED,
     Column("state", 1),
     Column("rows", 11),
     _RATE,
@@ -159,13 +221,14 @@ _WORKER = (
     Column("stolen", 13),
     Column("shared", 14),
 )
-_SPREAD = (Column("ranks", 15), Column("devices", 16))  # Shown only if a model is spread over several devices.
+_SPREAD = (Column("ranks", 15), Column("devices", 16))  # A model that is spread over several devices has these values.
 _HEARD = Column("heard", 9, "silent_s", seconds)
+_IF_ANY = {_NOT_READY, _BUSY, _VERSIONS, *_SPREAD}  # Columns that are shown only if a row has a value.
 
 _INFO = (Column("backend", 6), Column("V", 7, "vocab_size"), Column("dtype", 9), Column("rows as", 8, "encoding"))
 
 STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD, *_SPREAD))
-"""The columns of the two tables of `lmpool status`: models and workers."""
+"""The columns of two tables of `lmpool status`: models and workers."""
 
 TOP = (
     (_MODEL, *_QUEUE, Column("p50", 6, "p50_s", seconds), Column("p99", 5, "p99_s", seconds)),
@@ -178,20 +241,71 @@ TOP = (
         *_SPREAD,
     ),
 )
-"""The columns of the two tables of `lmpool top`: models and workers."""
+"""The columns of two tables of `lmpool top`: models and workers."""
+
+_OUTLIERS = (Column("outliers", 0, "kind"), _SERVED, Column("workers", 1, "count"), Column("such as", 0))
+# Field that shows how much an outlier is affected -> its format.
+_FORMS: dict[str, Callable[[float], str]] = {
+    "failures": "{:.0f} failed".format,
+    "silent_s": lambda value: f"heard {seconds(value)} ago",
+    "p99_s": lambda value: f"p99 {seconds(value)}",
+}
 
 
-def survey_tables(models: Survey, columns: tuple[Sequence[Column], Sequence[Column]]) -> list[FittingTable]:
-    """Return the tables of models and workers with the columns `STATUS` or `TOP`."""
-    of_models = [{**(model["info"] or {}), **model, "workers": len(model["workers"])} for model in models]
-    for row in of_models:
-        if row["name"] == TRIE_SERVICE:
-            row["vocab_size"] = None  # Trie workers serve vocabularies of any size.
-        row["age_s"] = row["age_s"] if row["queued"] else None
-    of_workers = [dict(worker) for worker in workers_of(models)]
-    for row in of_workers:
-        # Show the share of prompt tokens that the worker's prefix cache contained, since the worker's start.
-        tokens, reused = number(row, "tokens"), number(row, "reused")
-        row["reuse"] = reused / tokens if tokens and reused is not None else None
-    shown = [column for column in columns[1] if column not in _SPREAD or any(map(column.cell, of_workers))]
-    return [FittingTable("Models", columns[0], of_models), FittingTable("Workers", shown, of_workers)]
+def survey_tables(
+    models: Survey, columns: tuple[Sequence[Column], Sequence[Column]], most: int = DEFAULT_WORKERS
+) -> list[FittingTable]:
+    """Return the tables of models and of at most `most` workers with the columns `STATUS` or `TOP`.
+
+    If there are more workers, a table of outliers precedes the workers, and the most urgent workers are listed.
+    """
+    tables = [_table("Models", columns[0], [_model_row(model) for model in models])]
+    count = sum(len(model["workers"]) for model in models)
+    outliers = [_outlier_row(model, found) for model in models for found in model["summary"]["outliers"]]
+    # With one model, the column `model` would repeat its name in each row.
+    left_out = () if len(models) > 1 else (_SERVED,)
+    outlier_columns = [column for column in _OUTLIERS if column not in left_out]
+    worker_columns = [column for column in columns[1] if column not in left_out]
+    if count > most:
+        # Rather leave out more columns than fold the names of many workers.
+        worker_columns[0] = worker_columns[0]._replace(min_width=UNFOLDED)
+        if outliers:
+            tables.append(_table("Outliers", outlier_columns, outliers))
+    if most:
+        title = f"{most:,} of {count:,} workers, the most urgent first (--workers N, --all)"
+        title = "Workers" if count <= most else title
+        listed = by_name(models) if count <= most else by_need(models)[:most]
+        tables.append(_table(title, worker_columns, [_worker_row(worker) for worker in listed]))
+    return tables
+
+
+def _table(title: str, columns: Sequence[Column], rows: Sequence[Mapping[str, Any]]) -> FittingTable:
+    shown = [column for column in columns if column not in _IF_ANY or any(map(column.cell, rows))]
+    return FittingTable(title, shown, rows)
+
+
+def _model_row(model: dict[str, Any]) -> dict[str, Any]:
+    summary = model["summary"]
+    row = {**(model["info"] or {}), **model, "workers": summary["workers"], "occupancy": summary["occupancy"]}
+    if row["name"] == TRIE_SERVICE:
+        row["vocab_size"] = None  # Trie workers serve vocabularies of any size.
+    row["age_s"] = row["age_s"] if row["queued"] else None
+    states, versions = summary["states"], summary["versions"]
+    row["not ready"] = ", ".join(f"{count:,} {state}" for state, count in states.items() if state != "ready")
+    if len(versions) > 1:  # Releases are worth a column while a pool is being upgraded.
+        row["versions"] = ", ".join(f"{version} ({count:,})" for version, count in versions.items())
+    return row
+
+
+def _worker_row(worker: dict[str, Any]) -> dict[str, Any]:
+    # Show the share of prompt tokens that the worker's prefix cache contained, since the worker's start.
+    tokens, reused = number(worker, "tokens"), number(worker, "reused")
+    return {**worker, "reuse": reused / tokens if tokens and reused is not None else None}
+
+
+def _outlier_row(model: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    form = _FORMS.get(next(kind.field for kind in KINDS if kind.name == found["kind"]))
+    most = found["most"][:_MAX_NAMED]
+    named = [f"{worker} ({form(value)})" if form and value is not None else worker for worker, value in most]
+    more = [f"{rest:,} more"] if (rest := found["count"] - len(named)) else []
+    return {**found, "model": model["name"], "such as": ", ".join(named + more)}

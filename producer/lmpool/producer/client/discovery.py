@@ -6,11 +6,11 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
@@ -159,13 +159,6 @@ class Connections(Tasks):
         await self.redis.aclose()
 
 
-class WorkerInfo(NamedTuple):
-    """A live worker: its id, and the fields of its heartbeat."""
-
-    worker_id: str
-    fields: Mapping[str, str]
-
-
 class Discovery:
     """Reads the models that a pool serves, and their workers."""
 
@@ -286,37 +279,6 @@ class Discovery:
         key: Any = self._keys.model(model).workers
         deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
         return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
-
-    async def workers(self, model: str) -> list[WorkerInfo]:
-        """Return the live workers of a model; reads one heartbeat after the other."""
-        return await self._alive((await read_alive(self._redis, self._keys.model(model), names=True)).names)
-
-    async def loading(self) -> list[WorkerInfo]:
-        """Return the workers that are still loading their models."""
-        workers = await self._alive(await read_texts(self._redis, self._keys.loading()))
-        return [worker for worker in workers if worker.fields.get("state") == "loading"]
-
-    async def _alive(self, names: Iterable[str]) -> list[WorkerInfo]:
-        """Return the workers in `names` whose heartbeats have not expired and contain the name of a model."""
-        workers = []
-        for name in sorted(names):
-            try:
-                fields = await read_texts(self._redis, self._keys.worker(name))
-            except errors.ProtocolError as error:
-                # A heartbeat key that another program has overwritten must not hide the other workers.
-                _log.warning("the worker %r is left out: %s", name, error)
-            else:
-                workers += [WorkerInfo(name, fields)] if "model" in fields else []
-        return workers
-
-    async def silences(self, workers: Iterable[WorkerInfo]) -> dict[str, float]:
-        """Return the seconds since each worker's last heartbeat; leaves out heartbeats that do not state a lease."""
-        silences = {}
-        for name, fields in workers:
-            left_ms = await self._redis.pttl(self._keys.worker(name))
-            with suppress(KeyError, ValueError):
-                silences[name] = max(0.0, float(fields["lease_s"]) - max(0, left_ms) / 1000)
-        return silences
 
     async def queue(self, model: str) -> QueueState:
         """Return the state of a model's queue."""

@@ -1,13 +1,14 @@
-// The pool page: shows the frames of api/stream, one per second, as tiles, graphs and tables.
+// The pool page: shows the frames of api/stream, one per survey, as tiles, graphs and tables.
 
 import { Charts } from "./charts.js";
 import { Table, byId, bytes, count, counted, cut, el, fetchJson, legendOf, percent, rate, seconds, setText, watch } from "./dom.js";
 import { Letters } from "./letters.js";
 
-const MAX_WORKERS = 100; // Max workers listed until the user requests all workers: more rows slow a page down.
-
 // Whether a model's error text is about its queue, not about its adapters.
 const isQueueTrouble = (model) => model.trouble.startsWith("the queue");
+
+const notReady = (model) => model.states.filter(([state]) => state !== "ready").map(([state, workers]) =>
+  `${count(workers)} ${state}`).join(", ");
 
 const MODELS = [
   { title: "model", long: true, text: (model) => cut(model.name), title_of: (model) => model.name },
@@ -15,7 +16,12 @@ const MODELS = [
   { title: "V", wide: true, text: (model) => count(model.vocab_size), help: "length of a row: one value per token of the vocabulary" },
   { title: "rows as", left: true, wide: true, text: (model) => [model.dtype, model.encoding].filter(Boolean).join(" / "),
     help: "number format of the computation / of the rows that are sent" },
-  { title: "workers", text: (model) => count(model.workers.length), help: "processes that compute rows of the model" },
+  { title: "workers", text: (model) => count(model.workers), help: "processes that compute rows of the model" },
+  { title: "not ready", left: true, wide: true, text: notReady, help: "workers in other states than ready" },
+  { title: "busy", wide: true, text: (model) => percent(model.occupancy),
+    help: "prompts that ready workers hold, in relation to the prompts that they compute at once. Above 100 %, workers hold their next batches already" },
+  { title: "release", left: true, wide: true, text: (model) => model.versions.map(([name, workers]) =>
+    (model.versions.length > 1 ? `${name} (${count(workers)})` : name)).join(", "), help: "releases of lmpool that the workers run" },
   { title: "queued", text: (model) => count(model.queued), mark: (model) => (isQueueTrouble(model) ? "bad" : ""),
     title_of: (model) => (isQueueTrouble(model) ? model.trouble : ""), help: "prompts that wait or are in flight" },
   { title: "oldest", text: (model) => (model.queued ? seconds(model.age_s) : "–"), help: "time since the oldest queued prompt was submitted" },
@@ -57,8 +63,27 @@ const WORKERS = [
   { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
 ];
 
+// Kind of outlier -> the format of the value that shows how much a worker is affected.
+const AFFECTED = {
+  silent: (value) => `heard ${seconds(value)} ago`, failing: (value) => `${count(value)} failed`, slow: (value) => `p99 ${seconds(value)}`,
+};
+
+function namedOutliers({ kind, count: all, most }) {
+  const named = most.map(([id, value]) => (value != null && AFFECTED[kind] ? `${id} (${AFFECTED[kind](value)})` : id));
+  return [...named, ...(all > most.length ? [`${count(all - most.length)} more`] : [])].join(", ");
+}
+
+const OUTLIERS = [
+  { title: "kind", left: true, text: (outlier) => outlier.kind,
+    help: "silent: the last two heartbeats are missing. changed files: the files of the model have changed since the worker loaded them. failing: prompts ended in an error. slow: the worker's p99 is more than four times the median of its model's workers. draining: the worker finishes its prompts, then ends. loading: the worker loads its model" },
+  { title: "model", long: true, wide: true, text: (outlier) => outlier.model },
+  { title: "workers", text: (outlier) => count(outlier.count), help: "number of workers of this kind" },
+  { title: "such as", long: true, text: namedOutliers, help: "the five most affected workers of this kind" },
+];
+
 const models = new Table(byId("models"), MODELS, (model) => model.name);
 const workers = new Table(byId("workers"), WORKERS, (worker) => `${worker.model}\n${worker.id}`);
+const outliers = new Table(byId("outliers"), OUTLIERS, (outlier) => `${outlier.model}\n${outlier.kind}`);
 const events = new Table(byId("events"), [
   { title: "time", left: true, text: (event) => new Date(1000 * event.at).toTimeString().slice(0, 8) },
   { title: "worker", long: true, text: (event) => event.worker },
@@ -66,6 +91,7 @@ const events = new Table(byId("events"), [
   { title: "event", left: true, text: (event) => event.what, mark: (event) => (event.what === "died" ? "bad" : "") },
 ], (event) => event.number);
 byId("models-legend").append(legendOf(MODELS));
+byId("outliers-legend").append(legendOf(OUTLIERS));
 byId("workers-legend").append(legendOf(WORKERS));
 
 const sum = (items, value) => items.reduce((total, item) => total + (value(item) ?? 0), 0);
@@ -85,39 +111,55 @@ function tile(name, value, more = "", mark = "") {
   number.dataset.mark = mark;
 }
 
-function showTiles(frame, all) {
+function showTiles(frame) {
   const served = frame.models;
   const [queued, dead] = [sum(served, (model) => model.queued), sum(served, (model) => model.dead)];
   const [tokens, reused, homed, rows] = ["tokens", "reused", "homed", "rows"].map((name) =>
-    sum(all, (worker) => worker[name]));
+    sum(served, (model) => model[name]));
   const memory = frame.memory;
   tile("rows/s", rate(sum(served, (model) => model.rows_per_s)), counted(served.length, "model"));
-  const inState = (state) => all.filter((worker) => worker.state === state).length;
+  const inState = (wanted) => sum(served, (model) => sum(model.states, ([state, workers]) => (state === wanted ? workers : 0)));
   const silent = inState("silent");
-  tile("workers", count(all.length), `${count(inState("ready"))} ready${silent ? `, ${count(silent)} silent` : ""}`, silent ? "bad" : "");
+  tile("workers", count(sum(served, (model) => model.workers)), `${count(inState("ready"))} ready${silent ? `, ${count(silent)} silent` : ""}`, silent ? "bad" : "");
   tile("queued", count(queued), queued ? `oldest ${seconds(max(served, (model) => model.age_s))}` : "queue empty");
   tile("p50", seconds(max(served, (model) => model.p50_s)), "submission to row");
   tile("p99", seconds(max(served, (model) => model.p99_s)), "of the slowest model");
   tile("prefix reuse", tokens ? percent(reused / tokens) : "–", "of tokens");
-  tile("homed", rows ? percent(Math.min(1, homed / rows)) : "–", `${count(sum(all, (worker) => worker.shared))} shared`);
+  tile("homed", rows ? percent(Math.min(1, homed / rows)) : "–", `${count(sum(served, (model) => model.shared))} shared`);
   tile("dead letters", count(dead), dead ? "see below" : "none", dead ? "bad" : "");
   tile("memory", bytes(memory?.used_bytes),
     memory?.limit_bytes ? `of ${bytes(memory.limit_bytes)}` : "no limit known", memory?.doubt ? "bad" : "");
 }
 
 let newest = null;
-let showsAll = false;
+let offset = 0; // Index of the first worker that the user wants to see.
+let shownOffset = 0;
+let requested = 0; // Number of requests for pages of workers, to ignore responses that are late.
 
-function showWorkers() {
-  const all = newest.models.flatMap((model) => model.workers.map((worker) => ({ ...worker, model: model.name })));
-  const wanted = byId("filter").value.toLowerCase();
-  const matching = wanted
-    ? all.filter((worker) => `${worker.id} ${worker.model} ${worker.state}`.toLowerCase().includes(wanted)) : all;
-  workers.update(showsAll ? matching : matching.slice(0, MAX_WORKERS));
-  setText(byId("workers-count"), wanted ? `${count(matching.length)} of ${count(all.length)}` : count(all.length));
-  byId("all-workers").hidden = showsAll || matching.length <= MAX_WORKERS;
-  setText(byId("all-workers"), `show all ${count(matching.length)}`);
-  return all;
+// Show the page of workers in the frame, or request another page from the service, which keeps the last survey.
+async function showWorkers() {
+  const wanted = byId("filter").value;
+  const number = requested += 1;
+  const page = wanted || offset
+    ? await fetchJson(`api/workers?${new URLSearchParams({ filter: wanted, offset })}`) : newest.workers;
+  if (number !== requested) return;
+  const last = page.offset + page.listed.length;
+  shownOffset = page.offset;
+  workers.update(page.listed);
+  setText(byId("workers-count"), wanted ? `${count(page.matching)} of ${count(page.total)}` : count(page.total));
+  byId("pager").hidden = page.listed.length === page.matching;
+  setText(byId("range"), `${count(page.offset + 1)} to ${count(last)} of ${count(page.matching)}, the most urgent first`);
+  byId("previous").disabled = page.offset === 0;
+  byId("next").disabled = last === page.matching;
+}
+
+function refreshWorkers() {
+  showWorkers().catch((error) => say("disconnected", error.message));
+}
+
+function turn(pages) {
+  offset = Math.max(0, shownOffset + pages * newest.workers.listed.length);
+  refreshWorkers();
 }
 
 function say(state, text) {
@@ -127,12 +169,6 @@ function say(state, text) {
   setText(byId("trouble"), text);
 }
 
-function noticesOf(frame) {
-  const changed = frame.models.flatMap((model) => model.workers).filter((worker) => worker.changed_files);
-  return changed.map((worker) => `Files of the model have changed since ${worker.id} loaded them (${worker.changed_files}). `
-    + "The worker continues with the weights in its memory.");
-}
-
 function show(frame, letters) {
   if (frame.trouble) {
     const since = frame.seen_at ? ` (below: state at ${new Date(1000 * frame.seen_at).toTimeString().slice(0, 8)})` : "";
@@ -140,11 +176,14 @@ function show(frame, letters) {
     return;
   }
   newest = frame;
-  say("live", [frame.memory?.doubt, ...noticesOf(frame)].filter(Boolean).join(" "));
+  say("live", [frame.memory?.doubt, ...frame.notices].filter(Boolean).map((text) => `${text}.`).join(" "));
   setText(byId("server"), frame.server);
   byId("no-models").hidden = frame.models.length > 0;
   models.update(frame.models);
-  showTiles(frame, showWorkers());
+  outliers.update(frame.outliers);
+  byId("outliers-section").hidden = !frame.outliers.length;
+  showTiles(frame);
+  refreshWorkers();
   events.update(frame.events);
   byId("no-events").hidden = frame.events.length > 0;
   letters.update(frame.models);
@@ -155,8 +194,12 @@ async function start() {
   const charts = new Charts(history);
   const letters = new Letters(settings.allow_changes);
   charts.draw();
-  byId("filter").addEventListener("input", () => newest && showWorkers());
-  byId("all-workers").addEventListener("click", () => { showsAll = true; showWorkers(); });
+  byId("filter").addEventListener("input", () => {
+    offset = 0;
+    if (newest) refreshWorkers();
+  });
+  byId("previous").addEventListener("click", () => turn(-1));
+  byId("next").addEventListener("click", () => turn(1));
   document.addEventListener("visibilitychange", () => charts.draw());
   let wasLost = false;
   await watch("api/stream", async (frame) => {
