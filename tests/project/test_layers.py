@@ -421,7 +421,7 @@ def test_no_script_makes_a_key_of_its_own() -> None:
         for call in re.finditer(r"redis\.p?call\(\s*'(\w+)'\s*,\s*(?:unpack\()?([\w\[\]]+)", code):
             # Every key that a script uses is in KEYS, or in a variable with one of these names.
             names = "jobs|dead|waiting|ended|row|reply|adapters|reasons"
-            names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
+            names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|watcher|turn|base|key|workers|deadlines|cursor"
             names += "|stream|lanes|lane_of|lane"
             # strings.lua calls MSETEX with `size`, the number of keys, which the including script defines.
             names += "|size" if path.stem == "strings" else ""

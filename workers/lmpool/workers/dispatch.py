@@ -244,11 +244,6 @@ class FetchLoop:
                 return True
         return False
 
-    @property
-    def has_capacity(self) -> bool:
-        """Whether the worker may claim jobs now."""
-        return not self.lifecycle.stopping.is_set() and self._capacity() > 0
-
     def _capacity(self) -> int:
         """Number of prompts that the worker may take now."""
         return min(self.engine_thread.capacity, self._unpublished_capacity())

@@ -344,7 +344,7 @@ class Worker:
         """Write the heartbeat; this worker may get the turn to claim jobs of silent workers."""
         sent_at, consumer = time.time(), serving.consumer
         fields = self._heartbeat_fields(serving)
-        beat = await serving.heartbeat.send(fields, takes_turns=serving.fetch_loop.has_capacity)
+        beat = await serving.heartbeat.send(fields, takes_turns=not self._lifecycle.stopping.is_set())
         self.counters.note_clock(beat.server_time, sent_at)
         self.counters.serving = beat.workers
         # The jobs of a read without a reply stay with this worker: only this worker claims them, after a lease.

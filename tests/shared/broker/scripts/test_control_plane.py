@@ -463,7 +463,7 @@ async def test_one_worker_at_a_time_has_the_turn_to_look_for_lost_jobs(redis: re
     await redis.xadd(JOBS, {"m": b"job"})
     await take(redis)
     await workers[3].send({}, takes_turns=False)
-    assert not await redis.exists(MODEL.turn), "it has no capacity for the jobs"
+    assert not await redis.exists(MODEL.turn), "it drains"
     turns = [await worker.send({}, takes_turns=True) for worker in workers]
     assert [beat.has_turn for beat in turns] == [True, False, False, False]
     await redis.delete(MODEL.turn)
