@@ -215,6 +215,7 @@ class Job(Message, frozen=True, tag=WIRE_VERSION):
     overwrite: bool = False  # Whether to replace the stored row, because a client found it corrupt.
     query: bytes = b""  # Encoded query (`lmpool.protocol.query`) for a result other than the row; b"" for the row.
     host: bytes = b""  # The host (`host_token`) whose shared memory the client reads; b"" for none.
+    socket: bytes = b""  # Name of the client's socket (`lmpool.rows.datagram`) for this job's row; b"" for none.
 
 
 class TracedJob(Job, frozen=True, tag=WIRE_VERSION):

@@ -107,8 +107,8 @@ class SegmentListener:
 class Segment:
     """The rows that one worker wrote last, in sealed memory whose descriptor this object owns.
 
-    The backend's thread calls `new_rows`; one other thread calls all other methods. The constructor raises `OSError`
-    if the folder of sockets cannot be used.
+    The backend's thread calls `new_rows`, any thread `write`, and one other thread all other methods. The constructor
+    raises `OSError` if the folder of sockets cannot be used.
     """
 
     def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
@@ -421,14 +421,23 @@ class SegmentWriter:
                 _log.warning("rows go through Redis, not through shared memory: %s; %s", why, off)
 
     def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
-        """Write the rows of a block, except rows that go through Redis (`leave_out`).
-
-        A row that the segment has is written again only if it is in `overwrite`.
-        """
+        """Write the rows of a block as `write_rows` does; `leave_out` are rows that Redis stores."""
         segment = self.segment
         if segment is None:
             return shared_memory.NOT_SHARED
         segment.note_stored(leave_out)
+        return Shared(self.write_rows(block, leave_out, overwrite), segment.replaced(), self.host)
+
+    def write_rows(
+        self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]
+    ) -> dict[bytes, bytes]:
+        """Write the rows of a block except `leave_out`; returns the references of the rows that have slots, by digest.
+
+        A row that the segment has is written again only if it is in `overwrite`. Any thread may call this method.
+        """
+        segment = self.segment
+        if segment is None:
+            return {}
         digests = [digest for digest in block.digests if digest not in leave_out]
         numbers = {digest: None if digest in overwrite else segment.find(digest) for digest in digests}
         rows = [row for row, digest in enumerate(block.digests) if numbers.get(digest, 0) is None]
@@ -438,12 +447,11 @@ class SegmentWriter:
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
         # All references begin with the same bytes; only the row's number and the worker's name follow.
         head = shared_memory.Reference(self.host, segment.nonce, 0).pack()[:-WORD]
-        references = {
+        return {
             digest: head + number.to_bytes(WORD, "little") + self._worker
             for digest, number in numbers.items()
             if number is not None
         }
-        return Shared(references, segment.replaced(), self.host)
 
     def note_stored(self, digests: Iterable[bytes]) -> None:
         """See `Segment.note_stored`."""

@@ -57,27 +57,27 @@ def test_failures_survive_the_wire(kind: str, text: str) -> None:
 
 def test_the_wire_is_pinned_to_the_byte() -> None:
     # MessagePack encodes all token ids as one `bin` (byte c4), however many they are.
-    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9708c40407000000a161a26670c3c40109c400"
-    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-5:].hex() == "c2c400c400"
-    assert Job(b"", "", "", host=b"here").pack()[-6:].hex() == "c40468657265"
+    assert Job(b"\x07\0\0\0", "a", "fp", True, b"\x09").pack().hex() == "9808c40407000000a161a26670c3c40109c400c400"
+    assert Job(b"\x07\0\0\0", "a", "fp").pack()[-7:].hex() == "c2c400c400c400"
+    assert Job(b"", "", "", host=b"here", socket=b"s").pack()[-9:].hex() == "c40468657265c40173"
     jobs = [Job(b"\x07\0\0\0", "a", "fp", True, b"\x09"), Job(b"", "", "")]
     assert pack_jobs(jobs) == [job.pack() for job in jobs]
     assert Failure("E", "no").pack().hex() == "9308a145a26e6f"
 
 
 def test_a_job_of_a_client_that_traces_has_one_field_more() -> None:
-    sent = Job(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here")
+    sent = Job(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here", b"socket")
     (packed,) = pack_jobs([sent])
     traced = with_traceparent(packed, "00-ab")
-    assert traced.hex() == "98" + packed.hex()[2:] + b"\xa500-ab".hex()
+    assert traced.hex() == "99" + packed.hex()[2:] + b"\xa500-ab".hex()
     read = unpack_job(traced)
-    assert read == TracedJob(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here", "00-ab")
+    assert read == TracedJob(b"\x07\0\0\0", "a", "fp", True, b"\x09", b"here", b"socket", "00-ab")
     assert read.pack() == traced
     for wrong in (b"\xc4\x0200", b"\xc0", b"\x07", b"\xa500-ab\xa0"):
         with pytest.raises(ProtocolError, match="not a job"):
-            unpack_job(b"\x98" + packed[1:] + wrong)
+            unpack_job(b"\x99" + packed[1:] + wrong)
     with pytest.raises(ProtocolError, match="not a job"):
-        unpack_job(b"\x99" + packed[1:] + b"\xa0\xa0")
+        unpack_job(b"\x9a" + packed[1:] + b"\xa0\xa0")
 
 
 def test_a_long_prompt_travels() -> None:
@@ -98,7 +98,6 @@ WRONG_JOBS: dict[str, bytes] = {
     "version 3": job(version=3),
     "version 4": job(version=4),
     "version 6": job(version=6),
-    "version 7": job(version=7),
     "version as text": job(version="5"),
     "version as a float": job(version=5.0),
     "version as a bool": job(version=True),
@@ -166,13 +165,13 @@ def test_other_bytes_than_a_failure_are_refused(data: bytes) -> None:
 
 def test_messages_of_another_release_are_refused_with_both_versions() -> None:
     older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
-    hint = "wire version 2, and this release of lmpool speaks 8: run the same on all sides"
+    hint = "wire version 2, and this release of lmpool speaks 7: run the same on all sides"
     with pytest.raises(ProtocolError, match=f"a job of {hint}"):
         unpack_job(older_job)
     with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
         unpack_failure(older_failure)
-    with pytest.raises(ProtocolError, match="a job of wire version 9, and this release of lmpool speaks 8"):
-        unpack_job(job(version=9))
+    with pytest.raises(ProtocolError, match="a job of wire version 8, and this release of lmpool speaks 7"):
+        unpack_job(job(version=8))
 
 
 @readers

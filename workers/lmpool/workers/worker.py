@@ -110,11 +110,13 @@ class Serving:
         self.consumer = Consumer(reader, self.connection)
         self.leases = Leases(reader, settings.max_deliveries)
         self.dispatcher = Dispatcher(worker._lifecycle, in_flight, engine_thread, queries, self.adapters, traces)
+        engine_thread.on_finished = self.dispatcher.notify_early
         self.fetch_loop = FetchLoop(self.dispatcher, self.consumer, self.leases)
 
     async def close(self) -> None:
         """Close all connections."""
         self.segment.close()
+        self.publisher.datagrams.close()
         self.segments.close()
         self.rows.close()
         self.trie_inputs.close()

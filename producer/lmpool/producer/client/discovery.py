@@ -26,6 +26,7 @@ from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.token_set import TokenSet
 from lmpool.protocol.tokenizer import special_tokens
 from lmpool.rows.cache import RowCache
+from lmpool.rows.datagram import DatagramReceiver
 from lmpool.rows.shared_memory import SegmentReader, is_shared
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
@@ -72,6 +73,7 @@ class Connections(Tasks):
         closed: whether the session has ended.
         trouble: why the server cannot be used now, or None.
         segments: reader of rows in the shared memory of this machine.
+        datagrams: receiver of notifications from workers on this machine.
         model: the model that `adopt` sets before the first request.
     """
 
@@ -84,6 +86,7 @@ class Connections(Tasks):
         self._is_bulk = is_bulk
         self._client_id = secrets.token_hex(8)
         self.segments = SegmentReader()
+        self.datagrams = DatagramReceiver()
         self.redis = server.client()
         self.reader = CommandConnection(server)
         self.commands = CommandConnection(server)
@@ -154,6 +157,7 @@ class Connections(Tasks):
         """Close all connections."""
         self._close_rows()
         self.segments.close()
+        self.datagrams.close()
         self.commands.close()
         self.reader.close()
         await self.redis.aclose()

@@ -34,7 +34,8 @@ from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unp
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Encoding, Row, decode_alike, decode_entries, encoded_size, split_rows
-from lmpool.rows.cache import read_values
+from lmpool.rows.cache import Found, read_values
+from lmpool.rows.datagram import RowReady
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
 _log = logging.getLogger("lmpool.producer")
@@ -49,6 +50,9 @@ _MAX_BLOCK_S, _MIN_BLOCK_S = 5.0, 1.0
 _TRIM_INTERVAL = 16
 # Event-loop ticks to yield after a read, so that callers can submit their next prompt.
 _YIELDED_TICKS = 4
+# Seconds to pause after messages about rows that datagrams had brought, while fewer than this number of requests are
+# pending: one command then reads the messages of several such requests. A lost datagram costs this time.
+_PAUSE_S, _FEW_REQUESTS = 0.001, 2
 # Max rows that a batch reads from shared memory before it yields to the event loop.
 _ROWS_PER_TICK = 8
 # Max lookups of single rows in shared memory per event-loop tick, so that other tasks get their turn.
@@ -276,6 +280,7 @@ class Receiver:
     async def read(self) -> None:
         """Read this client's reply stream, forever."""
         connections = self._connections
+        connections.datagrams.open(self._on_datagram)
         last, was_damaged, unread = b"0-0", False, 0
         waits = delays()
         while True:
@@ -296,10 +301,10 @@ class Receiver:
                 await asyncio.sleep(next(waits))
                 self._announce_all()
                 continue
-            waits, was_damaged = delays(), False
+            waits, was_damaged, was_awaited = delays(), False, False
             for entry_id, fields in entries:
                 last = entry_id
-                await self._on_message(fields)
+                was_awaited = await self._on_message(fields) or was_awaited
             unread += len(entries)
             self.messages += len(entries)
             if unread >= _TRIM_INTERVAL:
@@ -308,8 +313,10 @@ class Receiver:
             if len(last) > _MAX_ID_BYTES:
                 last = await self._start_over()
                 self._announce_all()
+            if entries and not was_awaited and len(self._requests) < _FEW_REQUESTS:
+                await asyncio.sleep(_PAUSE_S)
             # Yield so that callers that received rows can submit their next prompts before the next read.
-            for _ in range(_YIELDED_TICKS):
+            for _ in range(_YIELDED_TICKS * was_awaited):
                 await asyncio.sleep(0)
 
     async def _trim(self, last: bytes) -> None:
@@ -351,20 +358,23 @@ class Receiver:
         """
         self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
 
-    async def _on_message(self, fields: Mapping[bytes, bytes]) -> None:
-        """Resolve requests with the failure or the rows of a message, and announce the rows that must be fetched."""
+    async def _on_message(self, fields: Mapping[bytes, bytes]) -> bool:
+        """Resolve requests with the failure or the rows of a message, and announce the rows that must be fetched.
+
+        Returns whether a request waited for the message.
+        """
         joined, pending = fields.get(b"d", b""), self._requests.get
         digests = [joined[at : at + DIGEST_SIZE] for at in range(0, len(joined), DIGEST_SIZE)]
         requests = [request for digest in digests if (request := pending(digest)) is not None]
         if not requests:
-            return
+            return False
         if (failure := fields.get(b"e")) is not None:
             self._on_failure(requests, failure)
-            return
+            return True
         model = self._connections.model
         if fields.get(b"f") != model.fingerprint.encode():
             self._restart(requests)
-            return
+            return True
         if worker := fields.get(b"w"):
             self._submitter.homes.note([request.prompt for request in requests], worker)
         if carried := fields.get(b"v"):
@@ -387,6 +397,27 @@ class Receiver:
                 wanted, lambda digest: segments.read_at(place_of[digest], digest, vocab_size), "announced"
             )
         self._announce([request.prompt.digest for request in requests if request.waiters])
+        return True
+
+    def _on_datagram(self, message: RowReady) -> None:
+        """Resolve a request with the row of a datagram, which is checked like the rows in the server's messages.
+
+        A row that cannot be read is ignored: the server's message about the row follows.
+        """
+        digest, value, model = message.digest, message.value, self._connections.model
+        request = self._requests.get(digest)
+        if request is None or not request.may_end_early or message.fingerprint != model.fingerprint:
+            return
+        row: Found = None
+        if not message.is_place:
+            length = request.prompt.length
+            (row,) = read_values([digest], [value], {digest: length} if length else {}, model.info.vocab_size)
+        elif len(value) == PLACE_SIZE:
+            row = self._connections.segments.read_at(value, digest, model.info.vocab_size)
+        if row is not None and not isinstance(row, errors.CorruptRow):
+            request.ended_early, request.origin = True, request.origin or "computed"
+            self._submitter.homes.note([request.prompt], message.worker)
+            self._requests.resolve_found([digest], [row], are_shared=message.is_place)
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests again whose jobs ended without a row because the model now has other weights."""

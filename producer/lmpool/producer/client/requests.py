@@ -222,6 +222,7 @@ class PendingRequest:
         weights: the weights of a trie job, or None once the server has the weights.
         weights_name: name of the stored weights, or b"".
         call: the traced call that started the request.
+        ended_early: whether a datagram has ended the request, perhaps before the reply to its submission.
     """
 
     prompt: Prompt
@@ -241,6 +242,12 @@ class PendingRequest:
     weights: SentWeights | None = None
     weights_name: bytes = b""
     call: TracedCall | None = None
+    ended_early: bool = False
+
+    @property
+    def may_end_early(self) -> bool:
+        """Whether a datagram may end the request, shortly before the worker stores the result in Redis."""
+        return not (self.warm or self.is_private or self.whole or self.damaged)
 
 
 class PendingRequests:

@@ -306,7 +306,8 @@ class Submitter:
                 request.stage, request.is_refused = Stage.UNSENT, True
                 if not self._waits:
                     self._requests.resolve(request, QueueFull(self._connections.describe_full_queue()))
-            if not request.waiters and code in "QJ" and pending(request.prompt.digest) is None:
+            is_cancelled = not request.waiters and not request.ended_early
+            if is_cancelled and code in "QJ" and pending(request.prompt.digest) is None:
                 abandoned.append(request.prompt.digest)
         if abandoned:
             await self._cancel(abandoned)
@@ -326,7 +327,8 @@ class Submitter:
             ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
             # Without a host, the worker stores the row itself in Redis, not a reference to its shared memory.
             host = b"" if request.whole or request.lost else model.host
-            unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host))
+            socket = connections.datagrams.name if request.may_end_early else b""
+            unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host, socket))
         jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:
             jobs = self._traces.mark(requests, jobs)

@@ -105,6 +105,7 @@ class EngineThread:
         tells_steps: whether to set `StepResult.step`.
 
     Attributes:
+        on_finished: called in the thread with the results of each step, before `on_result`.
         batch: number of prompts in a full step.
         step_s: recent max seconds of a step; infinity before the first step.
         stats: the backend's counters after its last step.
@@ -123,6 +124,7 @@ class EngineThread:
         *,
         tells_steps: bool = False,
     ) -> None:
+        self.on_finished: Callable[[StepResult], None] = lambda result: None
         self._make, self._on_result, self._on_broken, self._on_step = make, on_result, on_broken, on_step
         self._loop, self._tells_steps = asyncio.get_running_loop(), tells_steps
         self._ready: Future[tuple[Opened, _Capacity]] = Future()
@@ -364,6 +366,7 @@ class EngineThread:
                     raise WorkerError(f"the backend has returned something that is not a row: {error}") from error
                 self._note_step_time(ended - began, len(digests))
                 result = engine.take_results(finished, digests)
+                self.on_finished(result)
                 self._on_step(ended - began, len(result.prompts))
                 engine.send(result._replace(step=(began, ended)) if self._tells_steps else result)
 

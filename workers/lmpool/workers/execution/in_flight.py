@@ -47,6 +47,7 @@ class StreamEntry(msgspec.Struct, eq=False, gc=False):
         since: monotonic time when the worker read the entry.
         checked_at: monotonic time of the last check whether a client waits for the entry; 0 before the first check.
         host: token of the host whose shared memory the entry's first client reads (`Job.host`).
+        socket: name of the first client's socket for datagrams (`Job.socket`).
         trace: times of the job for the client's trace; None without a trace.
     """
 
@@ -60,6 +61,7 @@ class StreamEntry(msgspec.Struct, eq=False, gc=False):
     since: float = msgspec.field(default_factory=time.monotonic)
     checked_at: float = 0.0
     host: bytes = b""
+    socket: bytes = b""
     trace: JobTrace | None = None
 
     def failing(self, failure: Failure) -> StreamEntry:

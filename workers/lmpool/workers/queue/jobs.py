@@ -96,7 +96,7 @@ class JobReader:
             taken.refused.append(entry := dead_entry(entry_id, bytes(16), job))
             return entry
         digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(key_names.PRIORITY_FIELD) == key_names.BULK
-        entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host)
+        entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host, socket=job.socket)
         if self.traces is not None:
             entry.trace = self.traces.taken(job, _since_ms(entry) - 1000 * self.counters.clock_ahead_s)
         if is_valid and not (job.query or job.adapter or self._is_trie) and job.fingerprint == self.fingerprint:

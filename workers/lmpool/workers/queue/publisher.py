@@ -22,6 +22,7 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
 from lmpool.protocol.row import Block, RowBlock, small_values
 from lmpool.rows.cache import RowCache
+from lmpool.rows.datagram import DatagramSender, RowReady
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, is_shared, place_of
 from lmpool.settings import shown
@@ -42,6 +43,7 @@ _MARK_MS = 10_000
 _MAX_FRUITLESS_TRIES = 6
 # Factor by which fewer rows are stored at once after an eviction.
 _EVICTION_BACKOFF = 4
+_MAX_DATAGRAMS = 8  # Max datagrams for a block: with more rows, the server's messages cost less.
 
 
 class Carried(NamedTuple):
@@ -67,6 +69,7 @@ class Publisher:
     def __init__(self, server: Server, rows: RowCache, segment: SegmentWriter, reader: JobReader) -> None:
         self.server, self.rows, self.segment, self.reader = server, rows, segment, reader
         self.keys, self.counters, self.jobs_in_lanes = reader.keys, reader.counters, 0
+        self.datagrams = DatagramSender()
 
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Digests) -> None:
         """Store rows or answers and end the entries that wait for them; retry until the server accepts the block.
@@ -83,8 +86,33 @@ class Publisher:
         whole = set()
         if host and isinstance(block, RowBlock):
             whole = {digest for digest, waiting in entries.items() if any(entry.host != host for entry in waiting)}
+        if not overwrite:
+            self.notify_early(block, entries)
         if gone := await self._store(block, entries, {*overwrite, *whole}, began, whole):
             await self._store_again(block, entries, overwrite, gone, began)
+
+    def notify_early(self, block: Block, entries: EntriesByDigest) -> None:
+        """Send datagrams to clients on this host that wait for few rows, before the rows are stored in Redis.
+
+        Any thread may call this method. Each entry is notified once: the server's message follows in any case.
+        """
+        host, reaches = self.segment.host, self.datagrams.reaches
+        near = {digest: [entry for entry in waiting if reaches(entry.socket)] for digest, waiting in entries.items()}
+        count = sum(map(len, near.values()))
+        if not 0 < count <= _MAX_DATAGRAMS:
+            return
+        places: Mapping[bytes, bytes] = {}
+        if host and isinstance(block, RowBlock):
+            whole = {digest for digest in block.digests if any(entry.host != host for entry in entries.get(digest, ()))}
+            places = self.segment.write_rows(block, whole, ())
+        values = None if places else small_values(block)
+        rows = places or dict(zip(block.digests, values or (), strict=False))
+        for digest, waiting in near.items():
+            for entry in waiting if digest in rows else ():
+                value = place_of(rows[digest]) if places else rows[digest]
+                worker, fingerprint = self.reader.worker_id.encode(), self.reader.fingerprint
+                self.datagrams.send(entry.socket, RowReady(fingerprint, worker, digest, value, bool(places)))
+                entry.socket = b""
 
     async def _store(
         self, block: Block, entries: EntriesByDigest, overwrite: Digests, began: float, whole: Digests | None = None

@@ -1,0 +1,116 @@
+"""Rows in datagrams: on one host, a worker notifies a client before the server does.
+
+Each client has a Unix datagram socket in Linux's abstract namespace: the socket needs no file and ends with its
+process. Jobs contain the socket's name. A datagram carries a small row, or the place of a row in shared memory. Sending
+never waits, and a datagram may be lost, so the server always sends the same notification too.
+
+All processes of a machine can list and use abstract sockets. So a client reads only datagrams of processes of its own
+user, whose user id the kernel adds to each datagram.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from lmpool.errors import ProtocolError
+from lmpool.protocol.job import WIRE_VERSION, Message, unpack
+from lmpool.rows.shared_memory import NAME, host_token
+
+_MAX_BYTES = 4096  # Max bytes of a datagram: the value has at most 2 KiB, the worker's name 255 bytes.
+_CREDENTIALS = struct.Struct("iII")  # The kernel's ids of the sender: process, user and group.
+
+
+class RowReady(Message, frozen=True, tag=WIRE_VERSION):
+    """The notification about a row, or about a small answer to a query."""
+
+    fingerprint: str
+    worker: bytes  # Name of the worker that computed the row.
+    digest: bytes
+    value: bytes  # The encoded row; with `is_place`, the row's place in shared memory.
+    is_place: bool
+
+
+_DECODER = msgspec.msgpack.Decoder(RowReady)
+
+
+class DatagramSender:
+    """Sends datagrams to clients on this host; any thread may use it."""
+
+    def __init__(self) -> None:
+        self._host = host_token()
+        self._socket = _new_socket()
+
+    def reaches(self, client: bytes) -> bool:
+        """Whether the socket `client` is on this host."""
+        return bool(self._host) and client.startswith(self._host)
+
+    def send(self, client: bytes, message: RowReady) -> None:
+        """Send a message to the socket `client`, or drop the message if the client has ended or does not read."""
+        try:
+            self._socket.sendto(message.pack(), _address(client))
+        except BlockingIOError:
+            # Unread datagrams use up the memory of their socket: with a new socket, other clients can be notified.
+            self._socket.close()
+            self._socket = _new_socket()
+        except OSError:
+            pass  # The client has ended, or is in another network namespace.
+
+    def close(self) -> None:
+        """Close the socket. Datagrams that were sent are still delivered."""
+        self._socket.close()
+
+
+class DatagramReceiver:
+    """Receives the datagrams for one client, from `open` to `close`.
+
+    Attributes:
+        name: name of the socket for jobs; b"" while there is no socket.
+    """
+
+    def __init__(self) -> None:
+        self.name = b""
+
+    def open(self, on_message: Callable[[RowReady], None]) -> None:
+        """Receive datagrams in the running event loop, if this machine has such sockets."""
+        self._on_message, self._loop = on_message, asyncio.get_running_loop()
+        if sys.platform != "linux" or not (host := host_token()):
+            return
+        self._socket = _new_socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        self.name = host + secrets.token_hex(8).encode()
+        self._socket.bind(_address(self.name))
+        self._loop.add_reader(self._socket, self._receive)
+
+    def _receive(self) -> None:
+        data, added, _, _ = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
+        users = [_CREDENTIALS.unpack(item)[1] for _, kind, item in added if kind == socket.SCM_CREDENTIALS]
+        if users == [os.getuid()]:
+            with suppress(ProtocolError):
+                self._on_message(unpack(_DECODER, data, _MAX_BYTES, "a datagram"))
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self.name:
+            self._loop.remove_reader(self._socket)
+            self._socket.close()
+            self.name = b""
+
+
+def _new_socket() -> socket.socket:
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    made.setblocking(False)
+    return made
+
+
+def _address(name: bytes) -> bytes:
+    """The address of a socket in the abstract namespace, which begins with a zero byte."""
+    return b"\0" + NAME.encode() + name
