@@ -149,7 +149,7 @@ def jobs(fingerprint: str) -> st.SearchStrategy[bytes]:
         Job, ids | noise, adapters, st.just(fingerprint) | names, st.booleans(), st.just(b"") | asks | odd_bytes
     )
     valid = st.one_of(right, others).map(Job.pack)
-    fields = st.lists(st.just(WIRE_VERSION) | anything, min_size=6, max_size=8).map(
+    fields = st.lists(st.just(WIRE_VERSION) | anything, min_size=6, max_size=9).map(
         lambda values: bytes(msgpack.packb(values))
     )
     return st.one_of(valid, valid, mutated(valid), fields, odd_bytes)

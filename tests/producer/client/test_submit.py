@@ -23,6 +23,7 @@ from lmpool.protocol.job import Prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.rows.cache import Deliver
+from lmpool.rows.datagram import DatagramReceiver
 from lmpool.rows.shared_memory import SegmentReader
 from tests.producer.client.tables import Listener, Table, prompt, row
 from tests.support.pool import DEADLINE_S
@@ -98,7 +99,7 @@ class Answering(Tasks):
         rows: Any = self
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.commands = self
-        self.segments = SegmentReader()
+        self.segments, self.datagrams = SegmentReader(), DatagramReceiver()
         self.is_seen = True
         self.lookups: list[Sequence[bytes]] = []
         self.during_lookup: Callable[[], None] = lambda: None

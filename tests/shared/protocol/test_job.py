@@ -165,13 +165,13 @@ def test_other_bytes_than_a_failure_are_refused(data: bytes) -> None:
 
 def test_messages_of_another_release_are_refused_with_both_versions() -> None:
     older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
-    hint = "wire version 2, and this release of lmpool speaks 7: run the same on all sides"
+    hint = "wire version 2, and this release of lmpool speaks 8: run the same on all sides"
     with pytest.raises(ProtocolError, match=f"a job of {hint}"):
         unpack_job(older_job)
     with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
         unpack_failure(older_failure)
-    with pytest.raises(ProtocolError, match="a job of wire version 8, and this release of lmpool speaks 7"):
-        unpack_job(job(version=8))
+    with pytest.raises(ProtocolError, match="a job of wire version 9, and this release of lmpool speaks 8"):
+        unpack_job(job(version=9))
 
 
 @readers
@@ -191,7 +191,9 @@ def test_a_changed_message_is_refused_or_is_another_well_typed_message(data: st.
         except ProtocolError:
             continue
         if isinstance(message, Job):
-            assert [type(field) for field in msgspec.structs.astuple(message)] == [bytes, str, str, bool, bytes, bytes]
+            assert [type(field) for field in msgspec.structs.astuple(message)] == [
+                bytes, str, str, bool, bytes, bytes, bytes,
+            ]  # fmt: skip
         else:
             assert [type(field) for field in msgspec.structs.astuple(message)] == [str, str]
 

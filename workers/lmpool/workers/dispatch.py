@@ -29,6 +29,7 @@ from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
 from lmpool.workers.queue.leases import Leases
+from lmpool.workers.queue.publisher import MAX_DATAGRAMS
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -38,7 +39,6 @@ MAX_CHECKED = 64
 # Seconds between two log lines about dropped prompts.
 _LOG_DROPPED_INTERVAL_S = 60.0
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
-_MAX_EARLY = 8  # Max prompts of a step whose clients are notified early: with many prompts, latency matters less.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
 # Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker looks
 # for jobs in any case, because the server may have lost a wake-up.
@@ -438,11 +438,14 @@ class Dispatcher:
 
     def notify_early(self, result: StepResult) -> None:
         """Notify clients on this host of the results of a step; the backend's thread calls this method."""
+        if len(result.prompts) > MAX_DATAGRAMS:
+            return
         entries = {prompt.digest: list(prompt.entries.values()) for prompt in result.prompts if not prompt.is_damaged}
-        if len(entries) <= _MAX_EARLY and not any(entry.overwrite for waiting in entries.values() for entry in waiting):
-            for block in (*result.finished.blocks, result.finished.answers):
-                if block is not None:
-                    self.publisher.notify_early(block, entries)
+        if any(entry.overwrite for waiting in entries.values() for entry in waiting):
+            return
+        for block in (*result.finished.blocks, result.finished.answers):
+            if block is not None:
+                self.publisher.notify_early(block, entries)
 
     async def _publish_rows(self, block: RowBlock, prompts: Mapping[bytes, InFlightPrompt]) -> None:
         """Store the rows that clients request, and answer queries from rows; `prompts`: digest -> prompt."""

@@ -280,7 +280,6 @@ class Receiver:
     async def read(self) -> None:
         """Read this client's reply stream, forever."""
         connections = self._connections
-        connections.datagrams.open(self._on_datagram)
         last, was_damaged, unread = b"0-0", False, 0
         waits = delays()
         while True:
@@ -399,7 +398,7 @@ class Receiver:
         self._announce([request.prompt.digest for request in requests if request.waiters])
         return True
 
-    def _on_datagram(self, message: RowReady) -> None:
+    def on_datagram(self, message: RowReady) -> None:
         """Resolve a request with the row of a datagram, which is checked like the rows in the server's messages.
 
         A row that cannot be read is ignored: the server's message about the row follows.

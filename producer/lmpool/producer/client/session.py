@@ -102,6 +102,7 @@ class Session(Requester):
 
     async def _supervise(self) -> None:
         """Run the background tasks until cancelled, by `close` or by the end of `asyncio.run`."""
+        self._connections.datagrams.open(self._receiver.on_datagram)
         parts = [self._receiver.read(), self._watch(), self._connections.follow_segments()]
         parts += [self._receiver.collect() for _ in range(_COLLECTORS)]
         try:

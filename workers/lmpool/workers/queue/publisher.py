@@ -43,7 +43,8 @@ _MARK_MS = 10_000
 _MAX_FRUITLESS_TRIES = 6
 # Factor by which fewer rows are stored at once after an eviction.
 _EVICTION_BACKOFF = 4
-_MAX_DATAGRAMS = 8  # Max datagrams for a block: with more rows, the server's messages cost less.
+MAX_DATAGRAMS = 8
+"""Max entries of a block whose clients get datagrams: with more entries, the server's messages cost less."""
 
 
 class Carried(NamedTuple):
@@ -96,22 +97,24 @@ class Publisher:
 
         Any thread may call this method. Each entry is notified once: the server's message follows in any case.
         """
-        host, reaches = self.segment.host, self.datagrams.reaches
-        near = {digest: [entry for entry in waiting if reaches(entry.socket)] for digest, waiting in entries.items()}
-        count = sum(map(len, near.values()))
-        if not 0 < count <= _MAX_DATAGRAMS:
+        if sum(map(len, entries.values())) > MAX_DATAGRAMS:
             return
-        places: Mapping[bytes, bytes] = {}
+        # Leave out entries whose queries are answered from a row: these clients do not wait for the row itself.
+        direct = [each for digest, waiting in entries.items() for each in waiting if each.digest == digest]
+        near = [entry for entry in direct if self.datagrams.reaches(entry.socket)]
+        if not near:
+            return
+        host, rows = self.segment.host, dict[bytes, bytes]()
         if host and isinstance(block, RowBlock):
-            whole = {digest for digest in block.digests if any(entry.host != host for entry in entries.get(digest, ()))}
-            places = self.segment.write_rows(block, whole, ())
-        values = None if places else small_values(block)
-        rows = places or dict(zip(block.digests, values or (), strict=False))
-        for digest, waiting in near.items():
-            for entry in waiting if digest in rows else ():
-                value = place_of(rows[digest]) if places else rows[digest]
-                worker, fingerprint = self.reader.worker_id.encode(), self.reader.fingerprint
-                self.datagrams.send(entry.socket, RowReady(fingerprint, worker, digest, value, bool(places)))
+            rows = self.segment.write_rows(block, {entry.digest for entry in direct if entry.host != host}, ())
+        is_place = bool(rows)
+        if not is_place and (values := small_values(block)) is not None:
+            rows = dict(zip(block.digests, values, strict=True))
+        worker, fingerprint = self.reader.worker_id.encode(), self.reader.fingerprint
+        for entry in near:
+            if (value := rows.get(entry.digest)) is not None:
+                value = place_of(value) if is_place else value
+                self.datagrams.send(entry.socket, RowReady(fingerprint, worker, entry.digest, value, is_place))
                 entry.socket = b""
 
     async def _store(
