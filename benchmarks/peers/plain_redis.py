@@ -12,11 +12,13 @@ import statistics
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import uvloop
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from benchmarks.harness.line_protocol import serve
 
@@ -91,7 +93,8 @@ class PlainRedis:
                 loop.call_soon_threadsafe(made.set_result, bytes(row_bytes))
 
         threading.Thread(target=make, daemon=True).start()
-        await self._redis.xgroup_create(_JOBS, _GROUP, id="0", mkstream=True)
+        with suppress(ResponseError):  # The worker of an earlier measure has created the group.
+            await self._redis.xgroup_create(_JOBS, _GROUP, id="0", mkstream=True)
         while True:
             taken: Any = await self._redis.xreadgroup(_GROUP, "worker", {_JOBS: ">"}, count=_PIPELINE, block=500)
             for entry, fields in _entries(taken):
