@@ -19,7 +19,7 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer
 from lmpool.protocol.job import digest_of
-from lmpool.rows.datagram import DatagramReceiver, DatagramSender, RowReady
+from lmpool.rows.datagram import DatagramReceiver, DatagramSender, RowsReady
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import Pool, count_waiting, is_held, until_async, until_done
@@ -196,13 +196,13 @@ async def test_false_datagrams_are_ignored(pool: Pool, gate: Gate) -> None:
                 b"",
                 b"\xff" * 100,
                 bytes(100_000),
-                RowReady("other", b"w", digest, bytes(300), is_place=False).pack(),
-                RowReady(fingerprint, b"w", bytes(16), bytes(300), is_place=False).pack(),
-                RowReady(fingerprint, b"w", b"", b"", is_place=True).pack(),
-                RowReady(fingerprint, b"w", digest, bytes(300), is_place=False).pack(),
-                RowReady(fingerprint, b"w", digest, b"", is_place=False).pack(),
-                RowReady(fingerprint, b"w", digest, bytes(15), is_place=True).pack(),
-                RowReady(fingerprint, b"w", digest, bytes(16), is_place=True).pack(),
+                RowsReady("other", b"w", {digest: bytes(300)}, are_places=False).pack(),
+                RowsReady(fingerprint, b"w", {bytes(16): bytes(300)}, are_places=False).pack(),
+                RowsReady(fingerprint, b"w", {b"": b""}, are_places=True).pack(),
+                RowsReady(fingerprint, b"w", {digest: bytes(300)}, are_places=False).pack(),
+                RowsReady(fingerprint, b"w", {digest: b""}, are_places=False).pack(),
+                RowsReady(fingerprint, b"w", {digest: bytes(15)}, are_places=True).pack(),
+                RowsReady(fingerprint, b"w", {digest: bytes(16)}, are_places=True).pack(),
             ):
                 sender.sendto(data, address)
         await asyncio.sleep(0)
@@ -215,13 +215,13 @@ async def test_false_datagrams_are_ignored(pool: Pool, gate: Gate) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 async def test_datagrams_of_other_users_are_ignored() -> None:
     receiver, sender, received = DatagramReceiver(), DatagramSender(), list[bytes]()
-    receiver.open(lambda message: received.append(message.digest))
+    receiver.open(lambda message: received.extend(message.rows))
     os.setresuid(65534, 65534, 0)
     try:
-        sender.send(receiver.name, RowReady("f", b"w", b"other user", b"", is_place=True))
+        sender.send(receiver.name, RowsReady("f", b"w", {b"other user": b""}, are_places=True))
     finally:
         os.setresuid(0, 0, 0)
-    sender.send(receiver.name, RowReady("f", b"w", b"own user", b"", is_place=True))
+    sender.send(receiver.name, RowsReady("f", b"w", {b"own user": b""}, are_places=True))
 
     async def has_received() -> bool:
         return bool(received)
@@ -236,10 +236,10 @@ async def test_a_client_that_does_not_read_delays_no_sender() -> None:
     received = list[bytes]()
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as silent:
         receiver, sender = DatagramReceiver(), DatagramSender()
-        receiver.open(lambda message: received.append(message.digest))
+        receiver.open(lambda message: received.extend(message.rows))
         name = receiver.name + b"silent"
         silent.bind(b"\0lmpool-" + name)
-        message = RowReady("f", b"w", b"digest", bytes(2000), is_place=False)
+        message = RowsReady("f", b"w", {b"digest": bytes(2000)}, are_places=False)
         for _ in range(5000):
             sender.send(name, message)
         sender.send(receiver.name + b"missing", message)

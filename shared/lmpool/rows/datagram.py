@@ -1,7 +1,7 @@
 """Rows in datagrams: on one host, a worker notifies a client before the server does.
 
 Each client has a Unix datagram socket in Linux's abstract namespace: the socket needs no file and ends with its
-process. Jobs contain the socket's name. A datagram carries a small row, or the place of a row in shared memory. Sending
+process. Jobs contain the socket's name. A datagram carries small rows, or the places of rows in shared memory. Sending
 never waits, and a datagram may be lost, so the server always sends the same notification too.
 
 All processes of a machine can list and use abstract sockets. So a client reads only datagrams of processes of its own
@@ -25,21 +25,23 @@ from lmpool.errors import ProtocolError
 from lmpool.protocol.job import WIRE_VERSION, Message, unpack
 from lmpool.rows.shared_memory import NAME, host_token
 
-_MAX_BYTES = 4096  # Max bytes of a datagram: the value has at most 2 KiB, the worker's name 255 bytes.
+MAX_ROWS = 8
+"""Max rows in a datagram, which arrive together, so that a client sends its next requests together."""
+
+_MAX_BYTES = 32 * 1024  # Max bytes of a datagram: a value has at most 2 KiB.
 _CREDENTIALS = struct.Struct("iII")  # The kernel's ids of the sender: process, user and group.
 
 
-class RowReady(Message, frozen=True, tag=WIRE_VERSION):
-    """The notification about a row, or about a small answer to a query."""
+class RowsReady(Message, frozen=True, tag=WIRE_VERSION):
+    """The notification about some rows, or about small answers to queries."""
 
     fingerprint: str
-    worker: bytes  # Name of the worker that computed the row.
-    digest: bytes
-    value: bytes  # The encoded row; with `is_place`, the row's place in shared memory.
-    is_place: bool
+    worker: bytes  # Name of the worker that computed the rows.
+    rows: dict[bytes, bytes]  # Digest -> the encoded row; with `are_places`, the row's place in shared memory.
+    are_places: bool
 
 
-_DECODER = msgspec.msgpack.Decoder(RowReady)
+_DECODER = msgspec.msgpack.Decoder(RowsReady)
 
 
 class DatagramSender:
@@ -53,7 +55,7 @@ class DatagramSender:
         """Whether the socket `client` is on this host."""
         return bool(self._host) and client.startswith(self._host)
 
-    def send(self, client: bytes, message: RowReady) -> None:
+    def send(self, client: bytes, message: RowsReady) -> None:
         """Send a message to the socket `client`, or drop the message if the client has ended or does not read."""
         try:
             self._socket.sendto(message.pack(), _address(client))
@@ -79,7 +81,7 @@ class DatagramReceiver:
     def __init__(self) -> None:
         self.name = b""
 
-    def open(self, on_message: Callable[[RowReady], None]) -> None:
+    def open(self, on_message: Callable[[RowsReady], None]) -> None:
         """Receive datagrams in the running event loop, if this machine has such sockets."""
         self._on_message, self._loop = on_message, asyncio.get_running_loop()
         if sys.platform != "linux" or not (host := host_token()):

@@ -19,6 +19,7 @@ from lmpool.errors import WorkerError
 from lmpool.protocol.job import Failure, digest_of
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock, VectorBlock
+from lmpool.rows.datagram import MAX_ROWS
 from lmpool.workers.execution.contract import Finished
 from lmpool.workers.execution.engine_thread import EngineThread, StepResult
 from lmpool.workers.execution.in_flight import InFlight, InFlightPrompt, StreamEntry, entry_ids
@@ -29,7 +30,6 @@ from lmpool.workers.queries import QueryAnswerer, allowed_in, logits_from_rows
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, Taken
 from lmpool.workers.queue.leases import Leases
-from lmpool.workers.queue.publisher import MAX_DATAGRAMS
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -438,7 +438,7 @@ class Dispatcher:
 
     def notify_early(self, result: StepResult) -> None:
         """Notify clients on this host of the results of a step; the backend's thread calls this method."""
-        if len(result.prompts) > MAX_DATAGRAMS:
+        if len(result.prompts) > MAX_ROWS:
             return
         entries = {prompt.digest: list(prompt.entries.values()) for prompt in result.prompts if not prompt.is_damaged}
         if any(entry.overwrite for waiting in entries.values() for entry in waiting):

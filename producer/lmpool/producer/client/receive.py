@@ -35,7 +35,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Encoding, Row, decode_alike, decode_entries, encoded_size, split_rows
 from lmpool.rows.cache import Found, read_values
-from lmpool.rows.datagram import RowReady
+from lmpool.rows.datagram import RowsReady
 from lmpool.rows.shared_memory import PLACE_SIZE, RowMemory
 
 _log = logging.getLogger("lmpool.producer")
@@ -398,25 +398,27 @@ class Receiver:
         self._announce([request.prompt.digest for request in requests if request.waiters])
         return True
 
-    def on_datagram(self, message: RowReady) -> None:
-        """Resolve a request with the row of a datagram, which is checked like the rows in the server's messages.
+    def on_datagram(self, message: RowsReady) -> None:
+        """Resolve requests with the rows of a datagram, which are checked like the rows in the server's messages.
 
-        A row that cannot be read is ignored: the server's message about the row follows.
+        Rows that cannot be read are ignored: the server's message about these rows follows.
         """
-        digest, value, model = message.digest, message.value, self._connections.model
-        request = self._requests.get(digest)
-        if request is None or not request.may_end_early or message.fingerprint != model.fingerprint:
-            return
-        row: Found = None
-        if not message.is_place:
-            length = request.prompt.length
-            (row,) = read_values([digest], [value], {digest: length} if length else {}, model.info.vocab_size)
-        elif len(value) == PLACE_SIZE:
-            row = self._connections.segments.read_at(value, digest, model.info.vocab_size)
-        if row is not None and not isinstance(row, errors.CorruptRow):
-            request.ended_early, request.origin = True, request.origin or "computed"
-            self._submitter.homes.note([request.prompt], message.worker)
-            self._requests.resolve_found([digest], [row], are_shared=message.is_place)
+        model, segments, rows = self._connections.model, self._connections.segments, dict[bytes, Row]()
+        for digest, value in message.rows.items() if message.fingerprint == model.fingerprint else ():
+            request = self._requests.get(digest)
+            if request is None or not request.may_end_early:
+                continue
+            row: Found = None
+            if not message.are_places:
+                lengths = {digest: request.prompt.length} if request.prompt.length else {}
+                (row,) = read_values([digest], [value], lengths, model.info.vocab_size)
+            elif len(value) == PLACE_SIZE:
+                row = segments.read_at(value, digest, model.info.vocab_size)
+            if row is not None and not isinstance(row, errors.CorruptRow):
+                rows[digest] = row
+                request.ended_early, request.origin = True, request.origin or "computed"
+                self._submitter.homes.note([request.prompt], message.worker)
+        self._requests.resolve_found(list(rows), list(rows.values()), are_shared=message.are_places)
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:
         """Send requests again whose jobs ended without a row because the model now has other weights."""

@@ -180,8 +180,8 @@ class Submitter:
     def _flush_soon(self) -> None:
         if not self._is_flushing:
             self._is_flushing = True
-            # `call_soon` runs after all callbacks that are ready now, so that all their requests are sent together.
-            self._connections.loop.call_soon(lambda: self._connections.spawn(self._flush()))
+            # The task runs after all callbacks that are ready now, so that all their requests are sent together.
+            self._connections.spawn(self._flush())
 
     async def _flush(self) -> None:
         """Send unsent requests, up to the per-client limit."""

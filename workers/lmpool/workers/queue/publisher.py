@@ -22,7 +22,7 @@ from lmpool.protocol.job import Failure
 from lmpool.protocol.keys import GROUP, REPLY_CAP, REPLY_TTL_MS
 from lmpool.protocol.row import Block, RowBlock, small_values
 from lmpool.rows.cache import RowCache
-from lmpool.rows.datagram import DatagramSender, RowReady
+from lmpool.rows.datagram import MAX_ROWS, DatagramSender, RowsReady
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import NOT_SHARED, Shared, is_shared, place_of
 from lmpool.settings import shown
@@ -43,8 +43,6 @@ _MARK_MS = 10_000
 _MAX_FRUITLESS_TRIES = 6
 # Factor by which fewer rows are stored at once after an eviction.
 _EVICTION_BACKOFF = 4
-MAX_DATAGRAMS = 8
-"""Max entries of a block whose clients get datagrams: with more entries, the server's messages cost less."""
 
 
 class Carried(NamedTuple):
@@ -97,7 +95,7 @@ class Publisher:
 
         Any thread may call this method. Each entry is notified once: the server's message follows in any case.
         """
-        if sum(map(len, entries.values())) > MAX_DATAGRAMS:
+        if sum(map(len, entries.values())) > MAX_ROWS:
             return
         # Leave out entries whose queries are answered from a row: these clients do not wait for the row itself.
         direct = [each for digest, waiting in entries.items() for each in waiting if each.digest == digest]
@@ -107,15 +105,17 @@ class Publisher:
         host, rows = self.segment.host, dict[bytes, bytes]()
         if host and isinstance(block, RowBlock):
             rows = self.segment.write_rows(block, {entry.digest for entry in direct if entry.host != host}, ())
-        is_place = bool(rows)
-        if not is_place and (values := small_values(block)) is not None:
+        are_places = bool(rows)
+        if not are_places and (values := small_values(block)) is not None:
             rows = dict(zip(block.digests, values, strict=True))
-        worker, fingerprint = self.reader.worker_id.encode(), self.reader.fingerprint
+        by_client: dict[bytes, dict[bytes, bytes]] = defaultdict(dict)
         for entry in near:
             if (value := rows.get(entry.digest)) is not None:
-                value = place_of(value) if is_place else value
-                self.datagrams.send(entry.socket, RowReady(fingerprint, worker, entry.digest, value, is_place))
+                by_client[entry.socket][entry.digest] = place_of(value) if are_places else value
                 entry.socket = b""
+        worker, fingerprint = self.reader.worker_id.encode(), self.reader.fingerprint
+        for client, values_of in by_client.items():
+            self.datagrams.send(client, RowsReady(fingerprint, worker, values_of, are_places))
 
     async def _store(
         self, block: Block, entries: EntriesByDigest, overwrite: Digests, began: float, whole: Digests | None = None
