@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lmpool.errors import LMPoolError, QueueFull, ServerUnreachable
@@ -22,8 +23,9 @@ from lmpool.producer.client.submit import Homes, Submitter
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cache import Deliver
-from lmpool.rows.datagram import DatagramReceiver
+from lmpool.rows.datagram import DatagramReceiver, RowsReady
 from lmpool.rows.shared_memory import SegmentReader
 from tests.producer.client.tables import Listener, Table, prompt, row
 from tests.support.pool import DEADLINE_S
@@ -203,6 +205,28 @@ async def test_a_failed_submission_does_not_change_the_hit_rate(table: Table) ->
 
     connections.call, connections.note = fails, lambda error: None
     assert await change_of_hit_rate(table, connections) == 0
+
+
+async def test_a_datagram_before_the_reply_to_the_submission_withdraws_no_job(table: Table) -> None:
+    calls: list[str] = []
+    small = RowBlock([prompt(1).digest], row(-np.log(3))[None], None, Encoding.F32).encode(0)
+
+    class Overtaken(Answering):
+        async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
+            calls.append(command)
+            receiver.on_datagram(RowsReady("f", b"w", {prompt(1).digest: small}, are_places=False))
+            return await super().call(command, sha, keys, *rest)
+
+    connections: Any = Overtaken("Q")
+    submitter, listener = submitter_of(table, connections), Listener()
+    receiver = Receiver(connections, table.requests, submitter, lambda: None)
+    request, _ = table.requests.add(prompt(1), listener)
+    submitter.add(request)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await connections.end_tasks()
+    assert len(listener.results) == len(calls) == 1
+    assert table.counted() == {"computed": 1}
 
 
 async def test_continuations_are_sent_after_other_prompts_with_their_max_tokens(table: Table) -> None:
