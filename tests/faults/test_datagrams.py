@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -232,16 +232,17 @@ async def test_datagrams_of_other_users_are_ignored() -> None:
     receiver.close()
 
 
-async def test_a_client_that_does_not_read_delays_no_sender() -> None:
-    received = list[bytes]()
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as silent:
-        receiver, sender = DatagramReceiver(), DatagramSender()
-        receiver.open(lambda message: received.extend(message.rows))
-        name = receiver.name + b"silent"
-        silent.bind(b"\0lmpool-" + name)
-        message = RowsReady("f", b"w", {b"digest": bytes(2000)}, are_places=False)
-        for _ in range(5000):
-            sender.send(name, message)
+async def test_clients_that_do_not_read_delay_no_sender() -> None:
+    receiver, sender, received = DatagramReceiver(), DatagramSender(), list[bytes]()
+    receiver.open(lambda message: received.extend(message.rows))
+    message = RowsReady("f", b"w", {b"digest": bytes(2000)}, are_places=False)
+    with ExitStack() as stack:
+        for number in range(100):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            name = receiver.name + str(number).encode()
+            silent.bind(b"\0lmpool-" + name)
+            for _ in range(100):
+                sender.send(name, message)
         sender.send(receiver.name + b"missing", message)
 
         async def has_received() -> bool:
