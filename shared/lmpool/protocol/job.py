@@ -57,6 +57,8 @@ class Prompt(NamedTuple):
 
 def digest_of(ids: bytes, adapter: str = "") -> bytes:
     """The digest of a prompt: 128-bit BLAKE2b of its uint32 bytes, keyed by the adapter (no key without an adapter)."""
+    if not adapter:  # The usual case, in two thirds of the time.
+        return hashlib.blake2b(ids, digest_size=DIGEST_SIZE).digest()
     key = adapter.encode()
     if len(key) > _MAX_KEY:
         key = hashlib.blake2b(key).digest()
