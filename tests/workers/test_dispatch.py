@@ -430,6 +430,29 @@ async def test_a_prompt_that_entries_joined_during_publishing_is_submitted_again
     assert (again.ids, again.drawn, again.is_damaged, again.bulk) == (bytes(4), None, False, False)
 
 
+async def test_a_query_that_joined_during_publishing_is_answered_from_the_stored_row() -> None:
+    recorder = Recorder()
+    dispatcher, _ = dispatching(recorder)
+    prompt = reading(b"1-0")
+    await dispatcher.accept(taken(prompt))
+    asked: asyncio.Future[Sequence[InFlightPrompt]] = asyncio.get_running_loop().create_future()
+
+    async def publish(*_: object) -> None:
+        await dispatcher.accept(taken(reading(b"2-0", query=TrieQuery("sum", "0" * 32, "inner"))))
+
+    async def answer(prompts: Sequence[InFlightPrompt]) -> dict[InFlightPrompt, Sequence[StreamEntry]]:
+        asked.set_result(prompts)
+        return {each: list(each.entries.values()) for each in prompts}
+
+    dispatcher.publisher = cast(Any, SimpleNamespace(publish=publish))
+    dispatcher.queries = cast(Any, SimpleNamespace(answer_from_cache=answer))
+    await dispatcher.publish([StepResult(Finished([rows(PROMPT)], {}), [prompt])])
+    preparing = asyncio.create_task(dispatcher.prepare())
+    assert await asyncio.wait_for(asked, DEADLINE_S) == [prompt]
+    assert recorder.submitted == [PROMPT], "the row is computed once"
+    preparing.cancel()
+
+
 async def test_a_damaged_row_is_replaced() -> None:
     recorder, overwritten = Recorder(), list[Collection[bytes]]()
     dispatcher, _ = dispatching(recorder)
