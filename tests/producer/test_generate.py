@@ -66,6 +66,7 @@ async def test_a_continuation_is_one_job_and_no_row_of_it_is_stored(pool: Pool) 
     async with pool.producer() as producer:
         for _ in range(2):
             await producer.generate(PROMPT, 50, seed=1)
+            await until_done(pool)
         assert (producer.stats().computed, producer.stats().cache_hits) == (1, 1)
         assert len(pool.names("row:*")) == 1
         different = await producer.generate(PROMPT, 6, n=20)
@@ -162,6 +163,7 @@ async def test_a_damaged_continuation_is_computed_again(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
         (whole,) = await producer.generate(PROMPT, 5, seed=6)
+        await until_done(pool)
         (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
         value = pool.redis.get(key)
         assert isinstance(value, bytes)
