@@ -27,7 +27,7 @@ from lmpool.synthetic import draw, fill, synthetic_row
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
-from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async
+from tests.support.pool import DEADLINE_S, Pool, Prepared, V, until_async, until_done
 
 PROMPT = [1, 2, 3]
 ROW = synthetic_row(PROMPT, vocab_size=V)
@@ -301,6 +301,7 @@ async def test_positions_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.positions(WHOLE, top=3)
+        await until_done(pool)
         assert len(pool.names("row:*")) == 1  # The key of the result; no row is stored.
         assert producer.stats().computed == 1
 
@@ -322,6 +323,7 @@ async def test_scores_take_one_job_and_store_no_rows(pool: Pool) -> None:
     pool.start()
     async with pool.producer() as producer:
         await producer.score(PROMPT, list(range(50)))
+        await until_done(pool)
         assert len(pool.names("row:*")) == 1  # The key of the scores; no row is stored.
 
 
