@@ -98,6 +98,7 @@ WRONG_JOBS: dict[str, bytes] = {
     "version 3": job(version=3),
     "version 4": job(version=4),
     "version 6": job(version=6),
+    "version 7": job(version=7),
     "version as text": job(version="5"),
     "version as a float": job(version=5.0),
     "version as a bool": job(version=True),
