@@ -43,8 +43,6 @@ _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as
 # Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker looks
 # for jobs in any case, because the server may have lost a wake-up.
 _MAX_BLOCK_MS = 10_000
-# Max seconds that the fetch loop pauses when the backend's thread begins to work, so that this thread gets the GIL.
-_GIVE_WAY_S = 0.001
 # Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
 # With longer steps, a worker takes one batch per call, and leaves the other prompts to other workers.
 _SHORT_STEP_S = 0.001
@@ -84,13 +82,10 @@ class Lifecycle:
         while self.broken is None and not condition():
             await self.wait_for_change()
 
-    async def wait_for_change(self, timeout_s: float | None = None) -> None:
-        """Wait for the next change of the worker's state, for at most `timeout_s` seconds."""
+    async def wait_for_change(self) -> None:
+        """Wait for the next change of the worker's state."""
         self._changed.clear()
-        timer = None if timeout_s is None else asyncio.get_running_loop().call_later(timeout_s, self._changed.set)
         await self._changed.wait()
-        if timer is not None:
-            timer.cancel()
 
 
 class ResultQueue:
@@ -155,24 +150,18 @@ class FetchLoop:
         lifecycle = self.lifecycle
         while not lifecycle.stopping.is_set():
             await lifecycle.wait_for(lambda: lifecycle.stopping.is_set() or self._capacity_for_new() > 0)
-            if await self.dispatcher.publisher.retry(self._take):
-                # Pause when the backend's thread begins to work: it needs the GIL, and its first results go out before
-                # the next fetch.
-                await lifecycle.wait_for_change(_GIVE_WAY_S)
-                await asyncio.sleep(0)
+            await self.dispatcher.publisher.retry(self._take)
 
-    async def _take(self) -> bool:
-        """Take new jobs; return whether these jobs are the first after an idle time."""
+    async def _take(self) -> None:
+        """Take new jobs."""
         async with self._taking:
             # Check the capacity again: a prompt that must run alone may have begun while this task waited for the lock.
             if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
-                return False
+                return
             taken = await self.consumer.take(self._count_to_take(capacity), self._block_ms)
             if (delay_ms := self.consumer.woken_ms) is not None or not taken:
                 self._look_in((delay_ms or 0) / 1000)
-            was_idle = not self.in_flight
             await self.dispatcher.accept(taken)
-            return was_idle and bool(self.in_flight)
 
     async def look_for_work(self) -> None:
         """Whenever the worker is idle, look for jobs in the backlog and in other lanes, until the worker stops.
