@@ -25,6 +25,7 @@ from lmpool.rows.shared_memory import (
     host_token,
     is_reference,
     place_of,
+    split_reference,
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
@@ -355,7 +356,10 @@ def test_references_and_rows_are_distinguished() -> None:
     packed = reference.pack()
     assert unpack_reference(packed[:20]) is None
     assert unpack_reference(packed + bytes(300)) is None
-    assert unpack_reference(packed[:4] + b"\x02" + packed[5:]) is None
+    assert unpack_reference(packed[:4] + b"\x03" + packed[5:]) is None
+    direct = reference._replace(address=b"10.0.0.5:7000")
+    assert unpack_reference(direct.pack()) == direct
+    assert split_reference(direct.pack())[0] == packed[:4] + b"\x02" + packed[5:29]
     assert place_of(None) == bytes(16)
 
 

@@ -321,11 +321,12 @@ class Submitter:
         keys = [model.keys.jobs, model.reply, *[prefix + digest for digest in digests]]
         if lookup == "rows":
             keys += model.rows.keys_of(digests)
-        unpacked = list[Job]()
+        unpacked, direct = list[Job](), connections.direct
         for request in requests:
             ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
-            # Without a host, the worker stores the row itself in Redis, not a reference to its shared memory.
-            host = b"" if request.whole or request.lost else model.host
+            # Without a token, the worker stores the row itself in Redis, not a reference to its shared memory.
+            is_whole = request.whole or request.lost or (direct and direct.take_missed(request.prompt.digest))
+            host = b"" if is_whole else model.reads
             unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host))
         jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:
