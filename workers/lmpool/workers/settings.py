@@ -80,14 +80,14 @@ class WorkerSettings:
         return self.lease_s / 4
 
 
-def split_address(name: str, value: str) -> tuple[str, int]:
-    """Split HOST, HOST:PORT or :PORT, with an IPv6 address in brackets; a missing part is "" or 0.
+def split_address(name: str, value: str) -> tuple[str, int | None]:
+    """Split HOST, HOST:PORT or :PORT, with an IPv6 address in brackets; a missing part is "" or None.
 
     Raises:
         SettingsError: the address is malformed.
     """
     found = _ADDRESS.fullmatch(value)
-    port = int(found[2] or 0) if found else 0
-    if found is None or port > _MAX_PORT:
+    port = int(found[2]) if found and found[2] else None
+    if found is None or (port or 0) > _MAX_PORT:
         raise SettingsError(f"{name}: {shown(value)} must be HOST:PORT, HOST or :PORT, such as 10.0.0.5:7000")
     return found[1].strip("[]"), port

@@ -37,10 +37,13 @@ _MAX_COUNT_DIGITS = 5  # Max digits of the number of words in a request.
 _TICK_BYTES = 1024 * 1024  # Bytes of rows that are copied for one reader before other tasks of the worker run.
 _AUTH_S = 5.0  # Max seconds until a new reader has sent the token.
 _SLOW_S = 30.0  # Max seconds without progress of a slow reader, which must read `_MAX_UNSENT_BYTES` in this time.
+_IDLE_S = 300.0  # Max seconds between two requests of a reader: its machine may have disappeared.
 _TOKEN_CHECK_S = 1.0  # Min seconds between two reads of the token because of a wrong token.
 _HEAD = b"$4\r\nMGET\r\n"
+_MAX_HEAD_BYTES = 1 + _MAX_COUNT_DIGITS + len(CRLF) + len(_HEAD)  # Max bytes of a request before its keys.
 _WORD_BYTES = len(pack_command((bytes(ROW_KEY_SIZE),))) - len(b"*1\r\n")  # Bytes of one key in a request.
-_AUTH_BYTES = len(pack_command((b"AUTH", bytes(_TOKEN_SIZE))))
+_AUTH_HEAD = b"*2\r\n$4\r\nAUTH\r\n$%d\r\n" % _TOKEN_SIZE
+_AUTH_BYTES = len(_AUTH_HEAD) + _TOKEN_SIZE + len(CRLF)
 
 
 class RowServer:
@@ -87,10 +90,10 @@ class RowServer:
         if raw.is_tls:  # The row server has no TLS: rows must not be readable on a network where Redis uses TLS.
             _log.info("clients on other hosts read rows through Redis: the connection to Redis uses TLS")
             return
-        host, port = split_address("direct_address", settings.direct_address)
-        host = host or raw.local_host or _LOOPBACK
+        host, wanted_port = split_address("direct_address", settings.direct_address)
+        host, port = host or raw.local_host or _LOOPBACK, wanted_port or 0
         bind_host, bind_port = split_address("direct_bind", settings.direct_bind)
-        bind_host, bind_port = bind_host or host, bind_port or port
+        bind_host, bind_port = bind_host or host, port if bind_port is None else bind_port
         try:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_server(lambda: _Reader(self), bind_host, bind_port)
@@ -186,7 +189,7 @@ class _Reader(asyncio.Protocol):
                 self._welcome()
             else:
                 self._checking = asyncio.get_running_loop().create_task(self._check_again(sent))
-        elif not b"*2\r\n$4\r\nAUTH\r\n".startswith(sent[:14]):
+        elif sent[: len(_AUTH_HEAD)] != _AUTH_HEAD[: len(sent)]:
             self._refuse("AUTH with the pool's token must be the first request")
 
     async def _check_again(self, sent: bytes) -> None:
@@ -198,18 +201,22 @@ class _Reader(asyncio.Protocol):
 
     def _welcome(self) -> None:
         self._is_known, self._received = True, b""
-        self._close_after(None)
+        self._close_after(_IDLE_S)
         self._transport.write(b"+OK\r\n")
 
     def _request_end(self) -> int | None:
         """The size of the first request; None if more bytes of this request must arrive. Raises `ValueError`."""
-        line, mark, _ = self._received[: 2 + _MAX_COUNT_DIGITS].partition(CRLF)
-        if not mark and len(line) < 1 + _MAX_COUNT_DIGITS:
+        received = self._received
+        line, mark, rest = received[:_MAX_HEAD_BYTES].partition(CRLF)
+        if not mark and len(line) <= 1 + _MAX_COUNT_DIGITS:
             return None
-        if line[:1] != b"*" or not line[1:].isdigit():
+        is_sound = line[:1] == b"*" and line[1:].isdigit() and _HEAD.startswith(rest[: len(_HEAD)])
+        if not is_sound or len(line) > 1 + _MAX_COUNT_DIGITS:
             raise ValueError(line)
         end = len(line) + len(mark) + len(_HEAD) + _WORD_BYTES * (int(line[1:]) - 1)
-        return end if end <= len(self._received) else None
+        if end > _MAX_REQUEST_BYTES:
+            raise ValueError(line)
+        return end if end <= len(received) else None
 
     def _take(self, request: bytes) -> None:
         """Add the keys of a request to the rows to send. Raises `ValueError` for another request."""
@@ -242,6 +249,8 @@ class _Reader(asyncio.Protocol):
                 self._server.served += 1
                 self._transport.writelines((b"$%d\r\n" % len(row), row, CRLF))
                 budget -= len(row)
+        if not self._is_slow:
+            self._close_after(_IDLE_S)
 
     def pause_writing(self) -> None:
         self._is_slow = True
@@ -249,7 +258,6 @@ class _Reader(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_slow = False
-        self._close_after(None)
         if not self._is_pumping:
             self._pump()
 
@@ -263,6 +271,7 @@ class _Reader(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(f"-{code} {why}\r\n".encode())
             self._transport.close()
+            self._close_after(_AUTH_S)
 
     def close(self) -> None:
         """Close the connection at once."""
