@@ -20,7 +20,8 @@ from lmpool.producer import Producer
 from lmpool.rows.direct import DirectReader
 from lmpool.rows.shared_memory import Reference, is_reference, unpack_reference
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, until, until_async
+from tests.shared.broker.secure_server import SecureServer
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until, until_async
 
 V = 2048
 SLOT = 12_288
@@ -185,7 +186,7 @@ async def test_a_row_that_disappears_between_notification_and_read_is_computed_a
         await until_direct(producer)
         await until_direct(other)
         reader = reader_of(producer)
-        read, lost = reader.read, []
+        read, lost = reader.read, list[Any]()
 
         async def late(*arguments: Any) -> Any:
             """Read only after other rows have taken the slots of the announced rows."""
@@ -349,3 +350,22 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other_cli
             return False
 
         await until_async(is_closed, "the worker has disconnected the client")
+
+
+async def test_with_tls_and_users_rows_come_from_the_worker_by_tls(short_dir: Path, place: Path) -> None:
+    with SecureServer(short_dir).running() as server:
+        environment = {"LMPOOL_REDIS_URL": server.url("worker"), "LMPOOL_SHM_DIR": str(place)}
+        command = [*lmpool_command(), "worker", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
+        worker = WorkerProcess([*command, "--shm-bytes", str(1000 * SLOT)], short_dir / "log.txt", environment)
+        try:
+            await asyncio.to_thread(worker.until_says, "clients on other hosts read rows at")
+            await asyncio.to_thread(worker.until_says, "serving ")
+            options: dict[str, Any] = {"timeout": DEADLINE_S, "cache_bytes": 0}
+            async with Producer("syn", redis=server.url("producer"), **options) as producer:
+                await until_direct(producer)
+                before = direct(producer)
+                await ask(producer, PROMPTS)
+                assert direct(producer) == before + len(PROMPTS)
+            assert server.refusals() == []
+        finally:
+            worker.end()

@@ -59,11 +59,6 @@ class RawConnection(asyncio.BaseProtocol):
         name = self._transport.get_extra_info("sockname")
         return str(name[0]) if isinstance(name, tuple) else ""
 
-    @property
-    def is_tls(self) -> bool:
-        """Whether the connection uses TLS."""
-        return self._transport.get_extra_info("ssl_object") is not None
-
     def _give_up(self) -> Iterable[asyncio.Future[Any]]:
         """Return the futures of all pending commands, and discard them."""
         raise NotImplementedError

@@ -350,7 +350,7 @@ class RowCache:
         are not delivered.
         """
         chunks = []
-        if self._direct is not None and (placed := self._direct.take(digests)):
+        if self._direct is not None and self._direct.is_on and (placed := self._direct.take(digests)):
             sizes = dict.fromkeys(digests, self._row_bytes)
             for place, held in placed.items():
                 cuts = cut_chunks([sizes.pop(digest) for digest in held])

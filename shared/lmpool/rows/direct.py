@@ -18,7 +18,7 @@ from lmpool.protocol.job import DIGEST_SIZE
 from lmpool.rows.connection import RawRowReceiver, Value
 from lmpool.rows.shared_memory import PLACE_SIZE, ROW_KEY_SIZE, ReadCounts
 
-_log = logging.getLogger("lmpool.producer")
+_log = logging.getLogger("lmpool")
 
 _CONNECT_S = 2.0  # Max seconds to connect to a row server; a firewall may discard all packets.
 _MAX_PEERS = 128  # Max open connections to row servers; the connection that was used least recently is closed.
@@ -60,6 +60,7 @@ class DirectReader:
     """Reads rows from row servers, for one session.
 
     Args:
+        server: the pool's Redis, whose TLS settings are used for row servers too.
         read_token: reads the pool's token from Redis.
         on_change: called when `is_on` has changed.
 
@@ -69,10 +70,11 @@ class DirectReader:
         reply_timeout_s: max seconds without a reply before a connection counts as broken.
     """
 
-    def __init__(self, read_token: ReadToken, on_change: Callable[[], None]) -> None:
+    def __init__(self, server: Server, read_token: ReadToken, on_change: Callable[[], None]) -> None:
         self.is_on = False
         self.counts = ReadCounts()
         self.reply_timeout_s = _IDLE_S
+        self._server = server
         self._read_token = read_token
         self._on_change = on_change
         self._token: bytes | None = None
@@ -143,8 +145,7 @@ class DirectReader:
                 self._token = await self._read_token()
             if self._token is None:
                 raise ServerUnreachable("the pool has no token for row servers")
-            token, host = self._token.decode("ascii", "replace"), address.decode("ascii", "replace")
-            server = Server(f"redis://:{token}@{host}?socket_connect_timeout={_CONNECT_S}")
+            server = self._server.row_server(address, self._token, _CONNECT_S)
 
             async def connect(server: Server = server) -> RawRowReceiver:
                 return RawRowReceiver(await server.open())

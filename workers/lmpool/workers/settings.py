@@ -13,7 +13,7 @@ from lmpool.settings import check_choice, check_name, check_numbers, check_texts
 # Max value of settings that need no limit: a number that floats and Redis still represent exactly.
 _UNLIMITED = 10**9
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[^\s:/@\[\]]{0,150})(?::(\d{1,5}))?")
-_MAX_PORT = 65535
+_MAX_PORT = 65535  # The largest TCP port.
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,7 +96,7 @@ class Serving:
             info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"), engine_thread.map_memory
         )
         engine_thread.write_to(self.segment.new_rows)
-        self.row_server = RowServer(self.segment, settings, redis, self.connection)
+        self.row_server = RowServer(server, self.segment, settings, redis, self.connection)
         traces = JobTraces(info.name, worker_id) if settings.tracing else None
         reader = JobReader(redis, model, info, worker_id, counters, traces)
         self.publisher = Publisher(server, self.rows, self.segment, reader)

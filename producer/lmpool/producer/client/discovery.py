@@ -89,7 +89,7 @@ class Connections(Tasks):
         self._is_bulk = is_bulk
         self._client_id = secrets.token_hex(8)
         self.segments = SegmentReader()
-        self.direct = DirectReader(self._read_row_token, self._on_direct) if is_direct else None
+        self.direct = DirectReader(server, self._read_row_token, self._on_direct) if is_direct else None
         self._direct_checked_at = -math.inf
         self.redis = server.client()
         self.reader = CommandConnection(server)

@@ -325,8 +325,8 @@ class Submitter:
         for request in requests:
             ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
             # Without a token, the worker stores the row itself in Redis, not a reference to its shared memory.
-            is_whole = request.whole or request.lost or (direct and direct.take_missed(request.prompt.digest))
-            host = b"" if is_whole else model.reads
+            is_missed = direct is not None and direct.is_on and direct.take_missed(request.prompt.digest)
+            host = b"" if request.whole or request.lost or is_missed else model.reads
             unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host))
         jobs: Sequence[bytes] = pack_jobs(unpacked)
         if self._traces is not None:

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.broker.connection import CRLF, CommandConnection, pack_command
+from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
 from lmpool.protocol.keys import ROW_TOKEN_TTL_MS, Keys
 from lmpool.rows.segment import SegmentWriter
@@ -53,10 +54,18 @@ class RowServer:
         served: number of rows that were sent.
     """
 
-    def __init__(self, segment: SegmentWriter, settings: WorkerSettings, redis: Redis, connection: CommandConnection):
+    def __init__(
+        self,
+        redis_server: Server,
+        segment: SegmentWriter,
+        settings: WorkerSettings,
+        redis: Redis,
+        connection: CommandConnection,
+    ) -> None:
         self.served = 0
         self.readers: set[_Reader] = set()
         self.copy = segment.copy
+        self._redis_server = redis_server
         self._segment = segment
         self._settings = settings
         self._redis = redis
@@ -87,8 +96,10 @@ class RowServer:
     async def _listen(self) -> None:
         settings = self._settings
         raw = await self._connection.open()
-        if raw.is_tls:  # The row server has no TLS: rows must not be readable on a network where Redis uses TLS.
-            _log.info("clients on other hosts read rows through Redis: the connection to Redis uses TLS")
+        needs_tls, tls = self._redis_server.row_server_tls()
+        if needs_tls and tls is None:  # Rows must not be readable on a network where Redis uses TLS.
+            why = "the URL of Redis has no certificate (ssl_certfile) with which the row server could use TLS"
+            _log.info("clients on other hosts read rows through Redis: %s", why)
             return
         host, wanted_port = split_address("direct_address", settings.direct_address)
         host, port = host or raw.local_host or _LOOPBACK, wanted_port or 0
@@ -96,7 +107,7 @@ class RowServer:
         bind_host, bind_port = bind_host or host, port if bind_port is None else bind_port
         try:
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(lambda: _Reader(self), bind_host, bind_port)
+            self._server = await loop.create_server(lambda: _Reader(self), bind_host, bind_port, ssl=tls)
         except OSError as error:
             advice = "choose --direct-bind HOST:PORT; --no-direct turns this message off"
             text = "clients on other hosts read rows through Redis: the row server cannot listen at %s:%d: %s; %s"
