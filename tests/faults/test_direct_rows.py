@@ -48,7 +48,7 @@ def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLO
     worker = pool.start(*options, environment={"LMPOOL_SHM_DIR": str(place)}, **settings)
     worker.until_says("for clients on this machine")
     if "--no-direct" not in arguments:
-        worker.until_says("clients on other hosts read rows at")
+        worker.until_says("rows for clients that cannot map this shared memory at")
     return worker
 
 
@@ -123,7 +123,7 @@ async def test_either_side_can_switch_row_servers_off(pool: Pool, place: Path, s
     async with pool.producer(direct=side == "worker") as producer:
         for at in range(0, len(PROMPTS), 4):
             await through_redis(producer, since=0, prompts=PROMPTS[at : at + 4])
-    assert ("clients on other hosts" in worker.text) == (side == "client")
+    assert ("rows for clients that" in worker.text) == (side == "client")
     assert not references(pool)
 
 
@@ -358,7 +358,7 @@ async def test_with_tls_and_users_rows_come_from_the_worker_by_tls(short_dir: Pa
         command = [*lmpool_command(), "worker", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
         worker = WorkerProcess([*command, "--shm-bytes", str(1000 * SLOT)], short_dir / "log.txt", environment)
         try:
-            await asyncio.to_thread(worker.until_says, "clients on other hosts read rows at")
+            await asyncio.to_thread(worker.until_says, "rows for clients that cannot map this shared memory at")
             await asyncio.to_thread(worker.until_says, "serving ")
             options: dict[str, Any] = {"timeout": DEADLINE_S, "cache_bytes": 0}
             async with Producer("syn", redis=server.url("producer"), **options) as producer:

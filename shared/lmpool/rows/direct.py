@@ -45,7 +45,7 @@ class _Peer:
         self.connection: Connection[RawRowReceiver] | None = None
         self.connecting = asyncio.Lock()
         self.turns = asyncio.Semaphore(_REQUESTS_IN_FLIGHT)
-        self.used_at = 0.0  # Loop time of the last request.
+        self.used_at = asyncio.get_running_loop().time()  # Loop time of the last request.
         self.has_answered = False
         self.next_try_at = 0.0  # Loop time until which no connection is opened after a failure.
         self.pause_s = _MIN_PAUSE_S
@@ -114,7 +114,8 @@ class DirectReader:
 
     async def read(self, place: RowPlace, digests: Sequence[bytes], max_bytes: int) -> Sequence[Value]:
         """Read rows of one row server; a value is None if the server does not have the row or cannot be reached."""
-        peer, loop = self._peers.setdefault(place.address, _Peer()), asyncio.get_running_loop()
+        peer, loop = self._peer(place.address), asyncio.get_running_loop()
+        connection = None
         try:
             async with peer.turns:
                 async with peer.connecting:  # Let one caller find out that the address cannot be reached.
@@ -126,7 +127,8 @@ class DirectReader:
                 request = (b"MGET", *(place.nonce + digest for digest in digests))
                 values: Sequence[Value] = await connection.wait_for(raw, raw.call(request, max_bytes))
         except LMPoolError as error:
-            self._fail(place.address, peer, error)
+            if peer.connection is connection:  # Otherwise another request on this connection has failed already.
+                self._fail(place.address, peer, error)
             self._miss(digests)
             return [None] * len(digests)
         peer.has_answered, peer.pause_s, peer.used_at = True, _MIN_PAUSE_S, loop.time()
@@ -135,6 +137,11 @@ class DirectReader:
         if len(found) < len(values):
             self._miss(digest for digest, value in zip(digests, values, strict=True) if value is None)
         return values
+
+    def _peer(self, address: bytes) -> _Peer:
+        if address not in self._peers:
+            self._peers[address] = _Peer()
+        return self._peers[address]
 
     async def _connect(self, address: bytes, peer: _Peer) -> Connection[RawRowReceiver]:
         """Connect with the pool's token, and with a new token if the server refuses the token."""
@@ -165,12 +172,16 @@ class DirectReader:
         return connection
 
     def _close_idle(self) -> None:
+        """Close connections without requests, and discard row servers that could not be reached for long."""
         now = asyncio.get_running_loop().time()
         peers = sorted((peer for peer in self._peers.values() if peer.connection), key=lambda peer: peer.used_at)
         for at, peer in enumerate(peers):
             is_surplus = len(peers) - at > _MAX_PEERS
             if (is_surplus or now - peer.used_at > _IDLE_S) and not peer.turns.locked():
                 peer.close()
+        for address, peer in list(self._peers.items()):
+            if peer.connection is None and now - max(peer.used_at, peer.next_try_at) > _MAX_PAUSE_S:
+                del self._peers[address]
 
     def _fail(self, address: bytes, peer: _Peer, error: LMPoolError) -> None:
         """Close the connection, and use row servers no more if none can be reached."""
@@ -193,7 +204,7 @@ class DirectReader:
 
     async def try_on(self, address: bytes) -> None:
         """Use row servers if the row server at this address can be reached."""
-        peer = self._peers.setdefault(address, _Peer())
+        peer = self._peer(address)
         if self.is_on or asyncio.get_running_loop().time() < peer.next_try_at:
             return
         async with peer.connecting:

@@ -99,6 +99,7 @@ class Answering(Tasks):
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.commands = self
         self.segments = SegmentReader()
+        self.direct = None
         self.is_seen = True
         self.lookups: list[Sequence[bytes]] = []
         self.during_lookup: Callable[[], None] = lambda: None

@@ -115,7 +115,7 @@ class RowServer:
             return
         port = port or int(self._server.sockets[0].getsockname()[1])
         self._segment.address = f"[{host}]:{port}".encode() if ":" in host else f"{host}:{port}".encode()
-        _log.info("clients on other hosts read rows at %s", self._segment.address.decode())
+        _log.info("rows for clients that cannot map this shared memory at %s", self._segment.address.decode())
 
     async def _renew_token(self) -> None:
         """Read the pool's token; set it if the pool has none. It may have been evicted, and then changed."""
