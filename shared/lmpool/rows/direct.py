@@ -88,8 +88,9 @@ class DirectReader:
     def note(self, address: bytes, digests: Iterable[bytes], places: bytes) -> None:
         """Record where announced rows are; `places` are the places in a notification, in the order of `digests`."""
         for at, digest in enumerate(digests):
-            begin = PLACE_SIZE * at
-            self._places[digest] = RowPlace(address, places[begin : begin + _NONCE_SIZE])
+            nonce = places[PLACE_SIZE * at :][:_NONCE_SIZE]
+            if any(nonce):  # Zeros stand for a row that is not in shared memory.
+                self._places[digest] = RowPlace(address, nonce)
         while len(self._places) > _MAX_PLACES:  # The first places belong to requests that were cancelled.
             del self._places[next(iter(self._places))]
 
