@@ -352,16 +352,21 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other_cli
         await until_async(is_closed, "the worker has disconnected the client")
 
 
-async def test_with_tls_and_users_rows_come_from_the_worker_by_tls(short_dir: Path, place: Path) -> None:
-    with SecureServer(short_dir).running() as server:
-        environment = {"LMPOOL_REDIS_URL": server.url("worker"), "LMPOOL_SHM_DIR": str(place)}
+@pytest.mark.parametrize("is_cluster", [False, True], ids=["server", "cluster"])
+async def test_with_tls_and_users_rows_come_from_the_worker_by_tls(
+    short_dir: Path, place: Path, is_cluster: bool
+) -> None:
+    scheme = "rediss+cluster://" if is_cluster else "rediss://"
+    with SecureServer(short_dir, is_cluster=is_cluster).running() as server:
+        url = {role: server.url(role).replace("rediss://", scheme) for role in ("worker", "producer")}
+        environment = {"LMPOOL_REDIS_URL": url["worker"], "LMPOOL_SHM_DIR": str(place)}
         command = [*lmpool_command(), "worker", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
         worker = WorkerProcess([*command, "--shm-bytes", str(1000 * SLOT)], short_dir / "log.txt", environment)
         try:
             await asyncio.to_thread(worker.until_says, "rows for clients that cannot map this shared memory at")
             await asyncio.to_thread(worker.until_says, "serving ")
             options: dict[str, Any] = {"timeout": DEADLINE_S, "cache_bytes": 0}
-            async with Producer("syn", redis=server.url("producer"), **options) as producer:
+            async with Producer("syn", redis=url["producer"], **options) as producer:
                 await until_direct(producer)
                 before = direct(producer)
                 await ask(producer, PROMPTS)
