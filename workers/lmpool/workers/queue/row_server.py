@@ -74,6 +74,7 @@ class RowServer:
         self._token = b""
         self._token_read_at = 0.0
         self._server: asyncio.Server | None = None
+        self._waiting: deque[_Reader] = deque()  # Readers that can receive rows, in the order of their turns.
 
     async def run(self) -> None:
         """Listen, and renew the token in Redis; returns at once if the worker has no shared memory, or may not listen.
@@ -124,6 +125,24 @@ class RowServer:
         self._token = cast(bytes | None, await self._redis.get(key)) or b""
         await self._redis.pexpire(key, ROW_TOKEN_TTL_MS)
 
+    def give_turn(self, reader: _Reader) -> None:
+        """Let a reader send rows in a later event-loop tick; one reader sends in each tick, so that other tasks run."""
+        if not reader.has_turn:
+            reader.has_turn = True
+            self._waiting.append(reader)
+            if len(self._waiting) == 1:
+                asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        reader = self._waiting[0]
+        reader.send()
+        self._waiting.popleft()
+        reader.has_turn = False
+        if self._waiting:
+            asyncio.get_running_loop().call_soon(self._turn)
+        if reader.can_send:
+            self.give_turn(reader)
+
     def accepts(self, sent: bytes) -> bool:
         """Whether a reader has sent the token."""
         return bool(self._token) and hmac.compare_digest(sent, pack_command((b"AUTH", self._token)))
@@ -154,8 +173,9 @@ class _Reader(asyncio.Protocol):
         self._received = b""
         self._is_known = False  # Whether the reader has sent the token.
         self._checking: asyncio.Task[None] | None = None
+        self.has_turn = False  # Whether the reader is in the server's queue of readers.
         self._wanted: deque[bytes] = deque()  # Keys of rows, and heads of replies: only heads begin with "*".
-        self._is_slow = self._is_pumping = False
+        self._is_slow = False  # Whether so many bytes are unsent that no more rows are copied.
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -238,13 +258,17 @@ class _Reader(asyncio.Protocol):
             raise ValueError(request)
         self._wanted.append(b"*%d\r\n" % len(keys))
         self._wanted.extend(keys)
-        if not self._is_pumping:
-            self._pump()
+        if not self._is_slow:
+            self._server.give_turn(self)
 
-    def _pump(self) -> None:
-        """Send wanted rows until the reader is slow, and pause after `_TICK_BYTES` so that other tasks run."""
-        self._is_pumping = False
-        if self._wanted and not self._is_slow:
+    @property
+    def can_send(self) -> bool:
+        """Whether rows are wanted that can be sent now."""
+        return bool(self._wanted) and not self._is_slow
+
+    def send(self) -> None:
+        """Send wanted rows of up to `_TICK_BYTES`."""
+        if self.can_send:
             parts, size = list[bytes](), 0
             while self._wanted and size < _TICK_BYTES:
                 key = self._wanted.popleft()
@@ -258,10 +282,7 @@ class _Reader(asyncio.Protocol):
                     size += len(row)
             # Send several rows by one system call: a call for each row would take more processor time.
             self._transport.writelines(parts)
-        if self._wanted and not self._is_slow:
-            self._is_pumping = True
-            asyncio.get_running_loop().call_soon(self._pump)
-        elif not self._is_slow:
+        if not self._wanted and not self._is_slow:
             self._close_after(_IDLE_S)
 
     def pause_writing(self) -> None:
@@ -270,8 +291,10 @@ class _Reader(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._is_slow = False
-        if not self._is_pumping:
-            self._pump()
+        if self._wanted:
+            self._server.give_turn(self)
+        else:
+            self._close_after(_IDLE_S)
 
     def _close_after(self, seconds: float | None) -> None:
         """Close the connection after some seconds, or, with None, not at a fixed time."""
@@ -283,6 +306,7 @@ class _Reader(asyncio.Protocol):
         if not self._transport.is_closing():
             self._transport.write(f"-{code} {why}\r\n".encode())
             self._transport.close()
+            self._wanted.clear()
             self._close_after(_AUTH_S)
 
     def close(self) -> None:
