@@ -220,6 +220,30 @@ def test_rows_computed_in_their_slots_are_read_like_copied_rows(
         assert found.encode(0) == RowBlock([prompt(begin)], row_of(begin)[None], None, Encoding.F32).encode(0)
 
 
+def test_a_row_server_gets_whole_rows_of_its_own_segment_only(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, names = writer_of(segment), list(range(64))
+    for name in names:
+        put(segment, name)
+    for name in names:
+        row = RowBlock([prompt(name)], row_of(name)[None], None, Encoding.F32).encode(0)
+        assert writer.copy(segment.nonce + prompt(name)) == row
+        assert writer.copy(bytes(8) + prompt(name)) is None
+    assert writer.copy(segment.nonce + prompt(64)) is None
+    find_row = segment.row
+
+    def reused(number: int) -> Any:
+        """A row whose slot gets another row before the row is copied."""
+        put(segment, 1000)
+        return find_row(number)
+
+    monkeypatch.setattr(segment, "row", reused)
+    assert writer.copy(segment.nonce + prompt(0)) is None
+    writer.segment = None
+    assert writer.copy(segment.nonce + prompt(1)) is None
+
+
 def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) -> None:
     writer = writer_of(segment)
     names = list(range(30))

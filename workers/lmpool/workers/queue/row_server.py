@@ -10,6 +10,8 @@ import asyncio
 import hmac
 import logging
 import secrets
+import socket
+import struct
 from collections import deque
 from contextlib import suppress
 from typing import cast
@@ -40,6 +42,7 @@ _AUTH_S = 5.0  # Max seconds until a new reader has sent the token.
 _SLOW_S = 30.0  # Max seconds without progress of a slow reader, which must read `_MAX_UNSENT_BYTES` in this time.
 _IDLE_S = 300.0  # Max seconds between two requests of a reader: its machine may have disappeared.
 _TOKEN_CHECK_S = 1.0  # Min seconds between two reads of the token because of a wrong token.
+_DISCARD, _KEEP = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)  # Values of SO_LINGER.
 _HEAD = b"$4\r\nMGET\r\n"
 _MAX_HEAD_BYTES = 1 + _MAX_COUNT_DIGITS + len(CRLF) + len(_HEAD)  # Max bytes of a request before its keys.
 _WORD_BYTES = len(pack_command((bytes(ROW_KEY_SIZE),))) - len(b"*1\r\n")  # Bytes of one key in a request.
@@ -288,13 +291,19 @@ class _Reader(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._is_slow = True
         self._close_after(_SLOW_S)
+        # If the connection is closed now, discard the unsent bytes, which the system would keep for the slow reader.
+        self._set_linger(_DISCARD)
 
     def resume_writing(self) -> None:
         self._is_slow = False
+        self._set_linger(_KEEP)
         if self._wanted:
             self._server.give_turn(self)
         else:
             self._close_after(_IDLE_S)
+
+    def _set_linger(self, value: bytes) -> None:
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, value)
 
     def _close_after(self, seconds: float | None) -> None:
         """Close the connection after some seconds, or, with None, not at a fixed time."""
