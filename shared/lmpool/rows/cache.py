@@ -287,7 +287,8 @@ class RowCache:
             try:
                 head = await connection.call(b"GETRANGE", self._prefix + digest, 0, MAX_REFERENCE - 1)
                 reference = unpack_reference(head) if is_reference(head) else None
-                is_readable = not is_reference(head) or (reference and reference.host == self._segments.host)
+                is_here = reference is not None and reference.host == self._segments.host
+                is_readable = not is_reference(head) or is_here or (reference and self._is_direct(reference))
                 return [digest] if head and is_readable else []
             except ServerError as error:
                 if "WRONGTYPE" not in str(error):
