@@ -113,6 +113,19 @@ async def test_new_and_cached_rows_come_from_the_worker_and_redis_has_references
     assert all(reference.address.decode() in worker.text for reference in found)
 
 
+async def test_rows_of_queries_come_from_the_worker(pool: Pool, place: Path) -> None:
+    start(pool, place)
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        for prompt in PROMPTS:
+            await producer.topk(prompt, 3)
+        before, computed = direct(producer), producer.stats().computed
+        await ask(producer, PROMPTS)
+        assert direct(producer) == before + len(PROMPTS)
+        assert producer.stats().computed == computed
+    assert len(references(pool)) >= len(PROMPTS)
+
+
 async def through_redis(producer: Producer, *, since: int, prompts: list[list[int]] = PROMPTS) -> None:
     """Request rows, none of which comes from a row server."""
     await ask(producer, prompts)
