@@ -41,6 +41,7 @@ _POOL: dict[str, Callable[[Testbed], list[Result]]] = {
     "cached": transport.cached,
     "tiny": transport.tiny,
     "row-link": transport.row_link,
+    "new-direct": transport.new_direct,
     "alone": latency.alone,
     "arq": job_queue.arq,
     "priority": interference.with_bulk_run,

@@ -121,9 +121,10 @@ async def main(client: Callable[[Producer], Bursts]) -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--cache-bytes", type=int)
     parser.add_argument("--priority")
+    parser.add_argument("--no-direct", dest="direct", action="store_false", default=None)
     given = parser.parse_args()
     # Pass only options that were given: older commits may not have the other options.
-    options: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority}
+    options: dict[str, Any] = {"cache_bytes": given.cache_bytes, "priority": given.priority, "direct": given.direct}
     settings = {name: value for name, value in options.items() if value is not None}
     async with Producer(given.model, redis=given.redis, timeout=120, **settings) as producer:
         await serve({handler.__name__: handler for handler in client(producer).handlers()})

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import cast
@@ -26,6 +27,7 @@ MEMORY_BYTES = 4 * 2**30
 _FILLER_BYTES = 196_608  # Bytes of a filler value, the size of a float32 row of 49,152 entries.
 _FILLER_TTL_S = 3600  # Lifetime of filler values in seconds: longer than a measure takes.
 _WORKERS_READY_S = 180.0  # Max seconds until started workers are ready: some workers load models.
+_LOOPBACK = "127.0.0.1"
 _POLL_S = 0.05  # Seconds between two checks of a condition.
 _WAVE = 8  # Max processes that start concurrently: if dozens start at once, each start takes a minute.
 _HEARTBEATS_S = 60.0  # Max seconds to wait for a heartbeat of every worker.
@@ -61,6 +63,14 @@ class Testbed:
         """The size of a sample: `full`, or `quick` in a quick run."""
         return quick if self.quick else full
 
+    def over_tcp(self) -> Testbed:
+        """The same testbed, whose processes reach the server over TCP, as processes on other hosts do."""
+        with socket.create_server((_LOOPBACK, 0)) as probe:
+            port = probe.getsockname()[1]
+        with redis.Redis.from_url(self.url) as server:
+            server.config_set("port", port)
+        return replace(self, url=f"redis://{_LOOPBACK}:{port}")
+
     def child(self, module: str, *arguments: str, python: str = sys.executable, **environment: str) -> Child:
         """Start a module of this package as a process that responds to requests."""
         command = [python, "-m", f"benchmarks.{module}", *arguments]
@@ -70,9 +80,9 @@ class Testbed:
         """Start a program that is not a module of this package."""
         return Process(command, self._log(name), {**_ENVIRONMENT, **environment})
 
-    def producer(self, model: str, *options: str) -> Child:
+    def producer(self, model: str, *options: str, **environment: str) -> Child:
         """Start a process with a producer for a served model."""
-        return self.child("clients.producer", "--redis", self.url, "--model", model, *options)
+        return self.child("clients.producer", "--redis", self.url, "--model", model, *options, **environment)
 
     def wait_for_shared_memory(self, name: str) -> None:
         """Wait up to a minute until the workers that serve `name` have shared memory, which they create after start."""

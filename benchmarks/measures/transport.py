@@ -9,6 +9,7 @@ from benchmarks.harness.comparison import FULL_V
 from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.processes import Child
 from benchmarks.harness.testbed import Testbed
+from lmpool.rows import shared_memory
 
 LARGE_V = 152_064  # Vocabulary size of Qwen2.5.
 TINY_V = 64  # Vocabulary size for rows of 256 bytes, so that most of the cost is the control plane.
@@ -76,6 +77,29 @@ def cached(testbed: Testbed) -> list[Result]:
         Result("cached", single, Goal(1.3), sides["pool"], sides["MGET"]),
         Result("cached-batch", batched, Goal(1.8), sides["batches"], sides["MGET"]),
     ]
+
+
+def new_direct(testbed: Testbed) -> list[Result]:
+    """Measure new float32 rows for a client on another host, directly from the worker and through Redis."""
+    testbed, rows = testbed.over_tcp(), testbed.scaled(8192, 2048)
+    options = ["--backend", "synthetic", "--vocab-size", str(FULL_V), "--encoding", "f32"]
+    with ExitStack() as stack:
+        stack.enter_context(testbed.workers("new-direct", "new-direct", *options))
+        testbed.wait_for_shared_memory("new-direct")
+        # With another folder for shared memory, the clients read no memory of the worker, like clients on another host.
+        elsewhere = {shared_memory.FOLDER_VARIABLE: str(testbed.folder)}
+        direct = stack.enter_context(testbed.producer("new-direct", **elsewhere))
+        through_redis = stack.enter_context(testbed.producer("new-direct", "--no-direct", **elsewhere))
+        sides = {"direct": rate(direct, rows), "through Redis": rate(through_redis, rows)}
+        for take in [*sides.values(), *sides.values()]:  # The first rows of a client come through Redis.
+            take()
+        samples = alternate(sides, testbed.repeats)
+    meaning = (
+        f"new rows/s of one producer process that reads the rows from the worker ÷ of one that reads them through "
+        f"Redis; both reach Redis and the worker over TCP on one machine, {CONCURRENCY} requests in flight, one "
+        f"synthetic worker process; V = {FULL_V:,}, f32"
+    )
+    return [Result("new-direct", meaning, Goal(2), *(Side(name, "rows/s", taken) for name, taken in samples.items()))]
 
 
 def row_link(testbed: Testbed) -> list[Result]:

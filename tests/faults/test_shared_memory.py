@@ -85,9 +85,9 @@ def reads(producer: Producer) -> tuple[int, int]:
 
 
 def remote(pool: Pool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> Producer:
-    """A producer with another folder for segments, like a producer on another host."""
+    """A producer with another folder for segments, like a producer on another host, which reads rows through Redis."""
     monkeypatch.setenv("LMPOOL_SHM_DIR", tempfile.mkdtemp(dir=os.environ["LMPOOL_SHM_DIR"]))
-    return pool.producer(**settings)
+    return pool.producer(**settings, direct=False)
 
 
 async def counted(pool: Pool, field: str, expected: int) -> None:

@@ -63,7 +63,7 @@ def served() -> Any:
 
 async def test_an_unpickled_producer_has_the_same_settings_and_model(served: MemoryPool) -> None:
     settings: Any = {"timeout": 7.0, "cache_bytes": 0, "when_full": "raise", "when_absent": "wait", "priority": "bulk",
-                     "keep_answers": False, "tracing": False}  # fmt: skip
+                     "keep_answers": False, "direct": False, "tracing": False}  # fmt: skip
     async with Producer(redis=served.url, **settings) as producer:
         other = thawed(producer)
         assert "Producer('a', " in repr(other)

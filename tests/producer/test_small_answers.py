@@ -85,10 +85,9 @@ def folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, Path]]:
 
 
 def start(pool: Pool, folder: Path, *options: str | int) -> WorkerProcess:
-    """Start a worker, and wait for its shared memory."""
-    worker = pool.start(
-        "--vocab-size", V, "--encoding", "bf16", "--lease-s", 2, *options, environment={FOLDER_VARIABLE: str(folder)}
-    )
+    """Start a worker whose rows go through Redis to other hosts, and wait for its shared memory."""
+    more = ("--encoding", "bf16", "--lease-s", 2, "--no-direct", *options)
+    worker = pool.start("--vocab-size", V, *more, environment={FOLDER_VARIABLE: str(folder)})
     if "--shm-bytes" not in options:
         worker.until_says("for clients on this machine")
     return worker

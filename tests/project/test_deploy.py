@@ -286,7 +286,7 @@ def test_what_is_run_is_nobody_and_is_asked_where_it_answers() -> None:
             assert pod["securityContext"]["runAsUser"] == UID
             if container["name"] == "follower":  # It has no port: its leader reports the health of the whole worker.
                 continue
-            assert [port["containerPort"] for port in container["ports"]] == [target]
+            assert [port["containerPort"] for port in container["ports"] if port["name"] != "rows"] == [target]
             assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
             assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
 
@@ -343,7 +343,12 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
         "what is not allowed is denied"
     )
     out = {name: spec for name, spec in policies.items() if "egress" in spec}
-    assert out.keys() == {"to-server", "clients-to-server", "hub", "pods-of-a-worker"}
+    assert out.keys() == {"to-server", "clients-to-server", "clients-to-workers", "hub", "pods-of-a-worker"}
+    (rows,) = out["clients-to-workers"]["egress"]
+    assert [port["port"] for port in rows["ports"]] == [7600]
+    (worker,) = [container for item, container in workloads() if item["metadata"]["name"] == "worker-smollm2"]
+    assert worker["args"][-2:] == ["--direct-address", ":7600"]
+    assert {"name": "rows", "containerPort": 7600} in worker["ports"]
     (values,) = [rule["values"] for rule in out["to-server"]["podSelector"]["matchExpressions"]]
     pods = {item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] for item, _ in workloads()}
     assert set(values) == pods - {"server"}

@@ -121,6 +121,7 @@ def test_the_keys_are_those_of_the_code() -> None:
         keys.vocabulary("X"),
         keys.token_set(b"X"),
         keys.tokenizer("X"),
+        keys.row_token(),
     }
     made |= {keys.weights() + b"X", keys.probe("X", "X")}
     assert written == {key.decode().replace(b"X".hex(), "X") for key in made}

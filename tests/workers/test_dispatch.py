@@ -376,6 +376,7 @@ async def test_a_prompt_that_must_run_alone_blocks_a_busy_worker_for_part_of_a_l
     )
     suspect, in_flight = Suspect(), {PROMPT: reading(b"1-0")}
     loop.leases, loop.in_flight = cast(Any, suspect), in_flight
+    loop.consumer = cast(Any, SimpleNamespace(end_read=lambda: asyncio.sleep(0)))
     loop.dispatcher = cast(Any, SimpleNamespace(accept=lambda jobs: asyncio.sleep(0)))
     async with asyncio.timeout(DEADLINE_S):
         claiming = asyncio.create_task(loop.claim())

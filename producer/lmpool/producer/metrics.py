@@ -98,6 +98,7 @@ _VALUES: tuple[tuple[str, str, str, Callable[[Counters], float]], ...] = (
     ("requests_under_way", "gauge", "Requests in flight.", attrgetter("in_flight")),
     ("fetched_bytes_total", "counter", "Bytes of rows and results from the server.", attrgetter("fetched_bytes")),
     ("shared_rows_total", "counter", "Rows read from shared memory.", attrgetter("shared.rows")),
+    ("direct_rows_total", "counter", "Rows read from workers on other hosts.", attrgetter("shared.direct")),
     ("lost_rows_total", "counter", "Rows missing from shared memory when they were read.", attrgetter("shared.lost")),
     ("cache_bytes", "gauge", "Bytes of rows in the producer's own memory.", attrgetter("cache.size")),
     ("cache_rows", "gauge", "Rows in the producer's own memory.", lambda counters: len(counters.cache)),

@@ -60,6 +60,8 @@ class Producer(CopiedAsItself, PartialRows):
         keep_answers: whether results of queries (top-k tokens, samples, scores, positions) stay in the pool's cache for
             a minute. With False, each result is removed once it has been read, so that a million texts do not fill the
             server's memory.
+        direct: whether rows of workers on other hosts are read from these workers, and not through Redis, if their
+            addresses can be reached.
         tracing: whether each call has an OpenTelemetry span whose context is sent with its jobs. Tracing needs
             `lmpool[tracing]` and a tracer provider that the program sets up. None means the
             environment's `LMPOOL_TRACING`, 1 or 0. Calls of tries and changes of adapters have no spans.
@@ -80,6 +82,7 @@ class Producer(CopiedAsItself, PartialRows):
         when_absent: WhenAbsent = "raise",
         priority: Priority = "interactive",
         keep_answers: bool = True,
+        direct: bool = True,
         tracing: bool | None = None,
     ) -> None:
         if model is not None:
@@ -92,18 +95,19 @@ class Producer(CopiedAsItself, PartialRows):
         check_choice("when_absent", when_absent, get_args(WhenAbsent))
         check_choice("priority", priority, get_args(Priority))
         check_flag("keep_answers", keep_answers)
+        check_flag("direct", direct)
         check_number("cache_bytes", cache_bytes, 0)
         if redis is not None and not isinstance(redis, get_args(RedisLike)):
             raise SettingsError(f"redis: {type(redis).__name__} is neither a URL nor a redis-py client")
         self._timeout = check_timeout(timeout)
         self._model = model
         self._redis = redis
-        values = timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing
+        values = timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, direct, tracing
         self._options: dict[str, Any] = dict(zip(_OPTIONS, values, strict=True))
         self._traces = Traces(model) if is_traced(tracing) else None
         self._heads = {}
         self._counters = Counters(ProducerStats(), RowLRU(cache_bytes))
-        options = when_full, when_absent, priority, keep_answers
+        options = when_full, when_absent, priority, keep_answers, direct
         settings = SessionSettings(Keys(prefix), self._counters, self._traces, *options)
         # Do not cache results of trie workers in this process: weights hardly ever repeat, and the pool caches results
         # that trie workers compute from rows.

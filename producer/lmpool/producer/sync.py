@@ -89,8 +89,8 @@ class SyncProducer(CopiedAsItself):
     A pickle contains the same as a `Producer`'s pickle; the unpickled object is open and connects with its first call.
 
     Args:
-        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, tracing: as for
-            `Producer`.
+        model, redis, timeout, cache_bytes, prefix, when_full, when_absent, priority, keep_answers, direct, tracing:
+            as for `Producer`.
 
     Raises:
         The exceptions of `Producer` and of `Producer.open`.

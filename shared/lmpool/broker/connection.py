@@ -53,6 +53,12 @@ class RawConnection(asyncio.BaseProtocol):
         """Whether the connection is closed."""
         return self._closed is not None
 
+    @property
+    def local_host(self) -> str:
+        """The address of this machine from which the connection was opened; "" for a Unix socket."""
+        name = self._transport.get_extra_info("sockname")
+        return str(name[0]) if isinstance(name, tuple) else ""
+
     def _give_up(self) -> Iterable[asyncio.Future[Any]]:
         """Return the futures of all pending commands, and discard them."""
         raise NotImplementedError

@@ -27,7 +27,15 @@ from redis.exceptions import RedisClusterException, RedisError
 from lmpool.aio import finish, silence_limit
 from lmpool.broker import replies
 from lmpool.embedded import find, runtime_dir
-from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable, SettingsError, argument
+from lmpool.errors import (
+    AuthenticationFailed,
+    LMPoolError,
+    ProtocolError,
+    ServerError,
+    ServerUnreachable,
+    SettingsError,
+    argument,
+)
 
 # What callers pass to name a server: a URL, or a client of redis-py.
 RedisLike = str | redis_async.Redis | redis_sync.Redis | redis_async.RedisCluster | redis_sync.RedisCluster
@@ -338,6 +346,36 @@ class Server:
         # Remember the nodes that the cluster reports: the nodes that the user named may disappear.
         self._nodes = list(dict.fromkeys([*served.values(), *self._nodes]))[:_MAX_NODES]
         return served
+
+    def row_server(self, address: bytes, token: bytes, connect_timeout_s: float) -> Server:
+        """The row server of a worker, which speaks Redis's protocol; TLS and its certificates are those of this server.
+
+        The certificate need not name the address, which is usually that of a container. Raises `ProtocolError` if the
+        address is malformed.
+        """
+        host, _, port = address.decode("ascii", "replace").rpartition(":")
+        if not host or not port.isdecimal():
+            raise ProtocolError(f"{address!r:.80} is not the address of a row server")
+        other = copy(self)
+        kind = connections.SSLConnection if self._is_tls else connections.Connection
+        other._class, other.is_cluster, other.is_node, other._cluster = connection_class(kind), False, False, other
+        kept = {name: value for name, value in self._kwargs.items() if name.startswith("ssl_")}
+        kept |= {"ssl_check_hostname": False} if self._is_tls else {}
+        place = {"host": host.strip("[]"), "port": int(port), "password": token.decode("ascii", "replace")}
+        other._kwargs = {**kept, **place, "socket_connect_timeout": connect_timeout_s, "protocol": 2}
+        return other
+
+    def row_server_tls(self) -> tuple[bool, ssl.SSLContext | None]:
+        """Whether a worker's row server must use TLS, because this server does; and its settings for TLS.
+
+        The row server has the certificate with which the worker connects to this server. Without one, the settings are
+        None.
+        """
+        if not self._is_tls or not (certificate := self._kwargs.get("ssl_certfile")):
+            return self._is_tls, None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, self._kwargs.get("ssl_keyfile"), self._kwargs.get("ssl_password"))
+        return True, context
 
     def is_not_now(self, error: BaseException) -> bool:
         """Whether the request must be repeated on a new connection after an error; if so, read the slots again."""

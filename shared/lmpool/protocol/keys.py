@@ -51,6 +51,9 @@ REPLY_TTL_MS = 120_000
 WANTED_TTL_MS = 60_000
 """Lifetime of the key `wanted` after a client's last request for the model, in ms; autoscalers poll more often."""
 
+ROW_TOKEN_TTL_MS = 24 * 3600 * 1000
+"""Lifetime of the token of row servers, which every worker renews every ten minutes, in ms."""
+
 
 @dataclass(frozen=True, slots=True)
 class Keys:
@@ -81,6 +84,10 @@ class Keys:
     def row(self, fingerprint: str) -> bytes:
         """Prefix of the string keys that hold a model's encoded rows (append the digest); each key has a TTL."""
         return f"{self.prefix}:row:{fingerprint}:".encode()
+
+    def row_token(self) -> bytes:
+        """String: the secret with which clients read rows from row servers; workers set it and renew its lifetime."""
+        return f"{self.prefix}:row_token".encode()
 
     def vocabulary(self, digest: str) -> bytes:
         """String: one packed vocabulary; has a TTL."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from redis.exceptions import ResponseError
@@ -29,9 +29,11 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Block, Encoding, Row, RowBlock, VectorBlock
 from lmpool.rows.connection import RawRowCommands, RawRowReceiver, RowWrite, Value
+from lmpool.rows.direct import DirectReader, RowPlace
 from lmpool.rows.shared_memory import (
     MAX_REFERENCE,
     NOT_SHARED,
+    Reference,
     SegmentReader,
     Shared,
     is_reference,
@@ -198,7 +200,8 @@ class RowCache:
     """The rows of one model under one fingerprint.
 
     Every method that waits raises `ServerError` when a server that it needs cannot be used. `info` decides the
-    namespace, size and lifetime of the rows; `segments` reads referenced rows from shared memory.
+    namespace, size and lifetime of the rows; `segments` reads referenced rows from shared memory, and `direct` from the
+    row servers of workers on other hosts.
 
     Attributes:
         is_seen: whether scripts on the model's queue can read the rows; on a cluster, rows are on other masters.
@@ -206,7 +209,9 @@ class RowCache:
         queue: calls scripts on the model's queue, after all pending writes of rows if scripts can read rows.
     """
 
-    def __init__(self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader) -> None:
+    def __init__(
+        self, server: Server, keys: Keys, info: ModelInfo, segments: SegmentReader, direct: DirectReader | None = None
+    ) -> None:
         self.is_seen = not server.is_cluster
         self._prefix = keys.row(info.fingerprint)
         self.weights_prefix = keys.weights()
@@ -216,6 +221,7 @@ class RowCache:
         self._max_row_bytes = wire.encoded_size(info.vocab_size, Encoding.F32) + 1
         self._ttl_ms = int(info.row_ttl_s * 1000)
         self._segments = segments
+        self._direct = direct
         reply_timeout_s = reply_timeout(info.lease_s)
         self._connections = RowConnections(server, reply_timeout_s)
         self._queue: CommandConnection | RowConnection = self._connections.to(server)
@@ -281,7 +287,8 @@ class RowCache:
             try:
                 head = await connection.call(b"GETRANGE", self._prefix + digest, 0, MAX_REFERENCE - 1)
                 reference = unpack_reference(head) if is_reference(head) else None
-                is_readable = not is_reference(head) or (reference and reference.host == self._segments.host)
+                is_here = reference is not None and reference.host == self._segments.host
+                is_readable = not is_reference(head) or is_here or (reference and self._is_direct(reference))
                 return [digest] if head and is_readable else []
             except ServerError as error:
                 if "WRONGTYPE" not in str(error):
@@ -316,7 +323,7 @@ class RowCache:
                     raise connection.distrust(reply)
                 found[at] = entries = reply[:-DIGEST_SIZE]
                 if is_reference(entries):
-                    row = self._segments.follow(entries, digests[at], self._vocab_size)
+                    (row,) = await self._follow([entries], [digests[at]])
                     found[at] = None if row is None else wire.f32_header(len(row)) + row[list(ids[at])].tobytes()
 
         await _all([read(connection, indices) for connection, indices in parts])
@@ -344,6 +351,12 @@ class RowCache:
         are not delivered.
         """
         chunks = []
+        if self._direct is not None and self._direct.is_on and (placed := self._direct.take(digests)):
+            sizes = dict.fromkeys(digests, self._row_bytes)
+            for place, held in placed.items():
+                cuts = cut_chunks([sizes.pop(digest) for digest in held])
+                chunks += [self._get_placed(place, held[part], deliver) for part in cuts]
+            digests = list(sizes)
         for connection, indices in await self._connections.split(self.keys_of(digests)):
             held = [digests[at] for at in indices]
             cuts = cut_chunks(_sizes(held, lengths or {}, self._row_bytes))
@@ -357,17 +370,55 @@ class RowCache:
         values: Sequence[Value | Row] = await connection.get(self.keys_of(digests), limits)
         if any(map(is_reference, values)):
             values, stale = list(values), list[bytes]()
-            for at, value in enumerate(values):
-                if isinstance(value, bytes) and is_reference(value):
-                    values[at] = self._segments.follow(value, digests[at], self._vocab_size)
-                    reference = unpack_reference(value)
-                    # Remove references of this host whose rows no longer exist.
-                    if values[at] is None and (reference is None or reference.host == self._segments.host):
-                        stale.append(self._prefix + digests[at])
+            indices = [at for at, value in enumerate(values) if is_reference(value)]
+            references = [bytes(cast(bytes, values[at])) for at in indices]
+            rows = await self._follow(references, [digests[at] for at in indices])
+            for at, value, row in zip(indices, references, rows, strict=True):
+                values[at], reference = row, unpack_reference(value)
+                # Remove references of this host, and of row servers, whose rows no longer exist.
+                is_known = reference is None or reference.host == self._segments.host or self._is_direct(reference)
+                if row is None and is_known:
+                    stale.append(self._prefix + digests[at])
             await _all([connection.call(b"UNLINK", key) for key in stale])
         # Decode after the whole chunk has arrived: pauses in receiving would make the server wait for socket buffers.
         deliver(digests, read_values(digests, values, lengths, self._vocab_size))
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
+
+    async def _get_placed(self, place: RowPlace, digests: Sequence[bytes], deliver: Deliver) -> int:
+        """Fetch rows from a row server and deliver them; rows that cannot be read are removed from Redis."""
+        rows = await self._read_direct(place, digests)
+        deliver(digests, rows)
+        if missing := [digest for digest, row in zip(digests, rows, strict=True) if row is None]:
+            await self.drop(self.keys_of(missing))
+        return sum(row.nbytes for row in rows if row is not None)
+
+    async def _read_direct(self, place: RowPlace, digests: Sequence[bytes]) -> list[Row | None]:
+        if self._direct is None:
+            return [None] * len(digests)
+        values = await self._direct.read(place, digests, self._max_row_bytes)
+        found = read_values(digests, values, {}, self._vocab_size)
+        return [None if isinstance(row, CorruptRow) else row for row in found]
+
+    async def _follow(self, references: Sequence[bytes], digests: Sequence[bytes]) -> list[Row | None]:
+        """The rows of references, from shared memory or from row servers; None for rows that cannot be read."""
+        rows: list[Row | None] = [None] * len(digests)
+        elsewhere: dict[RowPlace, list[int]] = {}
+        for at, (value, digest) in enumerate(zip(references, digests, strict=True)):
+            reference = unpack_reference(value)
+            if reference is not None and self._is_direct(reference):
+                elsewhere.setdefault(RowPlace(reference.address, reference.nonce), []).append(at)
+            else:
+                rows[at] = self._segments.follow(value, digest, self._vocab_size)
+        parts = [self._read_direct(place, [digests[at] for at in indices]) for place, indices in elsewhere.items()]
+        for indices, found in zip(elsewhere.values(), await _all(parts), strict=True):
+            for at, row in zip(indices, found, strict=True):
+                rows[at] = row
+        return rows
+
+    def _is_direct(self, reference: Reference) -> bool:
+        """Whether this client reads the row of a reference from a row server."""
+        is_elsewhere = bool(reference.address) and reference.host != self._segments.host
+        return is_elsewhere and self._direct is not None and self._direct.is_on
 
     def close(self) -> None:
         """Close all connections; pending requests fail."""

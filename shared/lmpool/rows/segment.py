@@ -380,6 +380,7 @@ class SegmentWriter:
         self._size = default_size() if size is None else size
         self.segment: Segment | None = None
         self.host = b""  # The host of clients that can read the segment; b"" if there is no segment.
+        self.address = b""  # "HOST:PORT" of the worker's row server; b"" if there is none.
         self._lock = threading.Lock()
 
     async def run(self) -> None:
@@ -420,13 +421,18 @@ class SegmentWriter:
                 off = "--shm-bytes 0 turns this message off"
                 _log.warning("rows go through Redis, not through shared memory: %s; %s", why, off)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether there is a segment, or will be one."""
+        return self._is_wanted
+
     def write(self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]) -> Shared:
         """Write the rows of a block as `write_rows` does; `leave_out` are rows that Redis stores."""
         segment = self.segment
         if segment is None:
             return shared_memory.NOT_SHARED
         segment.note_stored(leave_out)
-        return Shared(self.write_rows(block, leave_out, overwrite), segment.replaced(), self.host)
+        return Shared(self.write_rows(block, leave_out, overwrite), segment.replaced(), self.host, self.address)
 
     def write_rows(
         self, block: RowBlock, leave_out: Collection[bytes], overwrite: Collection[bytes]
@@ -445,10 +451,11 @@ class SegmentWriter:
         in_place = None if first is None else [first + row for row in rows]
         written = segment.write([block.digests[row] for row in rows], block.encoded(rows), in_place)
         numbers.update(zip((block.digests[row] for row in rows), written, strict=True))
-        # All references begin with the same bytes; only the row's number and the worker's name follow.
-        head = shared_memory.Reference(self.host, segment.nonce, 0).pack()[:-WORD]
+        # All references differ only in the number of the row, which is before the worker's name.
+        sample = shared_memory.Reference(self.host, segment.nonce, 0, b"", self.address).pack()
+        head, tail = shared_memory.split_reference(sample)
         return {
-            digest: head + number.to_bytes(WORD, "little") + self._worker
+            digest: head + number.to_bytes(WORD, "little") + self._worker + tail
             for digest, number in numbers.items()
             if number is not None
         }
@@ -473,6 +480,18 @@ class SegmentWriter:
             if segment.find(digest) == number:  # The slot of the row was not reused during the copy.
                 return block
         return None
+
+    def copy(self, key: bytes) -> bytes | None:
+        """A copy of an encoded row, for a row server; None if the segment does not have the row.
+
+        `key` is the nonce of the segment and the digest of the prompt.
+        """
+        segment, digest = self.segment, key[_NONCE_SIZE:]
+        if segment is None or segment.nonce != key[:_NONCE_SIZE] or (number := segment.find(digest)) is None:
+            return None
+        row = segment.row(number).tobytes()
+        # `find` returns no number from the moment that the slot may change, so this copy is whole.
+        return row if segment.find(digest) == number else None
 
     def close(self) -> None:
         """Remove the segment."""

@@ -50,6 +50,15 @@ SEALS = 0x1 | 0x2 | 0x4 | 0x10
 PLACE_SIZE = 16
 """Bytes of a row's place within a known host: the segment's nonce and the row's number."""
 
+HOST_SIZE = 16
+"""Characters of a `host_token`."""
+
+ROW_KEY_SIZE = 24
+"""Bytes of a row's key at a row server: the nonce of a segment, and the digest of a prompt."""
+
+DIRECT_MARK = b"+"
+"""First character of the token of a client that reads rows from workers on other hosts; see `reader_token`."""
+
 HEADER = struct.Struct("<6sH8s16sIQQQ")
 """The beginning of a segment: magic bytes, version of the layout, and the fields of `Layout`."""
 
@@ -69,9 +78,11 @@ _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
 _MAGIC, _LAYOUT_VERSION = b"LMPSHM", 2  # A reader skips segments of another version.
 _REFERENCE = struct.Struct("<4sB16s8sQ")
-_REFERENCE_MAGIC, _REFERENCE_VERSION = b"LMPS", 1  # A reference of another version counts as no row.
+_REFERENCE_MAGIC = b"LMPS"
+# Versions of references without and with the address of a row server. A reference of another version counts as no row.
+_PLAIN_REFERENCE, _DIRECT_REFERENCE = 1, 2
 _PLACE = struct.Struct("<8sQ")
-_MAX_NAME = 255  # Max bytes of a worker's name in a reference.
+_MAX_NAME = 255  # Max bytes of a worker's name and address in a reference.
 MAX_REFERENCE = _REFERENCE.size + _MAX_NAME
 """Max bytes of a reference."""
 _MIN_ROW_BYTES = 4096  # Min bytes of a row in shared memory: a smaller row in Redis costs no more than a reference.
@@ -97,6 +108,14 @@ def host_token() -> bytes:
     except OSError:
         return b""
     return blake2b(f"{boot} {place.st_dev} {place.st_ino} {own.name}".encode(), digest_size=8).hexdigest().encode()
+
+
+def reader_token(host: bytes, *, is_direct: bool) -> bytes:
+    """The token in jobs and reply keys: the `host_token`, or the mark of a client that also reads from row servers.
+
+    `finish.lua` and `submit.lua` read the token at the end of reply keys.
+    """
+    return DIRECT_MARK + host.rjust(HOST_SIZE, b"-") if is_direct else host
 
 
 def name_of(nonce: bytes) -> str:
@@ -158,16 +177,28 @@ def receive_segment(path: Path, timeout_s: float) -> mmap.mmap:
 
 
 class Reference(NamedTuple):
-    """The place of a row: host (`host_token`), nonce of the segment, number of the row, and name of the worker."""
+    """The place of a row.
+
+    Attributes:
+        host: host of the segment (`host_token`).
+        nonce: nonce of the segment.
+        number: number of the row.
+        worker: name of the worker.
+        address: "HOST:PORT" of the worker's row server, or b"".
+    """
 
     host: bytes
     nonce: bytes
     number: int
     worker: bytes = b""
+    address: bytes = b""
 
     def pack(self) -> bytes:
         """The reference as stored in Redis; `submit.lua` and `entries.lua` check its first bytes."""
-        return _REFERENCE.pack(_REFERENCE_MAGIC, _REFERENCE_VERSION, *self[:3]) + self.worker
+        version, name = _PLAIN_REFERENCE, self.worker
+        if self.address:
+            version, name = _DIRECT_REFERENCE, self.worker + b" " + self.address
+        return _REFERENCE.pack(_REFERENCE_MAGIC, version, *self[:3]) + name
 
 
 def is_reference(value: object) -> bool:
@@ -180,12 +211,18 @@ def place_of(reference: bytes | None) -> bytes:
     return bytes(PLACE_SIZE) if reference is None else reference[_REFERENCE.size - PLACE_SIZE : _REFERENCE.size]
 
 
+def split_reference(packed: bytes) -> tuple[bytes, bytes]:
+    """The bytes of a packed reference before the number of the row, and the bytes after it."""
+    return packed[: _REFERENCE.size - WORD], packed[_REFERENCE.size :]
+
+
 def unpack_reference(value: bytes) -> Reference | None:
     """Decode a reference; None if it is incomplete or of another version."""
     if _REFERENCE.size <= len(value) <= MAX_REFERENCE:
         magic, version, host, nonce, number = _REFERENCE.unpack_from(value)
-        if magic == _REFERENCE_MAGIC and version == _REFERENCE_VERSION:
-            return Reference(host, nonce, number, value[_REFERENCE.size :])
+        if magic == _REFERENCE_MAGIC and version in (_PLAIN_REFERENCE, _DIRECT_REFERENCE):
+            worker, _, address = value[_REFERENCE.size :].partition(b" ")
+            return Reference(host, nonce, number, worker, address)
     return None
 
 
@@ -195,6 +232,11 @@ class Shared(NamedTuple):
     references: Mapping[bytes, bytes]  # Digest -> the value that Redis stores for the row.
     replaced: Sequence[bytes]  # Digests of older rows whose slots were reused.
     host: bytes  # Host of the segment (`host_token`).
+    address: bytes = b""  # "HOST:PORT" of the worker's row server, or b"".
+
+    def is_readable(self, reader: bytes) -> bool:
+        """Whether a client with this `reader_token` can read the rows."""
+        return reader[-HOST_SIZE:] == self.host or (bool(self.address) and reader.startswith(DIRECT_MARK))
 
 
 NOT_SHARED = Shared({}, (), b"")
@@ -315,6 +357,7 @@ class ReadCounts:
 
     rows: int = 0  # Rows that were read.
     lost: int = 0  # References whose row was overwritten, or cannot be read by this process.
+    direct: int = 0  # Rows that were read from row servers.
 
 
 class SegmentReader:

@@ -101,7 +101,7 @@ class Answering(Tasks):
         rows: Any = self
         self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
         self.commands = self
-        self.segments, self.datagrams = SegmentReader(), DatagramReceiver()
+        self.segments, self.datagrams, self.direct = SegmentReader(), DatagramReceiver(), None
         self.is_seen = True
         self.lookups: list[Sequence[bytes]] = []
         self.during_lookup: Callable[[], None] = lambda: None

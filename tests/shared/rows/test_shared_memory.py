@@ -25,6 +25,7 @@ from lmpool.rows.shared_memory import (
     host_token,
     is_reference,
     place_of,
+    split_reference,
     unpack_reference,
 )
 from lmpool.synthetic import synthetic_row
@@ -219,6 +220,30 @@ def test_rows_computed_in_their_slots_are_read_like_copied_rows(
         assert found.encode(0) == RowBlock([prompt(begin)], row_of(begin)[None], None, Encoding.F32).encode(0)
 
 
+def test_a_row_server_gets_whole_rows_of_its_own_segment_only(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, names = writer_of(segment), list(range(64))
+    for name in names:
+        put(segment, name)
+    for name in names:
+        row = RowBlock([prompt(name)], row_of(name)[None], None, Encoding.F32).encode(0)
+        assert writer.copy(segment.nonce + prompt(name)) == row
+        assert writer.copy(bytes(8) + prompt(name)) is None
+    assert writer.copy(segment.nonce + prompt(64)) is None
+    find_row = segment.row
+
+    def reused(number: int) -> Any:
+        """A row whose slot gets another row before the row is copied."""
+        put(segment, 1000)
+        return find_row(number)
+
+    monkeypatch.setattr(segment, "row", reused)
+    assert writer.copy(segment.nonce + prompt(0)) is None
+    writer.segment = None
+    assert writer.copy(segment.nonce + prompt(1)) is None
+
+
 def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) -> None:
     writer = writer_of(segment)
     names = list(range(30))
@@ -355,7 +380,10 @@ def test_references_and_rows_are_distinguished() -> None:
     packed = reference.pack()
     assert unpack_reference(packed[:20]) is None
     assert unpack_reference(packed + bytes(300)) is None
-    assert unpack_reference(packed[:4] + b"\x02" + packed[5:]) is None
+    assert unpack_reference(packed[:4] + b"\x03" + packed[5:]) is None
+    direct = reference._replace(address=b"10.0.0.5:7000")
+    assert unpack_reference(direct.pack()) == direct
+    assert split_reference(direct.pack())[0] == packed[:4] + b"\x02" + packed[5:29]
     assert place_of(None) == bytes(16)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from lmpool.settings import check_choice, check_name, check_numbers, check_texts
 
 # Max value of settings that need no limit: a number that floats and Redis still represent exactly.
 _UNLIMITED = 10**9
+_ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[^\s:/@\[\]]{0,150})(?::(\d{1,5}))?")
+_MAX_PORT = 65535  # The largest TCP port.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,13 @@ class WorkerSettings:
     shm_bytes: int | None = option(
         "Bytes of shared memory for rows; 0 for none. Default: 1/8 of the free memory, at most 4 GiB.", None, 0, 2**50
     )
+    no_direct: bool = option("Send rows to clients on other hosts through Redis, not directly.", False)
+    direct_address: str = option(
+        "HOST:PORT at which clients on other hosts read rows. Default: the address from which the worker connects to "
+        "Redis, and any free port.",
+        "",
+    )
+    direct_bind: str = option("HOST:PORT at which the worker listens for them. Default: the same.", "")
     log_every_s: float = option("Seconds between two log lines with counters.", 60.0, 0.1, _UNLIMITED)
     with_trie: bool = option("Answer trie queries about rows in the step that computes the row.", False)
     trie_mb: int = option("Max megabytes of tries; the least recently used are dropped.", 2048, 1, _UNLIMITED)
@@ -57,6 +67,8 @@ class WorkerSettings:
         check_name("prefix", self.prefix)
         check_numbers(self)
         check_choice("log_format", self.log_format, ("text", "json"))
+        for name in ("direct_address", "direct_bind"):
+            split_address(name, getattr(self, name))
         check_texts("adapter_root", self.adapter_root)
         for root in self.adapter_root:
             if not Path(root).is_dir():
@@ -66,3 +78,16 @@ class WorkerSettings:
     def heartbeat_s(self) -> float:
         """Seconds between two heartbeats: a quarter of a lease, because one or two heartbeats may be lost."""
         return self.lease_s / 4
+
+
+def split_address(name: str, value: str) -> tuple[str, int | None]:
+    """Split HOST, HOST:PORT or :PORT, with an IPv6 address in brackets; a missing part is "" or None.
+
+    Raises:
+        SettingsError: the address is malformed.
+    """
+    found = _ADDRESS.fullmatch(value)
+    port = int(found[2]) if found and found[2] else None
+    if found is None or (port or 0) > _MAX_PORT:
+        raise SettingsError(f"{name}: {shown(value)} must be HOST:PORT, HOST or :PORT, such as 10.0.0.5:7000")
+    return found[1].strip("[]"), port

@@ -41,6 +41,7 @@ from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import STALE_S, JobReader
 from lmpool.workers.queue.leases import Leases
 from lmpool.workers.queue.publisher import Publisher
+from lmpool.workers.queue.row_server import RowServer
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.trie import TrieInputs, warm_up
 
@@ -95,6 +96,7 @@ class Serving:
             info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"), engine_thread.map_memory
         )
         engine_thread.write_to(self.segment.new_rows)
+        self.row_server = RowServer(server, self.segment, settings, redis, self.connection)
         traces = JobTraces(info.name, worker_id) if settings.tracing else None
         reader = JobReader(redis, model, info, worker_id, counters, traces)
         self.publisher = Publisher(server, self.rows, self.segment, reader)
@@ -115,6 +117,7 @@ class Serving:
 
     async def close(self) -> None:
         """Close all connections."""
+        self.row_server.close()
         self.segment.close()
         self.publisher.datagrams.close()
         self.segments.close()
@@ -269,6 +272,7 @@ class Worker:
             self._results.run(dispatcher.publish, small=True),
             dispatcher.prepare(),
             serving.segment.run(),
+            serving.publisher.retry(serving.row_server.run),
             *([] if serving.info.is_trie else [serving.adapters.run()]),
             every(settings.heartbeat_s, partial(self.send_heartbeat, serving)),
             every(settings.heartbeat_s, serving.segments.release_removed),
@@ -379,6 +383,7 @@ class Worker:
             "stolen": self.counters.stolen,
             "claimed": self.counters.claimed,
             **({"shared": self.counters.shared} if self.counters.shared_bytes else {}),
+            **({"direct": serving.segment.address.decode()} if serving.segment.address else {}),
             **self.counters.since_heartbeat(stats),
             **({} if serving.info.is_trie else serving.adapters.heartbeat_fields()),
             **stats._asdict(),

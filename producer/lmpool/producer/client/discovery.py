@@ -8,7 +8,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, cast
 
@@ -27,7 +27,8 @@ from lmpool.protocol.token_set import TokenSet
 from lmpool.protocol.tokenizer import special_tokens
 from lmpool.rows.cache import RowCache
 from lmpool.rows.datagram import DatagramReceiver
-from lmpool.rows.shared_memory import SegmentReader, is_shared
+from lmpool.rows.direct import DirectReader
+from lmpool.rows.shared_memory import SegmentReader, is_shared, reader_token
 from lmpool.settings import shown
 from lmpool.vocabulary import Vocabulary
 
@@ -38,6 +39,8 @@ CLOSED = "the producer was closed while the request was in flight"
 
 # Seconds between two scans for shared memory. A new worker's rows are read from Redis until a scan finds its memory.
 _SCAN_S = 1.0
+# Min seconds between two lookups of a worker's row server, while rows come through Redis.
+_DIRECT_CHECK_S = 1.0
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -61,6 +64,7 @@ class AdoptedModel:
     reply: bytes  # Key of this client's reply stream.
     rows: RowCache
     host: bytes = b""  # Identifier of this machine's shared memory; b"" if rows are too small to be shared.
+    reads: bytes = b""  # The `reader_token` of this client.
 
 
 class Connections(Tasks):
@@ -74,12 +78,13 @@ class Connections(Tasks):
         trouble: why the server cannot be used now, or None.
         segments: reader of rows in the shared memory of this machine.
         datagrams: receiver of notifications from workers on this machine.
+        direct: reader of rows from the row servers of workers on other hosts, or None.
         model: the model that `adopt` sets before the first request.
     """
 
     model: AdoptedModel
 
-    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False) -> None:
+    def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False, is_direct: bool = False) -> None:
         super().__init__()
         self.server = server
         self._keys = keys
@@ -87,6 +92,8 @@ class Connections(Tasks):
         self._client_id = secrets.token_hex(8)
         self.segments = SegmentReader()
         self.datagrams = DatagramReceiver()
+        self.direct = DirectReader(server, self._read_row_token, self._on_direct) if is_direct else None
+        self._direct_checked_at = -math.inf
         self.redis = server.client()
         self.reader = CommandConnection(server)
         self.commands = CommandConnection(server)
@@ -100,11 +107,47 @@ class Connections(Tasks):
         for connection in (self.reader, self.commands):
             connection.reply_timeout_s = reply_timeout(info.lease_s)
             connection.key = keys.jobs
-        rows = RowCache(self.server, self._keys, info, self.segments)
-        # The reply key includes the host, so that scripts see which shared rows this client can read.
+        if self.direct is not None:
+            self.direct.reply_timeout_s = reply_timeout(info.lease_s)
+        rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
-        reply = keys.reply(f"{self._client_id}{host.decode()}", is_bulk=self._is_bulk)
-        self.model = AdoptedModel(info, info.fingerprint, keys, reply, rows, host)
+        self.model = AdoptedModel(info, info.fingerprint, keys, b"", rows, host)
+        self._set_reader()
+
+    def _set_reader(self) -> None:
+        """Set the client's token, which the reply key includes, so that scripts see which rows this client can read."""
+        model = self.model
+        is_direct = self.direct is not None and self.direct.is_on and is_shared(model.info.vocab_size)
+        reads = reader_token(model.host, is_direct=is_direct)
+        reply = model.keys.reply(f"{self._client_id}{reads.decode()}", is_bulk=self._is_bulk)
+        self.model = replace(model, reply=reply, reads=reads)
+
+    def _on_direct(self) -> None:
+        """Change the reply key: the client now reads rows from row servers, or does so no more."""
+        self._client_id = secrets.token_hex(8)  # Read no old messages if the client changes back later.
+        self._set_reader()
+        self.reader.hang_up(errors.ServerUnreachable("the client changes its reply key"))
+
+    async def _read_row_token(self) -> bytes | None:
+        with self.noting():
+            return cast(bytes | None, await self.redis.get(self._keys.row_token()))
+        return None
+
+    def want_direct(self, worker: bytes) -> None:
+        """Try to use row servers, because this worker has sent a row through Redis."""
+        now, direct = self.loop.time(), self.direct
+        is_late = now - self._direct_checked_at >= _DIRECT_CHECK_S
+        if direct is None or direct.is_on or not is_late or not is_shared(self.model.info.vocab_size):
+            return
+        self._direct_checked_at = now
+
+        async def try_worker() -> None:
+            with self.noting():
+                key = self._keys.worker(worker.decode("utf-8", "replace"))
+                if address := cast(bytes | None, await cast(Any, self.redis.hget(key, "direct"))):
+                    await direct.try_on(address)
+
+        self.spawn(try_worker())
 
     async def scan_segments(self) -> None:
         """Find the shared-memory segments of workers on this machine."""
@@ -158,6 +201,8 @@ class Connections(Tasks):
         self._close_rows()
         self.segments.close()
         self.datagrams.close()
+        if self.direct is not None:
+            self.direct.close()
         self.commands.close()
         self.reader.close()
         await self.redis.aclose()

@@ -74,7 +74,8 @@ class Requester:
 
     def __init__(self, server: Server, settings: SessionSettings) -> None:
         self._settings = settings
-        self._connections = connections = Connections(server, settings.keys, is_bulk=settings.priority == "bulk")
+        is_bulk = settings.priority == "bulk"
+        self._connections = connections = Connections(server, settings.keys, is_bulk=is_bulk, is_direct=settings.direct)
         self._discovery = Discovery(connections.redis, settings.keys)
         self._liveness = Liveness(connections, self._discovery)
         self.loop = connections.loop
@@ -82,6 +83,8 @@ class Requester:
         self._stats = settings.counters.stats
         self._segments = connections.segments
         self._segments.counts = settings.counters.shared
+        if connections.direct is not None:
+            connections.direct.counts = settings.counters.shared
         self._requests = PendingRequests(settings.counters)
         waits = settings.when_full == "wait"
         self._submitter = Submitter(connections, self._requests, waits=waits, traces=settings.traces)
@@ -281,14 +284,19 @@ class Receiver:
         """Read this client's reply stream, forever."""
         connections = self._connections
         last, was_damaged, unread = b"0-0", False, 0
-        waits = delays()
+        waits, key = delays(), connections.model.reply
         while True:
+            if key != connections.model.reply:  # Submit pending requests again: they name the old reply key.
+                last, key = b"0-0", connections.model.reply
+                self._announce_all()
             try:
                 block_s = min(_MAX_BLOCK_S, max(_MIN_BLOCK_S, connections.model.info.lease_s / 3))
-                stream = (b"STREAMS", connections.model.reply, last)
+                stream = (b"STREAMS", key, last)
                 reply = await connections.reader.call(*_XREAD, int(1000 * block_s), *stream)
                 entries = stream_entries(reply)
             except TROUBLE as error:
+                if key != connections.model.reply:
+                    continue
                 connections.note(error)
                 is_damaged = isinstance(error, errors.ProtocolError) or connections.reader.ended_within_reply
                 if is_damaged:
@@ -374,6 +382,7 @@ class Receiver:
         if fields.get(b"f") != model.fingerprint.encode():
             self._restart(requests)
             return True
+        direct = self._connections.direct
         if worker := fields.get(b"w"):
             self._submitter.homes.note([request.prompt for request in requests], worker)
         if carried := fields.get(b"v"):
@@ -386,6 +395,8 @@ class Receiver:
             if parts is not None:
                 self._requests.resolve_found(digests, read_values(digests, parts, lengths, model.info.vocab_size))
                 self._requests.counters.fetched_bytes += len(carried)
+        elif (address := fields.get(b"a")) and direct is not None:
+            direct.note(address, digests, fields.get(b"s", b""))
         elif len(places := fields.get(b"s", b"")) == len(joined):
             place_of = {
                 joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)
@@ -395,6 +406,8 @@ class Receiver:
             await self._requests.resolve_by(
                 wanted, lambda digest: segments.read_at(place_of[digest], digest, vocab_size), "announced"
             )
+        elif worker and not requests[0].prompt.query:
+            self._connections.want_direct(worker)
         self._announce([request.prompt.digest for request in requests if request.waiters])
         return True
 

@@ -192,6 +192,7 @@ class SessionSettings:
     when_absent: str
     priority: str
     keep_answers: bool
+    direct: bool
 
 
 class Stage(Enum):

@@ -322,11 +322,12 @@ class Submitter:
         keys = [model.keys.jobs, model.reply, *[prefix + digest for digest in digests]]
         if lookup == "rows":
             keys += model.rows.keys_of(digests)
-        unpacked = list[Job]()
+        unpacked, direct = list[Job](), connections.direct
         for request in requests:
             ids, adapter, query = request.prompt.ids, request.prompt.adapter, request.prompt.query
-            # Without a host, the worker stores the row itself in Redis, not a reference to its shared memory.
-            host = b"" if request.whole or request.lost else model.host
+            # Without a token, the worker stores the row itself in Redis, not a reference to its shared memory.
+            is_missed = direct is not None and direct.is_on and direct.take_missed(request.prompt.digest)
+            host = b"" if request.whole or request.lost or is_missed else model.reads
             socket = connections.datagrams.name if request.may_end_early else b""
             unpacked.append(Job(ids, adapter, model.fingerprint, request.damaged, query, host, socket))
         jobs: Sequence[bytes] = pack_jobs(unpacked)

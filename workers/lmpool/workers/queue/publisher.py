@@ -51,7 +51,9 @@ class Carried(NamedTuple):
     # Digest -> the row's place in shared memory, or data that `finish.lua` also stores: a reference to shared memory,
     # or a small encoded row.
     parts: Mapping[bytes, bytes]
-    host: bytes = b""  # Token of the host with the shared memory; b"" if the data are rows or answers.
+    # Token of the host with the shared memory, then the address of the worker's row server, if it has one; b"" if the
+    # data are rows or answers.
+    host: bytes = b""
     store_ms: int = 0  # Lifetime in ms with which `finish.lua` stores the data; 0: no storing.
 
 
@@ -80,11 +82,14 @@ class Publisher:
         `overwrite`: digests whose stored rows must be replaced.
         """
         began = time.monotonic()
-        host = self.segment.host
+        memory = Shared({}, (), self.segment.host, self.segment.address)
         # Store rows whole in Redis for clients that do not read this worker's shared memory.
         whole = set()
-        if host and isinstance(block, RowBlock):
-            whole = {digest for digest, waiting in entries.items() if any(entry.host != host for entry in waiting)}
+        if memory.host and isinstance(block, RowBlock):
+            readable = memory.is_readable
+            whole = {
+                digest for digest, waiting in entries.items() if not all(readable(entry.host) for entry in waiting)
+            }
         if not overwrite:
             self.notify_early(block, entries)
         if gone := await self._store(block, entries, {*overwrite, *whole}, began, whole):
@@ -104,7 +109,8 @@ class Publisher:
             return
         host, rows = self.segment.host, dict[bytes, bytes]()
         if host and isinstance(block, RowBlock):
-            rows = self.segment.write_rows(block, {entry.digest for entry in direct if entry.host != host}, ())
+            readable = Shared({}, (), host, self.segment.address).is_readable
+            rows = self.segment.write_rows(block, {each.digest for each in direct if not readable(each.host)}, ())
         are_places = bool(rows)
         if not are_places and (values := small_values(block)) is not None:
             rows = dict(zip(block.digests, values, strict=True))
@@ -235,7 +241,7 @@ class Publisher:
             if not parts and (values := small_values(block)) is not None:
                 parts = dict(zip(block.digests, values, strict=True))
         if parts is not None and len(parts) == len(block.digests):
-            host = shared.host if shared.references else b""
+            host = shared.host + shared.address if shared.references else b""
             carried = Carried(parts, host, self.rows.ttl_ms(block))
             entries, elsewhere = await self._end(entries, self.rows.queue, carried)
             if not entries:
@@ -244,7 +250,7 @@ class Publisher:
             numbers = {digest: number for number, digest in enumerate(block.digests)}
             block = block.select([numbers[digest] for digest in dict.fromkeys(entry.digest for entry in entries)])
         places = {digest: place_of(shared.references.get(digest)) for digest in block.digests}
-        carried = Carried(places, shared.host) if shared.references else _NOTHING
+        carried = Carried(places, shared.host + shared.address) if shared.references else _NOTHING
 
         async def end(call: scripts.Call, refused: Digests) -> None:
             left.extend(entry for entry in entries if entry.digest in refused)

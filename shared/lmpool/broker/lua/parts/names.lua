@@ -10,6 +10,7 @@ local DONE = 'done' -- Value in a waiting key in place of an entry: the row was 
 local BULK, CONTINUED, ROWS = 'bulk', 'continued', ''
 local MAX_WITH_ROWS = 64 -- A client with this number of unread messages in its reply stream gets messages without rows.
 local MAX_CARRIED_BYTES = 65536 -- Max bytes of rows in one message.
+local DIRECT = '+' -- Character before the host in the reply key of a client that reads rows from row servers of workers.
 local jobs = KEYS[1]
 local base = string.sub(jobs, 1, -6)
 local backlog, sole_client, capacities = base .. ':backlog', base .. ':sole_client', base .. ':capacity'

@@ -43,8 +43,9 @@ local function gather(reply, digest, part)
 end
 
 -- Notify the clients of a prompt (`sole` if one waits alone): of a failure at once, of a row by `notify_gathered`. `part` is the row,
--- or its place in the memory of `host`. Returns whether all clients were visited, and whether a client on another host cannot read it.
-local function notify_all(waiting, sole, failure, part, host)
+-- or its place in the memory of `host`, whose worker has a row server at `address` (or ''). Returns whether all clients were visited,
+-- and whether a client on another host cannot read it.
+local function notify_all(waiting, sole, failure, part, host, address)
   local needs_host, digest = part and not failure and host ~= '', string.sub(waiting, -DIGEST_SIZE)
   if seen_clients >= MAX_NOTIFIED then
     return false
@@ -60,7 +61,8 @@ local function notify_all(waiting, sole, failure, part, host)
     return true
   end
   for _, reply in ipairs(needs_host and clients or {}) do
-    if string.sub(reply, -#host) ~= host and is_reply_key(reply) then
+    local is_direct = address ~= '' and string.sub(reply, -17, -17) == DIRECT
+    if not is_direct and string.sub(reply, -16) ~= host and is_reply_key(reply) then
       return false, true
     end
   end
@@ -80,8 +82,9 @@ local function notify_all(waiting, sole, failure, part, host)
   return is_whole
 end
 
--- Send each client its gathered digests, with rows or places in the field `name`, and the given fields. Returns the number of clients.
-local function notify_gathered(name, ...)
+-- Send each client its gathered digests, with rows or places in the field `name`, and the given fields. Clients on other hosts than
+-- `host` get the `address` of the row server with places. Returns the number of clients.
+local function notify_gathered(name, host, address, ...)
   for reply, message in pairs(plain) do
     notify(reply, 'd', table.concat(message.digests), ...)
   end
@@ -89,7 +92,9 @@ local function notify_gathered(name, ...)
     local digests, parts = table.concat(message.digests), table.concat(message.parts)
     -- A client that does not read or may not remove messages gets no rows: these would fill the server's memory.
     local unread = name == 'v' and (tonumber(redis.pcall('XLEN', reply)) or MAX_WITH_ROWS) or 0
-    if name ~= 'v' or #parts <= MAX_CARRIED_BYTES and unread < MAX_WITH_ROWS then
+    if name == 's' and string.sub(reply, -16) ~= host then
+      notify(reply, 'd', digests, name, parts, 'a', address, ...)
+    elseif name ~= 'v' or #parts <= MAX_CARRIED_BYTES and unread < MAX_WITH_ROWS then
       notify(reply, 'd', digests, name, parts, ...)
     else
       notify(reply, 'd', digests, ...)

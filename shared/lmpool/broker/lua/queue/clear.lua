@@ -47,6 +47,6 @@ for i = 1, #KEYS - 2 do
     end
   end
 end
-notify_gathered('', 'e', ARGV[2])
+notify_gathered('', '', '', 'e', ARGV[2])
 is_backlog_empty()
 return {removed, held, unfinished}

@@ -2,7 +2,8 @@
 --
 -- KEYS  jobs, dead, waiting key of each job, row key of each job (none if rows are on other masters: then marks are left)
 -- ARGV  consumer group, fingerprint, cap of a reply stream, lifetime of a reply stream in ms, cap of the dead letters, consumer,
---       lifetime in ms of a mark, DONE in a waiting key (0: none), number of jobs, host in whose shared memory the rows are ("": none),
+--       lifetime in ms of a mark, DONE in a waiting key (0: none), number of jobs, host in whose shared memory the rows are ("": none)
+--       and then the address of the worker's row server (if any),
 --       lifetime of the rows to store in ms (0 if no rows are to be stored), entry of each job,
 --       then the rows to store (with a host: references to rows); or with a host alone one string of all places (16 bytes each),
 --       then per failed job: index of the job, encoded failure, whether the job becomes a dead letter (0|1)
@@ -17,7 +18,8 @@
 -- include names
 
 local HEAD = 10
-local host, row_ms, is_storing = ARGV[9], ARGV[10], ARGV[10] ~= '0'
+local host, address = string.sub(ARGV[9], 1, 16), string.sub(ARGV[9], 17)
+local row_ms, is_storing = ARGV[10], ARGV[10] ~= '0'
 local is_carrying = is_storing or host ~= ''
 -- First and last byte of the place in shared memory, within a reference to a row.
 local PLACE_FIRST, PLACE_LAST = 22, 37
@@ -31,11 +33,13 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
   was_stored = stored and stored.ok
   local value = (was_stored or redis.call('EXISTS', row) == 1) and redis.pcall('GET', waiting)
   local reply = type(value) == 'string' and string.match(value, '^(.-)\n')
-  if reply and string.sub(reply, 1, #replies) == replies and (host == '' or string.sub(reply, -#host) == host) then
+  local is_here = reply and host ~= '' and string.sub(reply, -16) == host
+  local is_direct = reply and address ~= '' and string.sub(reply, -17, -17) == DIRECT
+  if reply and string.sub(reply, 1, #replies) == replies and (host == '' or is_here or is_direct) then
     local extra = {}
     if host ~= '' then
       local place = not is_storing and part or was_stored and string.sub(part, PLACE_FIRST, PLACE_LAST)
-      extra = place and {'s', place} or {}
+      extra = place and (is_here and {'s', place} or {'s', place, 'a', address}) or {}
     elseif was_stored and (tonumber(redis.pcall('XLEN', reply)) or MAX_WITH_ROWS) < MAX_WITH_ROWS then
       extra = {'v', part}
     end
@@ -129,7 +133,7 @@ for i = 1, count do
     if not is_notified then
       local newline = waits[i] and string.find(waits[i], '\n', 1, true)
       local sole = newline and string.sub(waits[i], 1, newline - 1)
-      is_notified, is_elsewhere = notify_all(waiting, sole, failure, part, host)
+      is_notified, is_elsewhere = notify_all(waiting, sole, failure, part, host, address)
       if is_notified then
         ended[waiting], ended[#ended + 1] = true, waiting
         marked[#marked + 1] = not failure and waiting or nil
@@ -156,7 +160,7 @@ for _, waiting in ipairs(mark_ms ~= '0' and marked or {}) do
   redis.call('PEXPIRE', waiting, mark_ms)
 end
 -- Clients record the worker (field "w") as the home of prompts that continue the finished prompts: the worker has computed a prefix.
-local clients = notify_gathered(host ~= '' and 's' or 'v', 'f', ARGV[2], 'w', ARGV[6])
+local clients = notify_gathered(host ~= '' and 's' or 'v', host, address, 'f', ARGV[2], 'w', ARGV[6])
 remove_entries(entries, true)
 local answer = table.concat({clients, unpack(left)}, ' ') .. (#unfinished > 0 and ' ' .. table.concat(unfinished, ' ') or '')
 answer = jobs_in_lanes > 0 and answer .. ' =' .. jobs_in_lanes or answer

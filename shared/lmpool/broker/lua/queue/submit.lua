@@ -178,7 +178,8 @@ local function promote(entry)
   end
 end
 
--- Whether the row is cached for this client: a row in shared memory counts only if the reply key names the same host.
+-- Whether the row is cached for this client: a row in shared memory counts only if the reply key names the same host, or if the client
+-- reads from row servers and the reference has the address of one (version 2).
 local function is_cached(row)
   local head = row_check == 'rows' and redis.pcall('GETRANGE', row, 0, 20) or ''
   if type(head) == 'table' then
@@ -186,7 +187,10 @@ local function is_cached(row)
     redis.pcall('UNLINK', row)
     return false
   end
-  return head ~= '' and (string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16))
+  if head == '' or string.sub(head, 1, 4) ~= 'LMPS' or string.sub(head, 6, 21) == string.sub(reply, -16) then
+    return head ~= ''
+  end
+  return string.byte(head, 5) == 2 and string.sub(reply, -17, -17) == DIRECT
 end
 
 -- Join an existing job. Returns J; R if the job has just ended with a row; nil if there is no job.

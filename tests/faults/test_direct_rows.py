@@ -1,0 +1,392 @@
+"""Clients on other hosts read rows from row servers of workers, and through Redis if no row server can be reached."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import math
+import os
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lmpool.broker.connection import pack_command
+from lmpool.producer import Producer
+from lmpool.rows.direct import DirectReader
+from lmpool.rows.shared_memory import Reference, is_reference, unpack_reference
+from lmpool.synthetic import synthetic_row
+from tests.shared.broker.secure_server import SecureServer
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until, until_async
+
+V = 2048
+SLOT = 12_288
+"""Bytes of a slot for one row of V float32 values, rounded up to whole pages."""
+PROMPTS = [[i, i + 1, 7] for i in range(40)]
+
+
+@pytest.fixture
+def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder for the sockets of segments of the workers, which stand for another host."""
+    with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the producers of this process have another folder than the workers, like producers on another host."""
+    monkeypatch.setenv("LMPOOL_SHM_DIR", tempfile.mkdtemp(dir=os.environ["LMPOOL_SHM_DIR"]))
+
+
+def start(pool: Pool, place: Path, *arguments: str | int, size: int = 1000 * SLOT, **settings: Any) -> WorkerProcess:
+    """Start a worker, and wait until it has shared memory and a row server."""
+    options = ("--vocab-size", V, "--lease-s", 2, "--shm-bytes", size, *arguments)
+    worker = pool.start(*options, environment={"LMPOOL_SHM_DIR": str(place)}, **settings)
+    worker.until_says("for clients on this machine")
+    if "--no-direct" not in arguments:
+        worker.until_says("rows for clients that cannot map this shared memory at")
+    return worker
+
+
+async def ask(producer: Producer, prompts: list[list[int]]) -> None:
+    """Request rows and compare every value."""
+    for prompt, row in zip(prompts, await asyncio.gather(*map(producer.logprobs, prompts)), strict=True):
+        assert row.tobytes() == synthetic_row(prompt, vocab_size=V).tobytes()
+
+
+def direct(producer: Producer) -> int:
+    """The number of rows that a producer has read from row servers."""
+    return producer._counters.shared.direct
+
+
+def reader_of(producer: Producer) -> DirectReader:
+    """The reader of rows from row servers of a producer's session."""
+    session = producer._sessions.session
+    assert session is not None
+    assert session._connections.direct is not None
+    return session._connections.direct
+
+
+async def until_direct(producer: Producer) -> None:
+    """Request new rows until one comes from a row server."""
+    number = iter(range(100_000))
+
+    async def is_direct() -> bool:
+        await ask(producer, [[V - 1, next(number) % V, id(producer) % V]])
+        return direct(producer) > 0
+
+    await until_async(is_direct, "a row comes from a row server")
+
+
+def references(pool: Pool) -> list[Reference]:
+    """The references to rows in Redis."""
+    keys = list(pool.redis.scan_iter(match=f"{pool.prefix}:row:*", count=1000))
+    values = [pool.redis.get(key) for key in keys]
+    found = [unpack_reference(value) for value in values if isinstance(value, bytes) and is_reference(value)]
+    return [reference for reference in found if reference is not None]
+
+
+async def test_new_and_cached_rows_come_from_the_worker_and_redis_has_references(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    async with pool.producer(cache_bytes=0) as first, pool.producer(cache_bytes=0) as second:
+        await until_direct(first)
+        before = direct(first)
+        await ask(first, PROMPTS)
+        assert direct(first) == before + len(PROMPTS)
+        await until_direct(second)
+        before = direct(second)
+        await ask(second, PROMPTS)
+        assert direct(second) == before + len(PROMPTS)
+        assert second.stats().cache_hits >= len(PROMPTS)
+        batch = await second.batch_logprobs(PROMPTS)
+        assert batch.tobytes() == np.stack([synthetic_row(prompt, vocab_size=V) for prompt in PROMPTS]).tobytes()
+        targets = await second.logprobs(PROMPTS[0], targets=[3, 5])
+        assert targets.tobytes() == synthetic_row(PROMPTS[0], vocab_size=V)[[3, 5]].tobytes()
+    found = references(pool)
+    assert len(found) >= len(PROMPTS)
+    assert all(reference.address.decode() in worker.text for reference in found)
+
+
+async def test_rows_of_queries_come_from_the_worker(pool: Pool, place: Path) -> None:
+    start(pool, place)
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        for prompt in PROMPTS:
+            await producer.topk(prompt, 3)
+        before, computed = direct(producer), producer.stats().computed
+        await ask(producer, PROMPTS)
+        assert direct(producer) == before + len(PROMPTS)
+        assert producer.stats().computed == computed
+    assert len(references(pool)) >= len(PROMPTS)
+
+
+async def through_redis(producer: Producer, *, since: int, prompts: list[list[int]] = PROMPTS) -> None:
+    """Request rows, none of which comes from a row server."""
+    await ask(producer, prompts)
+    assert direct(producer) == since
+
+
+@pytest.mark.parametrize("side", ["worker", "client"])
+async def test_either_side_can_switch_row_servers_off(pool: Pool, place: Path, side: str) -> None:
+    worker = start(pool, place, *(["--no-direct"] if side == "worker" else []))
+    async with pool.producer(direct=side == "worker") as producer:
+        for at in range(0, len(PROMPTS), 4):
+            await through_redis(producer, since=0, prompts=PROMPTS[at : at + 4])
+    assert ("rows for clients that" in worker.text) == (side == "client")
+    assert not references(pool)
+
+
+def mute_port() -> tuple[socket.socket, int]:
+    """A port that accepts no connection: its queue of connections is full, so packets get no reply."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(0)
+    address = listener.getsockname()
+    keep = [socket.socket() for _ in range(4)]
+    for connection in keep:
+        connection.setblocking(False)
+        connection.connect_ex(address)
+    _KEPT.extend(keep)
+    return listener, int(address[1])
+
+
+_KEPT: list[socket.socket] = []
+
+
+@pytest.mark.parametrize("kind", ["refusing", "silent"])
+async def test_behind_a_firewall_rows_come_through_redis_with_one_line_in_the_log(
+    pool: Pool, place: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener, port = mute_port()
+    with listener:
+        if kind == "refusing":
+            listener.close()
+        start(pool, place, "--direct-address", f"127.0.0.1:{port}", "--direct-bind", "127.0.0.1:0")
+        async with pool.producer(cache_bytes=0) as producer:
+            number = iter(range(1, 100_000))
+
+            async def has_warned() -> bool:
+                await through_redis(producer, since=0, prompts=[[next(number) % V, 2, 3]])
+                return "rows come through Redis" in caplog.text
+
+            await until_async(has_warned, "the client has tried to connect")
+            # Try again as if minutes had passed.
+            (peer,) = reader_of(producer)._peers.values()
+            peer.next_try_at = -math.inf
+
+            async def has_tried() -> bool:
+                await through_redis(producer, since=0, prompts=[[next(number) % V, 2, 3]])
+                return peer.next_try_at > 0
+
+            await until_async(has_tried, "the client has tried again")
+    assert caplog.text.count("rows come through Redis") == 1
+    assert not references(pool)
+
+
+async def test_rows_whose_slots_were_reused_are_computed_again(pool: Pool, place: Path) -> None:
+    start(pool, place, size=65 * SLOT)
+    prompts = [[i, 3] for i in range(300)]
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        for _ in range(2):
+            await ask(producer, prompts)
+
+
+async def test_a_row_that_disappears_between_notification_and_read_is_computed_again(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(pool, place, size=65 * SLOT)
+    async with pool.producer(cache_bytes=0) as producer, pool.producer(cache_bytes=0) as other:
+        await until_direct(producer)
+        await until_direct(other)
+        reader = reader_of(producer)
+        read, lost = reader.read, list[Any]()
+
+        async def late(*arguments: Any) -> Any:
+            """Read only after other rows have taken the slots of the announced rows."""
+            for i in range(100):
+                await ask(other, [[len(lost), 9, i]])
+            lost.append(values := await read(*arguments))
+            monkeypatch.setattr(reader, "read", read)
+            return values
+
+        monkeypatch.setattr(reader, "read", late)
+        await ask(producer, [[4, 4, 4], [5, 5, 5]])
+        assert None in lost[0]
+
+
+async def test_a_worker_that_is_killed_while_a_client_reads_loses_no_request(pool: Pool, place: Path) -> None:
+    worker = start(pool, place)
+    async with pool.producer(cache_bytes=0, when_absent="wait") as producer:
+        await until_direct(producer)
+        asked = [asyncio.create_task(ask(producer, [[i, j, 8] for j in range(50)])) for i in range(40)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        worker.signal(signal.SIGKILL)
+        await asyncio.to_thread(worker.wait)
+        await asyncio.to_thread(start, pool, place)
+        await asyncio.wait_for(asyncio.gather(*asked), DEADLINE_S)
+        # The cached rows of the killed worker are lost, and the client reads new rows from the new worker.
+        await ask(producer, [[i, j, 8] for i in range(40) for j in range(0, 50, 10)])
+        before = direct(producer)
+
+        async def is_direct() -> bool:
+            await ask(producer, [[6, direct(producer) % V, len(asked)]])
+            asked.append(asked[0])
+            return direct(producer) > before
+
+        await until_async(is_direct, "rows come from the new worker's row server")
+
+
+async def test_a_frozen_worker_delays_its_rows_only_for_a_lease(pool: Pool, place: Path) -> None:
+    frozen = start(pool, place)
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        await ask(producer, PROMPTS)
+        frozen.signal(signal.SIGSTOP)
+        try:
+            await asyncio.to_thread(start, pool, place)
+            await asyncio.wait_for(ask(producer, PROMPTS), DEADLINE_S)
+        finally:
+            frozen.signal(signal.SIGCONT)
+
+
+class Peer:
+    """A connection to the row server of a worker, which sends any bytes."""
+
+    def __init__(self, pool: Pool) -> None:
+        (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:worker:*")
+        address: Any = until(lambda: pool.redis.hget(key, "direct"), "a heartbeat has the address")
+        host, _, port = address.decode().rpartition(":")
+        self.socket = socket.create_connection((host, int(port)), DEADLINE_S)
+
+    def sends(self, data: bytes) -> bytes:
+        """Send bytes; return the reply until the server has closed the connection."""
+        self.socket.sendall(data)
+        reply = b""
+        while part := self._receive():
+            reply += part
+        self.socket.close()
+        return reply
+
+    def _receive(self) -> bytes:
+        try:
+            return self.socket.recv(65536)
+        except ConnectionResetError:
+            return b""
+
+
+def token(pool: Pool) -> bytes:
+    """The command with which a client presents the pool's token."""
+    value = pool.redis.get(pool.keys.row_token())
+    assert isinstance(value, bytes)
+    return pack_command((b"AUTH", value))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        pack_command((b"MGET", bytes(24))),
+        bytes(100_000),
+        b"*2\r\n$4\r\nAUTH\r\n$1000000000\r\n",
+    ],
+)
+async def test_a_stranger_gets_no_row_and_disturbs_no_client(pool: Pool, place: Path, data: bytes) -> None:
+    start(pool, place)
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        assert (await asyncio.to_thread(Peer(pool).sends, data)) in (b"", _NO_TOKEN)
+        wrong = pack_command((b"AUTH", b"0" * 32))
+        assert (await asyncio.to_thread(Peer(pool).sends, wrong)).startswith(b"-WRONGPASS")
+        before = direct(producer)
+        await ask(producer, PROMPTS)
+        assert direct(producer) == before + len(PROMPTS)
+
+
+_NO_TOKEN = b"-ERR AUTH with the pool's token must be the first request\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"*1000000000\r\n",
+        b"*99999\r\n" + bytes(100_000),
+        b"*0\r\n",
+        b"*2\r\n$3\r\nGET\r\n$24\r\n" + bytes(24) + b"\r\n",
+        pack_command((b"MGET", bytes(23), bytes(25))),
+        pack_command((b"MGET", *[bytes(24)] * 5000)),
+        b"+" * 40,
+    ],
+)
+async def test_a_known_client_that_sends_garbage_is_disconnected(pool: Pool, place: Path, data: bytes) -> None:
+    start(pool, place)
+    assert await asyncio.to_thread(Peer(pool).sends, token(pool) + data) in (b"", _NO_TOKEN)
+    peer = Peer(pool)
+    peer.socket.sendall(token(pool))
+    assert await asyncio.to_thread(peer.socket.recv, 100) == b"+OK\r\n"
+    assert (await asyncio.to_thread(peer.sends, data))[:4] in (b"", b"-ERR")
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+
+
+IMPATIENT = """
+from lmpool.cli import main
+from lmpool.workers.queue import row_server
+
+row_server._SLOW_S = 1.0
+main()
+"""
+
+
+async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other_client(pool: Pool, place: Path) -> None:
+    start(pool, place, command=lambda: [sys.executable, "-c", IMPATIENT])
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        await ask(producer, PROMPTS)
+        reference = references(pool)[0]
+        keys = [bytes(key)[-16:] for key in pool.redis.scan_iter(match=f"{pool.prefix}:row:*")]
+        request = pack_command((b"MGET", *(reference.nonce + key for key in (keys * 20)[:500])))
+        peer = Peer(pool)
+        peer.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        peer.socket.sendall(token(pool))
+        assert await asyncio.to_thread(peer.socket.recv, 100) == b"+OK\r\n"
+        peer.socket.sendall(request * 8)
+        before = direct(producer)
+        await ask(producer, PROMPTS)
+        assert direct(producer) == before + len(PROMPTS)
+
+        async def is_closed() -> bool:
+            """Whether the worker has closed the connection, and discarded the rows that were not sent."""
+            return peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
+
+        await until_async(is_closed, "the worker has disconnected the client")
+
+
+@pytest.mark.parametrize("is_cluster", [False, True], ids=["server", "cluster"])
+async def test_with_tls_and_users_rows_come_from_the_worker_by_tls(
+    short_dir: Path, place: Path, is_cluster: bool
+) -> None:
+    scheme = "rediss+cluster://" if is_cluster else "rediss://"
+    with SecureServer(short_dir, is_cluster=is_cluster).running() as server:
+        url = {role: server.url(role).replace("rediss://", scheme) for role in ("worker", "producer")}
+        environment = {"LMPOOL_REDIS_URL": url["worker"], "LMPOOL_SHM_DIR": str(place)}
+        command = [*lmpool_command(), "worker", "syn", "--backend", "synthetic", "--vocab-size", str(V)]
+        worker = WorkerProcess([*command, "--shm-bytes", str(1000 * SLOT)], short_dir / "log.txt", environment)
+        try:
+            await asyncio.to_thread(worker.until_says, "rows for clients that cannot map this shared memory at")
+            await asyncio.to_thread(worker.until_says, "serving ")
+            options: dict[str, Any] = {"timeout": DEADLINE_S, "cache_bytes": 0}
+            async with Producer("syn", redis=url["producer"], **options) as producer:
+                await until_direct(producer)
+                before = direct(producer)
+                await ask(producer, PROMPTS)
+                assert direct(producer) == before + len(PROMPTS)
+            assert server.refusals() == []
+        finally:
+            worker.end()
