@@ -48,7 +48,8 @@ SHARED_UNITS = {
     *(f"lmpool.{name}" for name in ("errors", "settings", "protocol", "broker", "rows", "trie")),
 }
 WORKER_UNITS = {
-    f"lmpool.workers.{name}" for name in ("settings", "execution", "metrics", "queue", "membership", "trie")
+    f"lmpool.workers.{name}"
+    for name in ("settings", "execution", "metrics", "queue", "membership", "membership.partitions", "trie")
 }
 ENGINE_FOLDERS = {f"lmpool.workers.backends.{name}" for name in ("hf", "vllm", "sglang")}
 MAY_IMPORT: dict[str, set[str]] = {
@@ -89,6 +90,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     # lmpool.workers.membership imports the backends' folder, which has the code that reads adapters on disk.
     "lmpool.workers.membership": SHARED_UNITS
     | {"lmpool.workers.execution", "lmpool.workers.backends", "lmpool.workers.metrics", "lmpool.workers.settings"},
+    # A worker that moves to another partition changes its registration and the streams that it reads.
+    "lmpool.workers.membership.partitions": SHARED_UNITS | {"lmpool.workers.queue", "lmpool.workers.membership"},
     "lmpool.workers": SHARED_UNITS | WORKER_UNITS,
     # The command line imports the backends' folder, which has the code that detects folders of models.
     "lmpool.workers.cli": SHARED_UNITS | WORKER_UNITS | {"lmpool.workers", "lmpool.workers.backends"},

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import AsyncGenerator, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import starmap
@@ -20,7 +21,6 @@ from lmpool.admin.survey import shortened
 from lmpool.broker import scripts
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.errors import InvalidPrompt, LMPoolError, ProtocolError, QueueCleared, SettingsError
-from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol import job as jobs
 from lmpool.protocol import keys as key_names
 from lmpool.protocol import query as queries
@@ -51,30 +51,40 @@ class Cleared(NamedTuple):
     queued: int  # Prompts that clients submitted during the clearing and that remain in the queue.
 
 
-async def count_queue(redis: Redis, discovery: Discovery, keys: ModelKeys, model: str) -> dict[str, Any]:
-    """Count the prompts of a queue, as `lmpool queue show --json` prints them.
+async def count_queue(redis: Redis, partitions: Sequence[ModelKeys]) -> dict[str, Any]:
+    """Count the prompts of a queue in all of its partitions, as `lmpool queue show --json` prints them.
 
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    state = await discovery.queue(model)
+    state, lanes, clients = await scripts.read_queue_in(redis, partitions), dict[str, int](), Counter[str]()
+    for keys in partitions:
+        lanes |= await scripts.read_lanes(redis, keys)
+        clients.update(await _clients(redis, keys))
+    streams = [stream for keys in partitions for stream, _ in await _streams(redis, keys)]
     return {
         "queued": state.depth,
-        "held": sum([await _held(redis, stream) for stream, _ in await _streams(redis, keys)]),
-        "backlog": int(await redis.zcard(keys.backlog)),
-        "bulk": int(await redis.zcount(keys.backlog, BULK_TIME, "+inf")),
-        "lanes": await scripts.read_lanes(redis, keys),
+        "held": sum([await _held(redis, stream) for stream in streams]),
+        "backlog": sum([int(await redis.zcard(keys.backlog)) for keys in partitions]),
+        "bulk": sum([int(await redis.zcount(keys.backlog, BULK_TIME, "+inf")) for keys in partitions]),
+        "lanes": lanes,
         "age_s": state.age_s,
-        "clients": await _clients(redis, keys),
+        "clients": dict(clients),
     }
 
 
-async def clear_queue(redis: Redis, keys: ModelKeys, model: str, *, lease_s: float) -> Cleared:
-    """Remove the waiting prompts from a queue and notify their clients.
+async def clear_queue(redis: Redis, partitions: Sequence[ModelKeys], model: str, *, lease_s: float) -> Cleared:
+    """Remove the waiting prompts from all partitions of a queue and notify their clients; see `clear_partition`."""
+    parts = [await clear_partition(redis, keys, model, lease_s=lease_s) for keys in partitions]
+    return Cleared(*map(sum, zip(*parts, strict=True)))
+
+
+async def clear_partition(redis: Redis, keys: ModelKeys, model: str, *, lease_s: float) -> Cleared:
+    """Remove the waiting prompts from one partition of a queue and notify their clients.
 
     Args:
         redis: a client for control messages.
-        keys: the model's keys.
+        keys: the keys of the partition.
         model: the model's name, for the error that clients get.
         lease_s: a job of a worker that has been silent for this many seconds counts as waiting.
 
@@ -164,6 +174,7 @@ class DeadLetter(NamedTuple):
     query: queries.Query | None = None  # The job's query; None if the job requests a row.
     digest: bytes = b""  # The digest that the job's clients waited for; b"" if the job cannot be decoded.
     fault: str = ""  # Why no worker can compute the job; "" if the job can be retried.
+    keys: ModelKeys | None = None  # Keys of the partition of the queue with this dead letter.
 
     @property
     def given_up(self) -> float:
@@ -189,34 +200,39 @@ def read_letter(entry: bytes, fields: Mapping[bytes, bytes]) -> DeadLetter:
 
 
 class DeadLetters:
-    """The dead letters of one model; `redis` is a redis-py client for control messages."""
+    """The dead letters in all partitions of one model's queue; `redis` is a redis-py client for control messages."""
 
-    def __init__(self, redis: Redis, keys: ModelKeys) -> None:
-        self._redis, self._keys = redis, keys
+    def __init__(self, redis: Redis, *partitions: ModelKeys) -> None:
+        self._redis, self._partitions = redis, partitions
 
     async def count(self) -> int:
         """Return the number of dead letters."""
-        return int(await self._redis.xlen(self._keys.dead))
+        return sum([int(await self._redis.xlen(keys.dead)) for keys in self._partitions])
 
     async def newest(self, limit: int) -> list[DeadLetter]:
         """Return at most `limit` dead letters, the newest first."""
+        letters = [letter for keys in self._partitions for letter in await self._newest(keys, limit)]
+        return sorted(letters, key=lambda letter: letter.given_up, reverse=True)[:limit]
+
+    async def _newest(self, keys: ModelKeys, limit: int) -> list[DeadLetter]:
         letters: list[DeadLetter] = []
         while len(letters) < limit:
             last = f"({letters[-1].entry}" if letters else "+"
-            page: Any = await self._redis.xrevrange(self._keys.dead, last, "-", min(_PAGE, limit - len(letters)))
+            page: Any = await self._redis.xrevrange(keys.dead, last, "-", min(_PAGE, limit - len(letters)))
             if not page:
                 break
-            letters += starmap(read_letter, page)
+            letters += (read_letter(*entry)._replace(keys=keys) for entry in page)
         return letters
 
     async def oldest_first(self) -> AsyncGenerator[DeadLetter, None]:
-        """Iterate over all current dead letters, the oldest first, with a few dead letters in memory at a time."""
-        first, page = "-", cast(Any, None)
-        for newest in await self.newest(1):
-            while page := await self._redis.xrange(self._keys.dead, first, newest.entry, _PAGE):
-                for letter in starmap(read_letter, page):
-                    yield letter
-                first = f"({letter.entry}"
+        """Iterate over all current dead letters, the oldest of each partition first, with few of them in memory."""
+        for keys in self._partitions:
+            first = "-"
+            for newest in await self._newest(keys, 1):
+                while page := cast(Any, await self._redis.xrange(keys.dead, first, newest.entry, _PAGE)):
+                    for entry in page:
+                        yield read_letter(*entry)._replace(keys=keys)
+                    first = f"({page[-1][0].decode('ascii')}"
 
     async def find(self, names: Sequence[str]) -> list[DeadLetter]:
         """Return the dead letters with these names, each once.
@@ -247,17 +263,20 @@ class DeadLetters:
 
     async def _at(self, entry: str) -> DeadLetter | None:
         is_id = _ID.fullmatch(entry) and all(int(number) < 2**64 for number in entry.split("-"))
-        found: Any = await self._redis.xrange(self._keys.dead, entry, entry, 1) if is_id else []
-        return next(starmap(read_letter, found), None)
+        for keys in self._partitions if is_id else ():
+            found: Any = await self._redis.xrange(keys.dead, entry, entry, 1)
+            for letter in starmap(read_letter, found):
+                return letter._replace(keys=keys)
+        return None
 
     async def drop(self, entries: Sequence[str]) -> int:
         """Delete the dead letters with these ids; return how many existed."""
         parts = [entries[at : at + _DROPPED_PER_CALL] for at in range(0, len(entries), _DROPPED_PER_CALL)]
-        return sum([await self._redis.xdel(self._keys.dead, *part) for part in parts])
+        return sum([await self._redis.xdel(keys.dead, *part) for keys in self._partitions for part in parts])
 
     async def drop_all(self) -> int:
         """Delete all dead letters; return how many existed."""
-        return int(await self._redis.xtrim(self._keys.dead, maxlen=0, approximate=False))
+        return sum([int(await self._redis.xtrim(key.dead, maxlen=0, approximate=False)) for key in self._partitions])
 
     async def retry(self, letter: DeadLetter, info: ModelInfo, adapters: Collection[str]) -> bool:
         """Queue a job again, with its delivery count set to zero; a worker then caches its row.
@@ -275,7 +294,8 @@ class DeadLetters:
         """
         reason = _refusal(letter, info, adapters)
         if not reason:
-            keys = [self._keys.jobs, self._keys.dead, self._keys.waiting + letter.digest]
+            partition = letter.keys or self._partitions[0]
+            keys = [partition.jobs, partition.dead, partition.waiting + letter.digest]
             outcome = await scripts.RETRY(self._redis, keys, [letter.entry, letter.data, info.queue_limit, _KEPT_MS])
             if outcome in (b"Q", b"J"):
                 return bool(outcome == b"Q")
@@ -286,7 +306,7 @@ class DeadLetters:
 
     async def served_adapters(self, info: ModelInfo) -> set[str]:
         """Return the qualified names of the registered adapters."""
-        known = await AdapterRegistry(self._redis, self._keys, info.fingerprint).read()
+        known = await AdapterRegistry(self._redis, self._partitions[0], info.fingerprint).read()
         return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
 
 

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from lmpool.admin.fleet import SILENT, number, summarize
 from lmpool.admin.heartbeats import WorkerInfo, read_heartbeats
-from lmpool.broker.scripts import QueueState, read_alive, read_lanes, read_texts
+from lmpool.broker.scripts import QueueState, read_alive_in, read_lanes, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import UnknownModel, printable
 from lmpool.metrics import SECONDS, add_packed, quantile
@@ -50,7 +50,8 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
         RedisError, OSError: the server cannot be used.
     """
     infos = await Discovery(redis, keys).infos()
-    serving = {name: set((await read_alive(redis, keys.model(name), names=True)).names) for name in infos}
+    partitions = {name: keys.partitions(info) for name, info in infos.items()}
+    serving = {name: set((await read_alive_in(redis, partitions[name], names=True)).names) for name in infos}
     loading = await read_texts(redis, keys.loading())
     beats = await read_heartbeats(redis, keys, set(loading).union(*serving.values()))
     by_model: dict[str, list[WorkerInfo]] = {name: [] for name in infos}
@@ -75,7 +76,9 @@ async def _read_model(
         if "WRONGTYPE" not in str(error):
             raise
         trouble = "the queue cannot be read: its key has a value of another type"
-    lanes = await read_lanes(redis, keys.model(name))
+    lanes = dict[str, int]()
+    for partition in keys.partitions(info) if info else [keys.model(name)]:
+        lanes |= await read_lanes(redis, partition)
     shown = [_worker(worker, lanes.get(worker.worker_id)) for worker in workers]
     # Add up the latency counts and the rates of all workers in their last heartbeat intervals.
     counts, rate = [0] * (len(SECONDS) + 1), 0.0

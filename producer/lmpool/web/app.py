@@ -23,7 +23,7 @@ from starlette.types import ASGIApp
 from lmpool.admin.fleet import number
 from lmpool.admin.queue import DeadLetters, contents, summary
 from lmpool.aio import end_tasks
-from lmpool.broker.scripts import drain_seconds, read_alive, read_queue, read_texts
+from lmpool.broker.scripts import drain_seconds, read_alive_in, read_queue_in, read_texts
 from lmpool.broker.server import Server
 from lmpool.cli import say
 from lmpool.errors import LMPoolError
@@ -165,7 +165,8 @@ def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> li
     async def letters_of(model: str) -> AsyncIterator[tuple[DeadLetters, Discovery]]:
         check_name("model", model)
         async with server.connected() as redis:
-            yield DeadLetters(redis, keys.model(model)), Discovery(redis, keys)
+            discovery = Discovery(redis, keys)
+            yield DeadLetters(redis, *await discovery.partitions(model)), discovery
 
     async def read_chosen(request: Request) -> _Chosen:
         if not allow_changes:
@@ -237,7 +238,8 @@ async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
     """Read the demand for a model ("trie" for trie workers); an unknown model has no demand."""
     check_name("model", model)
     names = keys.model(model)
-    queue, alive = await read_queue(redis, names), await read_alive(redis, names, names=True)
+    partitions = await Discovery(redis, keys).partitions(model)
+    queue, alive = await read_queue_in(redis, partitions), await read_alive_in(redis, partitions, names=True)
     # Spread the sample over the sorted names: the workers of one host, whose names are similar, have similar speeds.
     sample = alive.names[:: -(-len(alive.names) // _MAX_READ) or 1]
     # Ignore the key `wanted` while a worker serves the model: clients wrote the key before the worker started.

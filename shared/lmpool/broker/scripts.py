@@ -5,6 +5,7 @@ Any client of the pool may have written to the keys, so functions that read chec
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from redis.asyncio import Redis
-from redis.exceptions import NoPermissionError, NoScriptError, ResponseError
+from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from lmpool.broker.connection import Argument
 from lmpool.broker.replies import is_refusal
@@ -88,6 +89,8 @@ FIELDS = Script("fields")
 SURVEY = Script("survey")
 KEEP_QUEUE = Script("keep_queue")
 CLEAR = Script("clear")
+MEET = Script("meet")
+LOAD = Script("load")
 CLOSE_LANE = Script("close_lane")
 
 
@@ -208,6 +211,13 @@ async def read_queue(redis: Redis, keys: ModelKeys) -> QueueState:
     return QueueState(depth, age_ms / 1000, dead, now_ms / 1000)
 
 
+async def read_queue_in(redis: Redis, partitions: Sequence[ModelKeys]) -> QueueState:
+    """The state of a model's queue that consists of these partitions: sums, and the age of the oldest prompt."""
+    states = [await read_queue(redis, keys) for keys in partitions]
+    depth, dead = sum(state.depth for state in states), sum(state.dead for state in states)
+    return QueueState(depth, max(state.age_s for state in states), dead, states[-1].server_time)
+
+
 class Alive(NamedTuple):
     """The live workers of a model at one moment."""
 
@@ -221,6 +231,43 @@ async def read_alive(redis: Redis, keys: ModelKeys, *, names: bool = False) -> A
     args = [_MAX_LEASE_MS, MAX_WORKERS if names else 0]
     serving, loading, workers = await ALIVE(redis, [keys.workers, keys.loading], args)
     return Alive(int(serving), int(loading), tuple(sorted(name.decode("utf-8", "replace") for name in workers)))
+
+
+async def read_alive_in(redis: Redis, partitions: Sequence[ModelKeys], *, names: bool = False) -> Alive:
+    """Count the live workers in several partitions of a model's queue, as `read_alive` does in one."""
+    alive = [await read_alive(redis, keys, names=names) for keys in partitions]
+    listed = {name for each in alive for name in each.names}
+    return Alive(sum(each.serving for each in alive), sum(each.loading for each in alive), tuple(sorted(listed)))
+
+
+class Load(NamedTuple):
+    """How busy one partition of a model's queue is."""
+
+    workers: int  # Live workers.
+    batch: int  # Prompts that these workers compute at once.
+    jobs: int  # Jobs that wait or are being computed.
+
+
+async def read_load(redis: Redis, keys: ModelKeys) -> Load:
+    """How busy one partition of a model's queue is, in constant time."""
+    reply = await LOAD(redis, [keys.jobs], [])
+    try:
+        workers, batch, jobs = map(int, reply)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"no reply to load.lua: {shown(reply)}") from error
+    return Load(workers, batch, jobs)
+
+
+async def read_loads(redis: Redis, partitions: Iterable[ModelKeys]) -> list[Load | Exception]:
+    """How busy each partition is, or why its master did not answer."""
+
+    async def read(keys: ModelKeys) -> Load | Exception:
+        try:
+            return await read_load(redis, keys)
+        except (RedisError, OSError, ProtocolError) as error:
+            return error
+
+    return await asyncio.gather(*map(read, partitions))
 
 
 async def read_lanes(redis: Redis, keys: ModelKeys) -> dict[str, int]:

@@ -319,15 +319,26 @@ class Server:
         """The server that has a key: this one, or one master of the cluster. Equal addresses give the same object."""
         if not self.is_cluster:
             return self
+        if (place := (await self._known_places()).get(key_slot(key))) is None:
+            self._cluster._places = None
+            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {key_slot(key)} at present")
+        return self._node(place)
+
+    async def masters(self) -> list[Server]:
+        """The masters of the cluster that serve slots, or this server alone."""
+        places = dict.fromkeys((await self._known_places()).values()) if self.is_cluster else {}
+        return [self._node(place) for place in places] or [self]
+
+    async def _known_places(self) -> dict[int, Place]:
         if (places := self._places) is None:
             try:
                 async with self._reading:
                     places = self._places = self._places or await self._read_places()
             except (RedisError, OSError) as error:
                 raise self.explain(error) from error
-        if (place := places.get(key_slot(key))) is None:
-            self._cluster._places = None
-            raise ServerUnreachable(f"no master of the cluster at {self} serves slot {key_slot(key)} at present")
+        return places
+
+    def _node(self, place: Place) -> Server:
         node = self._servers.get(place)
         if node is None:
             node = self._servers[place] = copy(self)

@@ -1,13 +1,16 @@
 """Builds the names of all Redis keys of a pool, and names the fields of the stream entries that carry jobs.
 
-The text in braces in a key is a Redis Cluster hash tag: all keys of one model's queue are on one master. Rows have no
-hash tag, so they are spread over all masters. On a single server `submit.lua` and `finish.lua` also read rows.
+The text in braces in a key is a Redis Cluster hash tag: all keys of one partition of a model's queue are on one master.
+Rows have no hash tag, so they are spread over all masters. On a single server `submit.lua` and `finish.lua` also read
+rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
+
+from lmpool.protocol.model_info import ModelInfo
 
 GROUP = "workers"
 """Name of the only consumer group of every job stream."""
@@ -112,13 +115,21 @@ class Keys:
         """
         return f"{self.prefix}:weights:{{{model}}}{client_id}".encode()
 
-    def model(self, name: str) -> ModelKeys:
-        """The keys of one model, all in one cluster slot."""
-        return ModelKeys(f"{self.prefix}:{{{name}}}".encode())
+    def model(self, name: str, partition: int = 0) -> ModelKeys:
+        """The keys of one partition of a model's queue, all in one cluster slot.
+
+        The registry of adapters, `wanted` and `loading` are used in partition 0 only. A name of a model contains no
+        brace, so no model has the keys of another model's partition.
+        """
+        return ModelKeys(f"{self.prefix}:{{{name}{f'{{{partition}' if partition else ''}}}".encode())
+
+    def partitions(self, info: ModelInfo) -> list[ModelKeys]:
+        """The keys of each partition of a model's queue."""
+        return [self.model(info.name, number) for number in info.partitions]
 
 
 class ModelKeys:
-    """The keys of one model, which begin with `base`. Digests are appended as their 16 raw bytes."""
+    """The keys of one partition of a model's queue, which begin with `base`; digests are appended as 16 raw bytes."""
 
     def __init__(self, base: bytes) -> None:
         self.base: Final = base
@@ -164,6 +175,9 @@ class ModelKeys:
         worker follow the entry's id. "later" stands for a job in the backlog, "done" for a row that was just stored.
         The field "keep" stands for an operator who has queued the job again.
         """
+        self.partition: Final = base + b":partition:"
+        """Prefix of the keys (append a prompt's digest) that hold the number of the partition in which clients wait for
+        a prompt, in the partition that the digest decides (`lmpool.protocol.partitions`); each key expires."""
         self.wanted: Final = base + b":wanted"
         """Empty string that exists while clients wait for a model that has no info in `models`; expires."""
         self.adapters: Final = base + b":adapters"

@@ -28,11 +28,16 @@ TRIE_SERVICE = "trie"
 MAX_INFO_BYTES = 64 * 1024
 """Max bytes of an encoded info."""
 
+MAX_PARTITIONS = 64
+"""Max partitions of a model's queue: clients read the load of each partition every second."""
+
 _VERSION_FIELD = "wire_version"  # Key in an encoded info: the wire version of the release that wrote the info.
 # Annotations with the bounds of each number; the bounds refuse NaN too.
 _LIMITED = {name: msgspec.Meta(ge=least, le=most) for name, (least, most) in LIMITS.items()}
 _Name = Annotated[str, msgspec.Meta(pattern=rf"^[^{CONTROLS}]*\Z")]
 """A name without control characters, for programs and people. Other texts of an info may be paths and sentences."""
+_Partition = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
+_Partitions = Annotated[tuple[_Partition, ...], msgspec.Meta(min_length=1, max_length=MAX_PARTITIONS)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class ModelInfo:
         queue_limit: max prompts that wait at once; the pool refuses more prompts.
         lease_s: seconds after which another worker takes over the jobs of a silent worker.
         row_ttl_s: seconds that a row stays in the cache.
+        partitions: the numbers of the partitions of the model's queue (`Keys.model`); the first is 0.
     """
 
     name: _Name
@@ -80,6 +86,7 @@ class ModelInfo:
     queue_limit: Annotated[int, _LIMITED["queue_limit"]] = 100_000
     lease_s: Annotated[float, _LIMITED["lease_s"]] = 15.0
     row_ttl_s: Annotated[float, _LIMITED["row_ttl_s"]] = 3600.0
+    partitions: _Partitions = (0,)
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -150,11 +157,19 @@ class ModelInfo:
             raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
         for name, value in values.items():
             try:  # Check the fields one by one, so that the error names the field and the value.
-                msgspec.convert(value, _TYPES[name])
+                values[name] = msgspec.convert(value, _TYPES[name])
             except msgspec.ValidationError as error:
                 reason = "there must be no control characters" if _TYPES[name] == _Name else error
                 raise ProtocolError(f"a model info has {name} = {shown(value)}: {reason}") from error
         return cls(**values)
+
+
+def partitions_in(packed: bytes | int) -> tuple[int, ...]:
+    """The partitions that an encoded info names; partition 0 alone if it does not decode, or if it is only a size."""
+    try:
+        return ModelInfo.unpack(packed).partitions if isinstance(packed, bytes) else (0,)
+    except ProtocolError:
+        return (0,)
 
 
 _TYPES = get_type_hints(ModelInfo, include_extras=True)

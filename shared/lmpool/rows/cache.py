@@ -230,6 +230,12 @@ class RowCache:
             self._queue.reply_timeout_s = reply_timeout_s
         self.queue: Call = self._queue.call
 
+    def use_queue(self, key: bytes) -> None:
+        """Call scripts on the master of `key`, because the worker serves another partition of the model's queue."""
+        if isinstance(self._queue, CommandConnection) and self._queue.key != key:
+            self._queue.key = key
+            self._queue.hang_up(ConnectionError("the worker serves another partition"))
+
     def ttl_ms(self, block: Block) -> int:
         """How long Redis keeps the results of a block, in milliseconds."""
         return self._ttl_ms if isinstance(block, RowBlock) else min(self._ttl_ms, _ANSWER_TTL_MS)

@@ -22,7 +22,7 @@ from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
 from tests.faults.chaos.observer import Observer
 from tests.faults.chaos.plan import Strike, draw_plan
 from tests.faults.chaos.report import Report
-from tests.faults.chaos.settings import ChaosSettings
+from tests.faults.chaos.settings import MODEL, ChaosSettings
 from tests.faults.chaos.striker import Striker
 from tests.faults.chaos.tally import count, count_computed, read_requests, recoveries
 from tests.support.servers.proxy import Proxy
@@ -42,7 +42,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
     try:
         async with (
             Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy,
-            Observer(server.url, _PREFIX) as observer,
+            Observer(server.url, _PREFIX, settings.partitions) as observer,
         ):
             fleet = Fleet(settings, folder, hosts, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
             striker = Striker(fleet, proxy, server, observer, settings.seed)
@@ -78,9 +78,10 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
     client = redis.Redis.from_url(server.url)
     try:
         keys = Keys(_PREFIX)
-        settle(client, keys, settings.workers, _SETTLED_S)
+        partitions = [keys.model(MODEL, number) for number in range(settings.partitions)]
+        settle(client, partitions, settings.workers, _SETTLED_S)
         fleet.end_workers()
-        return leaked_keys(client, keys, settings.timeout_s + _PATIENCE_S, settings.lease_s)
+        return leaked_keys(client, keys, partitions, settings.timeout_s + _PATIENCE_S, settings.lease_s)
     finally:
         client.close()
 
@@ -90,17 +91,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
     parser.add_argument("--seconds", type=float, default=180, help="for how long clients ask (default: %(default)s)")
     parser.add_argument("--seed", type=int, help="decides the schedule (default: a new one)")
+    parser.add_argument("--partitions", type=int, default=2, help="partitions of the queue (default: %(default)s)")
     parser.add_argument("--untimed", action="store_true", help="promise nothing of times: others use the machine too")
     parser.add_argument("--keep", action="store_true", help="keep the folder of logs and traces and say where it is")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    settings = ChaosSettings(seconds=given.seconds, seed=seed)
+    settings = ChaosSettings(seconds=given.seconds, seed=seed, partitions=given.partitions)
     if given.untimed:
         settings = replace(settings, timeout_s=120.0, grace_s=60.0, most_leases=math.inf, most_twice=math.inf)
     plan = draw_plan(seed, given.seconds)
     print(
-        f"chaos for {given.seconds:g} s with seed {seed}: {settings.workers} workers, {settings.clients} clients, "
-        f"V = {settings.vocab_size}, a lease of {settings.lease_s:g} s, deadlines of {settings.timeout_s:g} s"
+        f"chaos for {given.seconds:g} s with seed {seed}: {settings.workers} workers in {settings.partitions} "
+        f"partitions, {settings.clients} clients, V = {settings.vocab_size}, a lease of {settings.lease_s:g} s, "
+        f"deadlines of {settings.timeout_s:g} s"
     )
     print(*plan, sep="\n", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="lmp"))

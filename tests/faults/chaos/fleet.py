@@ -159,7 +159,7 @@ class Fleet:
             "backend": "synthetic", "encoding": "bf16", "vocab-size": settings.vocab_size, "lease-s": settings.lease_s,
             "step-ms": settings.step_ms if number else settings.slow_ms, "token-ms": settings.token_ms,
             "max-batch": settings.max_batch, "row-ttl-s": settings.row_ttl_s,
-            "shm-bytes": settings.shm_bytes,
+            "shm-bytes": settings.shm_bytes, "partitions": settings.partitions,
             "redis": self._url(number), "prefix": self._prefix,
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]

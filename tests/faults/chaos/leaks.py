@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import redis
 
-from lmpool.protocol.keys import GROUP, Keys
-from tests.faults.chaos.settings import MODEL
+from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 
 _TICK_S = 0.05
 
@@ -28,24 +27,26 @@ def leaked_processes(folder: Path) -> list[str]:
     return processes
 
 
-def settle(client: redis.Redis, keys: Keys, workers: int, seconds: float) -> None:
+def settle(client: redis.Redis, partitions: Sequence[ModelKeys], workers: int, seconds: float) -> None:
     """Wait until the queue is empty and exactly `workers` workers are registered, each with one lane (job stream).
 
     When the clients have ended, workers still compute queued prompts, and remove killed workers after a lease.
     """
-    model = keys.model(MODEL)
 
     def is_settled() -> bool:
-        lanes = lanes_of(client, keys)
-        queued = client.zcard(model.backlog) or sum(client.xlen(stream) for stream in (model.jobs, *lanes))
-        return not queued and len(lanes) == len(client.xinfo_consumers(model.jobs, GROUP)) == workers
+        lanes = [lane for model in partitions for lane in lanes_of(client, model)]
+        queued = sum(client.zcard(model.backlog) for model in partitions)
+        queued += sum(client.xlen(stream) for stream in (*(model.jobs for model in partitions), *lanes))
+        used = [model.jobs for model in partitions if client.exists(model.jobs)]
+        consumers = sum(len(client.xinfo_consumers(jobs, GROUP)) for jobs in used)
+        return not queued and len(lanes) == consumers == workers
 
     _wait(is_settled, seconds)
 
 
-def lanes_of(client: redis.Redis, keys: Keys) -> list[bytes]:
-    """The lanes (workers' job streams) on the server, also lanes of workers that are not registered."""
-    return list(client.scan_iter(keys.model(MODEL).lane("*"), 1000))
+def lanes_of(client: redis.Redis, model: ModelKeys) -> list[bytes]:
+    """The lanes (workers' job streams) of a partition, also lanes of workers that are not registered."""
+    return list(client.scan_iter(model.lane("*"), 1000))
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> None:
@@ -54,7 +55,9 @@ def _wait(condition: Callable[[], bool], seconds: float) -> None:
         time.sleep(_TICK_S)
 
 
-def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: float) -> list[str]:
+def leaked_keys(
+    client: redis.Redis, keys: Keys, partitions: Sequence[ModelKeys], most_ttl_s: float, lease_s: float
+) -> list[str]:
     """List the keys that should not exist, each as "key: reason".
 
     Some keys may exist: rows, vocabularies and reply streams of clients, which expire, and the empty stream of the
@@ -64,28 +67,29 @@ def leaked_keys(client: redis.Redis, keys: Keys, most_ttl_s: float, lease_s: flo
     Args:
         client: connection to the server.
         keys: names of the pool's keys.
+        partitions: keys of each partition of the model's queue.
         most_ttl_s: max lifetime of keys of waiting clients.
         lease_s: lifetime of a heartbeat.
     """
-    beats, model = f"{keys.prefix}:worker:*", keys.model(MODEL)
+    beats = f"{keys.prefix}:worker:*"
     _wait(lambda: not any(client.ttl(key) >= 0 for key in client.scan_iter(beats, 1000)), lease_s + 1)
     leaks = []
     for key in client.scan_iter(f"{keys.prefix}:*", 1000):
         name, ttl = key.decode("ascii", "backslashreplace"), client.ttl(key)
-        if ttl == -1 and key != model.jobs:
+        if ttl == -1 and key not in [model.jobs for model in partitions]:
             leaks.append(f"{name}: never expires")
-        elif key.startswith(model.waiting) and ttl > most_ttl_s:
+        elif key.startswith(tuple(model.waiting for model in partitions)) and ttl > most_ttl_s:
             leaks.append(f"{name}: expires in {ttl} s only")
         elif key.startswith(f"{keys.prefix}:worker:".encode()) and ttl != -2:
             leaks.append(f"{name}: a worker that has gone")
-        elif key.startswith(model.lane("")):
+        elif key.startswith(tuple(model.lane("") for model in partitions)):
             leaks.append(f"{name}: a lane of a worker that has gone")
-    for stream in (model.jobs, *lanes_of(client, keys)):
-        leaks += _left_in(client, stream)
-    lengths: Any = client.zrange(model.lanes, 0, -1, withscores=True)
-    leaks += [
-        f"a lane of {worker!r} is known to have {length:g} jobs" for worker, length in lengths if worker or length
-    ]
+    for model in partitions:
+        for stream in (model.jobs, *lanes_of(client, model)):
+            leaks += _left_in(client, stream)
+        lengths: Any = client.zrange(model.lanes, 0, -1, withscores=True)
+        known = [(worker, length) for worker, length in lengths if worker or length]
+        leaks += [f"a lane of {worker!r} is known to have {length:g} jobs" for worker, length in known]
     return leaks
 
 

@@ -51,11 +51,12 @@ class Observer:
     Args:
         url: URL of the server.
         prefix: prefix of all keys.
+        partitions: number of partitions of the model's queue.
     """
 
-    def __init__(self, url: str, prefix: str) -> None:
+    def __init__(self, url: str, prefix: str, partitions: int) -> None:
         self._keys = Keys(prefix)
-        self._model = self._keys.model(MODEL)
+        self._partitions = [self._keys.model(MODEL, number) for number in range(partitions)]
         self._redis = redis.Redis.from_url(url, socket_timeout=_REPLY_S)
         self._counted: dict[bytes, Counted] = {}
 
@@ -80,7 +81,7 @@ class Observer:
 
     async def lose_lanes(self) -> None:
         """Delete the key with the lengths of the lanes: a server that is short of memory may evict this key."""
-        await asyncio.to_thread(self._try, lambda: self._redis.delete(self._model.lanes))
+        await asyncio.to_thread(self._try, lambda: self._redis.delete(*(model.lanes for model in self._partitions)))
 
     async def _look_on(self) -> None:
         while True:
@@ -107,12 +108,13 @@ class Observer:
 
     def _read_lanes(self) -> list[FullLane]:
         lanes = []
-        workers: Any = self._redis.zrevrange(self._model.lanes, 0, -1)
-        for worker in filter(None, workers):
-            lane = self._model.lane(worker)
-            groups: Any = self._redis.xinfo_groups(lane) if self._redis.exists(lane) else []
-            held = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
-            if (waiting := int(self._redis.xlen(lane)) - held) > 0:
-                # A worker's id ends with its process id and random characters.
-                lanes.append(FullLane(int(worker.rsplit(b"-", 2)[1]), waiting))
+        for model in self._partitions:
+            workers: Any = self._redis.zrevrange(model.lanes, 0, -1)
+            for worker in filter(None, workers):
+                lane = model.lane(worker)
+                groups: Any = self._redis.xinfo_groups(lane) if self._redis.exists(lane) else []
+                held = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
+                if (waiting := int(self._redis.xlen(lane)) - held) > 0:
+                    # A worker's id ends with its process id and random characters.
+                    lanes.append(FullLane(int(worker.rsplit(b"-", 2)[1]), waiting))
         return sorted(lanes, key=lambda lane: -lane.waiting)

@@ -16,6 +16,7 @@ class ChaosSettings:
         seconds: time for which clients send requests.
         seed: determines the schedule of faults.
         workers: number of worker processes; a worker that has ended is replaced at once.
+        partitions: number of partitions of the model's queue.
         clients: number of client processes.
         vocab_size: number of tokens of the model's vocabulary.
         shm_bytes: shared memory of each worker, enough for only some of the live rows.
@@ -42,6 +43,7 @@ class ChaosSettings:
     seconds: float
     seed: int
     workers: int = 4
+    partitions: int = 1
     clients: int = 3
     vocab_size: int = 2048
     shm_bytes: int = 1 << 25

@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 from tests.faults.chaos.load import ALL_KINDS
 from tests.faults.chaos.observer import Counted
 from tests.faults.chaos.plan import Kind, draw_plan
@@ -16,8 +18,10 @@ SEED = 7260
 SHORT_S, USUAL_S = 20, 180
 
 
-def test_twenty_seconds_of_chaos_keep_all_promises_except_those_about_time() -> None:
-    command = [sys.executable, "-m", "tests.faults.chaos", "--seconds", str(SHORT_S), "--seed", str(SEED), "--untimed"]
+@pytest.mark.parametrize("partitions", [1, 2])
+def test_twenty_seconds_of_chaos_keep_all_promises_except_those_about_time(partitions: int) -> None:
+    options = ["--seconds", str(SHORT_S), "--seed", str(SEED), "--partitions", str(partitions), "--untimed"]
+    command = [sys.executable, "-m", "tests.faults.chaos", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
     assert done.stdout.splitlines()[-1:] == ["all promises kept"], done.stdout + done.stderr
     assert done.returncode == 0

@@ -144,7 +144,7 @@ async def test_clearing_a_busy_queue_loses_no_prompt(pool: Pool) -> None:
         requests = [asyncio.ensure_future(submit(number)) for number in range(800)]
         cleared = Cleared(0, 0, 0)
         while not cleared.removed or len(outcomes) < 50:
-            cleared = await clear_queue(client, pool.keys.model("syn"), "syn", lease_s=15)
+            cleared = await clear_queue(client, [pool.keys.model("syn")], "syn", lease_s=15)
             await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.gather(*requests), DEADLINE_S)
     await client.aclose()
@@ -172,7 +172,7 @@ async def test_clear_reports_prompts_that_were_submitted_during_the_call(
     monkeypatch.setattr(queue_module, "_list_prompts", refilled)
     fill()
     client = Server(pool.url).client()
-    cleared = await clear_queue(client, keys, "syn", lease_s=15)
+    cleared = await clear_queue(client, [keys], "syn", lease_s=15)
     await client.aclose()
     assert cleared == Cleared(removed=21, held=0, queued=7)
     assert pool.jobs() == 7

@@ -98,10 +98,10 @@ def test_homes_of_workers_that_left_are_removed() -> None:
     homes = homes_of_two()
     homes.note([prompt([1, 2])], b"w1")
     homes.note([prompt([3, 4])], b"w2")
-    assert homes.workers == {b"w1", b"w2"}
+    assert homes.workers == {b"w1": 0, b"w2": 0}
     homes.forget([b"w1"])
     assert (home_in(homes, prompt([1, 2, 3])), home_in(homes, prompt([3, 4, 5]))) == (b"", b"w2")
-    assert homes.workers == {b"w2"}
+    assert homes.workers == {b"w2": 0}
 
 
 def test_the_oldest_homes_are_evicted_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueFull, ServerUnreachable
 from lmpool.producer.client.discovery import AdoptedModel, Connections
+from lmpool.producer.client.partitions import Partition, Partitions
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     PendingRequest,
@@ -49,8 +51,8 @@ class Interrupted(Tasks):
     def __init__(self, requests: PendingRequests) -> None:
         super().__init__()
         rows: Any = None
-        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
-        self.reader = self
+        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), rows)
+        self.partition: Any = Partition(0, self, self, self.model.keys, b"reply")  # type: ignore[arg-type]
         self.ended_within_reply = False
         self.homes = Homes()
         self.fetched: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
@@ -80,7 +82,7 @@ async def test_after_a_lost_connection_warming_requests_stay_pending(table: Tabl
     connections: Any = Interrupted(table.requests)
     receiver = Receiver(connections, table.requests, connections, lambda: None)
     async with asyncio.TaskGroup() as group:
-        parts = [group.create_task(part) for part in (receiver.read(), receiver.collect())]
+        parts = [group.create_task(part) for part in (receiver.read(connections.partition), receiver.collect())]
         assert await asyncio.wait_for(connections.fetched, DEADLINE_S) == [prompt(2).digest]
         for part in parts:
             part.cancel()
@@ -99,8 +101,10 @@ class Answering(Tasks):
     def __init__(self, outcome: str, cached: Sequence[Prompt] = ()) -> None:
         super().__init__()
         rows: Any = self
-        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), b"reply", rows)
-        self.commands = self
+        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), rows)
+        self.partitions = Partitions(Server("redis://127.0.0.1"), Keys("test"))
+        self.partitions.adopt(INFO, "reply", is_bulk=False)
+        self.partitions[0].commands = self  # type: ignore[assignment]
         self.segments, self.datagrams, self.direct = SegmentReader(), DatagramReceiver(), None
         self.is_seen = True
         self.lookups: list[Sequence[bytes]] = []

@@ -394,7 +394,7 @@ async def test_users_of_one_model_can_neither_use_nor_read_another(server: Secur
         await asyncio.to_thread(worker.until_says, "serving ")
     async with Producer("theirs", redis=server.url("producer"), **PATIENT) as producer:
         await producer.logprobs([1])
-        reply = producer._sessions.session._connections.model.reply  # type: ignore[union-attr]
+        reply = producer._sessions.session._connections.partitions[0].reply  # type: ignore[union-attr]
     jobs = KEYS.model("theirs").jobs
     with server.client("admin") as admin:
         admin.xadd(reply, {"d": b"x"})

@@ -52,6 +52,9 @@ lmpool:{{m}}:watcher      w        w        rw     -           w   w        w
 lmpool:{{m}}:turn         -        -        rw     -           -   -        -
 lmpool:{{m}}:complete_turn -       -        rw     -           -   -        -
 lmpool:{{m}}:waiting:d    rw       rw       rw     -           rw  rw       rw
+lmpool:{{m}}:partition:d  rw       rw       -      -           rw  rw       rw
+lmpool:{{m{{3}}:jobs      rw       rw       rw     -           rw  rw       rw
+lmpool:{{m{{3}}:waiting:d rw       rw       rw     -           rw  rw       rw
 lmpool:{{m}}:reply:c      rw       rw       rw     -           rw  rw       rw
 lmpool:{{m}}:adapters     r        rw       rw     -           r   r        r
 lmpool:{{m}}:adapter_check:n -        rw       rw     -           -   -        -

@@ -199,6 +199,15 @@ class FetchLoop:
             await ending
             yield
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether the worker holds no job, and is not asked to stop."""
+        return not self.in_flight and not self.lifecycle.stopping.is_set()
+
+    def look_now(self) -> None:
+        """Have the worker look for jobs in the backlog and in other lanes now, if it is idle."""
+        self._look_in(0)
+
     async def claim(self) -> None:
         """Claim jobs of other workers whose leases expired, up to the capacity.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lmpool.errors import SettingsError
-from lmpool.protocol.model_info import LIMITS
+from lmpool.protocol.model_info import LIMITS, MAX_PARTITIONS
 from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
 
 # Max value of settings that need no limit: a number that floats and Redis still represent exactly.
@@ -34,6 +34,12 @@ class WorkerSettings:
     )
     max_deliveries: int = option("Deliveries after which a job is given up.", 3, 1, 1000)
     queue_limit: int = option("Max prompts that wait for the model at once.", 100_000, *LIMITS["queue_limit"])
+    partitions: int | None = option(
+        "Min partitions of the model's queue. Default: the number of masters of a cluster, 1 on a single server.",
+        None,
+        1,
+        MAX_PARTITIONS,
+    )
     row_ttl_s: float = option("Seconds that a row stays in the cache.", 3600.0, *LIMITS["row_ttl_s"])
     shm_bytes: int | None = option(
         "Bytes of shared memory for rows; 0 for none. Default: 1/8 of the free memory, at most 4 GiB.", None, 0, 2**50

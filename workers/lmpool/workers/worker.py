@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.aio import await_beside, finish
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
-from lmpool.broker.scripts import read_alive, read_infos
+from lmpool.broker.scripts import read_alive_in, read_infos
 from lmpool.broker.server import Server
 from lmpool.broker.server_checks import check_server, read_memory
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError, ServerError, SettingsError, WorkerError
@@ -34,6 +34,7 @@ from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import watching_calls
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import Beat, CheckpointWatch, Heartbeat, loading, new_worker_id
+from lmpool.workers.membership.partitions import PartitionMover
 from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer
@@ -111,6 +112,9 @@ class Serving:
         queries = QueryAnswerer(self.trie_inputs, self.publisher, info, redis, keys)
         self.consumer = Consumer(reader, self.connection)
         self.leases = Leases(reader, settings.max_deliveries)
+        self.partitions = PartitionMover(
+            server, self.heartbeat, self.consumer, self.leases, self.rows, settings.partitions
+        )
         self.dispatcher = Dispatcher(worker._lifecycle, in_flight, engine_thread, queries, self.adapters, traces)
         engine_thread.on_finished = self.dispatcher.notify_early
         self.fetch_loop = FetchLoop(self.dispatcher, self.consumer, self.leases)
@@ -150,6 +154,7 @@ class Worker:
         self._results = ResultQueue(self._lifecycle)
         self._in_flight: InFlight = {}
         self._serving: Serving | None = None
+        self._stats_before: BackendStats | None = None  # Counters of the backend at the last check of the partitions.
         self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
         self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self._is_complete = False  # Whether the next sweep checks everything.
@@ -219,6 +224,7 @@ class Worker:
             await asyncio.to_thread(warm_up, opened.device)
         serving = self._serving = Serving(self, engine_thread, opened)
         try:
+            await serving.partitions.choose_first()
             await serving.consumer.ensure_group()
             await serving.heartbeat.join(self._heartbeat_fields(serving))
             await serving.consumer.open_lane()
@@ -280,6 +286,7 @@ class Worker:
             every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
             self._claim(serving),
             serving.fetch_loop.look_for_work(),
+            every(settings.lease_s / 3, partial(self._check_partitions, serving)),
             every(STALE_S, dispatcher.drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
@@ -320,6 +327,24 @@ class Worker:
             await serving.publisher.retry(serving.fetch_loop.claim)
             is_complete, self._is_complete = self._is_complete, False
             await serving.publisher.retry(partial(serving.heartbeat.sweep, is_complete=is_complete))
+
+    async def _check_partitions(self, serving: Serving) -> None:
+        """Move to another partition of the queue if this worker is idle and is needed more there."""
+        mover = serving.partitions
+        if serving.info.is_trie or not await mover.follow():
+            return
+        loads = await mover.read_loads()
+        stats = serving.engine_thread.stats
+        was_idle, self._stats_before = stats == self._stats_before, stats
+        fetch_loop = serving.fetch_loop
+        if not fetch_loop.is_idle or (target := mover.better_partition(loads, was_idle=was_idle)) is None:
+            return
+        # A heartbeat during the move would register the worker twice.
+        async with self._heartbeat_lock, fetch_loop.paused():
+            if fetch_loop.is_idle:
+                await mover.move(target)
+        fetch_loop.look_now()
+        self._claim_soon.set()  # The last worker of the other partition may have left jobs.
 
     async def send_heartbeat(self, serving: Serving) -> None:
         """Write the heartbeat, and read the state of the queue."""
@@ -427,8 +452,10 @@ async def check_before_loading(server: Server, backend: BackendSettings, setting
     try:
         async with server.client() as redis:
             packed = (await read_infos(redis, keys, name)).get(name.encode())
-            served = ModelInfo.unpack(packed).backend if isinstance(packed, bytes) else kind
-            if served != kind and (await read_alive(redis, keys.model(name))).serving:
+            info = ModelInfo.unpack(packed) if isinstance(packed, bytes) else None
+            served, numbers = (info.backend, info.partitions) if info is not None else (kind, (0,))
+            partitions = [keys.model(name, number) for number in numbers]
+            if served != kind and (await read_alive_in(redis, partitions)).serving:
                 advice = "serve it under another --name, or stop those workers first"
                 raise ModelMismatch(f"the model {name!r} is served by the backend {served}, not {kind}: {advice}")
     except ProtocolError as error:

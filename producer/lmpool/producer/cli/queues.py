@@ -41,7 +41,7 @@ async def show_queue(
     """Show the numbers of prompts that wait, are held by workers and are in lanes, and the clients of the backlog."""
     async with at.connected(model) as (client, discovery):
         names = sorted(await discovery.infos()) if model is None else [model]
-        counted = {name: await count_queue(client, discovery, at.keys.model(name), name) for name in names}
+        counted = {name: await count_queue(client, await discovery.partitions(name)) for name in names}
         doubts = {name: await why_unknown(discovery, name) for name, counts in counted.items() if not counts["queued"]}
     if as_json:
         say_json(counted if model is None else counted[model])
@@ -82,7 +82,8 @@ def clear(
     async def remove() -> tuple[Cleared, str]:
         async with at.connected() as (client, discovery):
             info = await discovery.find(model)
-            cleared = await clear_queue(client, at.keys.model(model), model, lease_s=info.lease_s if info else 0.0)
+            partitions = await discovery.partitions(model)
+            cleared = await clear_queue(client, partitions, model, lease_s=info.lease_s if info else 0.0)
             return cleared, "" if cleared.removed else await why_unknown(discovery, model)
 
     cleared, doubt = run(remove())
@@ -109,7 +110,7 @@ async def list_letters(
         names = sorted(await discovery.infos()) if model is None else [model]
         doubt = "" if names else "no model is served: pass --model for a model that is not served"
         for name in names:
-            letters = DeadLetters(client, at.keys.model(name))
+            letters = DeadLetters(client, *await discovery.partitions(name))
             newest += [{"model": name, **summary(letter)} for letter in await letters.newest(limit)]
             count += await letters.count()
         if model is not None and not newest:
@@ -148,7 +149,7 @@ async def _letters_of(model: str | None, at: ServerOptions) -> AsyncIterator[tup
             name = (await discovery.info(None)).name if model is None else model
         except UnknownModel as error:
             raise UnknownModel(f"{error}; pass --model for a model that is not served") from error
-        yield DeadLetters(client, at.keys.model(name)), discovery, name
+        yield DeadLetters(client, *await discovery.partitions(name)), discovery, name
 
 
 @dead_app.command("show")

@@ -16,10 +16,20 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
-from lmpool.broker.connection import CommandConnection, reply_timeout
+from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
-from lmpool.broker.scripts import Alive, QueueState, read_alive, read_infos, read_queue, read_texts
+from lmpool.broker.scripts import (
+    Alive,
+    Load,
+    QueueState,
+    read_alive_in,
+    read_infos,
+    read_loads,
+    read_queue_in,
+    read_texts,
+)
 from lmpool.broker.server import Server
+from lmpool.producer.client.partitions import Partitions
 from lmpool.producer.client.requests import Deadline, Tasks
 from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
@@ -60,8 +70,7 @@ class AdoptedModel:
 
     info: ModelInfo  # The info of the model that was read last.
     fingerprint: str
-    keys: ModelKeys
-    reply: bytes  # Key of this client's reply stream.
+    keys: ModelKeys  # Keys of partition 0, which has the registry of adapters.
     rows: RowCache
     host: bytes = b""  # Identifier of this machine's shared memory; b"" if rows are too small to be shared.
     reads: bytes = b""  # The `reader_token` of this client.
@@ -71,8 +80,7 @@ class Connections(Tasks):
     """The connections and background tasks of one session.
 
     Attributes:
-        commands: connection for the scripts of requests.
-        reader: connection for the blocking reads of the reply stream only.
+        partitions: the partitions of the model's queue, each with connections of its own.
         redis: client for all other commands.
         closed: whether the session has ended.
         trouble: why the server cannot be used now, or None.
@@ -95,23 +103,18 @@ class Connections(Tasks):
         self.direct = DirectReader(server, self._read_row_token, self._on_direct) if is_direct else None
         self._direct_checked_at = -math.inf
         self.redis = server.client()
-        self.reader = CommandConnection(server)
-        self.commands = CommandConnection(server)
+        self.partitions = Partitions(server, keys)
         self.closed = False
         self.trouble: errors.LMPoolError | None = None
 
     def adopt(self, info: ModelInfo) -> None:
         """Switch to a model, or to other weights of the same model."""
         self._close_rows()
-        keys = self._keys.model(info.name)
-        for connection in (self.reader, self.commands):
-            connection.reply_timeout_s = reply_timeout(info.lease_s)
-            connection.key = keys.jobs
         if self.direct is not None:
             self.direct.reply_timeout_s = reply_timeout(info.lease_s)
         rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
-        self.model = AdoptedModel(info, info.fingerprint, keys, b"", rows, host)
+        self.model = AdoptedModel(info, info.fingerprint, self._keys.model(info.name), rows, host)
         self._set_reader()
 
     def _set_reader(self) -> None:
@@ -119,14 +122,15 @@ class Connections(Tasks):
         model = self.model
         is_direct = self.direct is not None and self.direct.is_on and is_shared(model.info.vocab_size)
         reads = reader_token(model.host, is_direct=is_direct)
-        reply = model.keys.reply(f"{self._client_id}{reads.decode()}", is_bulk=self._is_bulk)
-        self.model = replace(model, reply=reply, reads=reads)
+        self.model = replace(model, reads=reads)
+        self.partitions.adopt(model.info, f"{self._client_id}{reads.decode()}", is_bulk=self._is_bulk)
 
     def _on_direct(self) -> None:
         """Change the reply key: the client now reads rows from row servers, or does so no more."""
         self._client_id = secrets.token_hex(8)  # Read no old messages if the client changes back later.
         self._set_reader()
-        self.reader.hang_up(errors.ServerUnreachable("the client changes its reply key"))
+        for partition in self.partitions.used:
+            partition.reader.hang_up(errors.ServerUnreachable("the client changes its reply key"))
 
     async def _read_row_token(self) -> bytes | None:
         with self.noting():
@@ -148,6 +152,13 @@ class Connections(Tasks):
                     await direct.try_on(address)
 
         self.spawn(try_worker())
+
+    def follow(self, info: ModelInfo) -> None:
+        """Use the current info of the same model, in which a worker may have added partitions."""
+        has_changed = info.partitions != self.model.info.partitions
+        self.model = replace(self.model, info=info)
+        if has_changed:
+            self._set_reader()
 
     async def scan_segments(self) -> None:
         """Find the shared-memory segments of workers on this machine."""
@@ -203,8 +214,7 @@ class Connections(Tasks):
         self.datagrams.close()
         if self.direct is not None:
             self.direct.close()
-        self.commands.close()
-        self.reader.close()
+        self.partitions.close()
         await self.redis.aclose()
 
 
@@ -256,7 +266,7 @@ class Discovery:
         live = []
         for info in infos.values():
             with suppress(NoPermissionError):
-                live += [info] if (await self.alive(info.name)).serving else []
+                live += [info] if (await self.alive(info.name, info.partitions)).serving else []
         if len(live) != 1:
             raise errors.AmbiguousModel(f"several models are served, name one of them: {', '.join(infos)}")
         return live[0]
@@ -319,19 +329,30 @@ class Discovery:
                     _log.warning("%s; the model is left out", unreadable[name])
         return infos, unreadable
 
-    async def alive(self, model: str) -> Alive:
+    async def alive(self, model: str, partitions: Sequence[int] = (0,)) -> Alive:
         """Return how many workers serve a model and how many load it; the cost does not depend on these numbers."""
-        return await read_alive(self._redis, self._keys.model(model))
+        return await read_alive_in(self._redis, [self._keys.model(model, number) for number in partitions])
 
-    async def gone(self, model: str, workers: Sequence[bytes]) -> list[bytes]:
-        """Return the ids in `workers` whose workers have left the model or were removed as dead."""
-        key: Any = self._keys.model(model).workers
+    async def partitions(self, model: str) -> list[ModelKeys]:
+        """Return the keys of each partition of a model's queue; of partition 0 if the model is not served."""
+        info = None
+        with suppress(errors.ProtocolError):
+            info = await self.find(model)
+        return [self._keys.model(model)] if info is None else self._keys.partitions(info)
+
+    async def loads(self, info: ModelInfo) -> dict[int, Load | Exception]:
+        """Return how busy each partition of a model's queue is, or why its master did not answer."""
+        return dict(zip(info.partitions, await read_loads(self._redis, self._keys.partitions(info)), strict=True))
+
+    async def gone(self, model: str, workers: Sequence[bytes], partition: int = 0) -> list[bytes]:
+        """Return the ids in `workers` whose workers have left a partition of the model or were removed as dead."""
+        key: Any = self._keys.model(model, partition).workers
         deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
         return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
 
     async def queue(self, model: str) -> QueueState:
         """Return the state of a model's queue."""
-        return await read_queue(self._redis, self._keys.model(model))
+        return await read_queue_in(self._redis, await self.partitions(model))
 
 
 class Liveness:
@@ -359,7 +380,7 @@ class Liveness:
         """
         info = self._connections.model.info
         gap, self._checked_at = now - self._checked_at, now
-        alive = await self._discovery.alive(info.name)
+        alive = await self._count()
         self.count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
         if self.count or self._is_loading:
             self.missing_since = None
@@ -372,6 +393,23 @@ class Liveness:
             text = f"no live worker has served {info.name!r} for {seconds:.0f} s"
             return errors.NoWorker(f"{text}: start one with `{info.start_command}`")
         return None
+
+    async def _count(self) -> Alive:
+        """Count the workers, and record the load of each partition if the model's queue has several."""
+        info = self._connections.model.info
+        if len(info.partitions) == 1:
+            return await self._discovery.alive(info.name)
+        loads = await self._discovery.loads(info)
+        known = [load for load in loads.values() if isinstance(load, Load)]
+        for number, load in loads.items():
+            self._connections.partitions.note_load(number, load if isinstance(load, Load) else None)
+        if serving := sum(load.workers for load in known):
+            return Alive(serving, 0, ())
+        return await self._discovery.alive(info.name)
+
+    async def poll(self) -> None:
+        """Count the workers, and record the load of each partition."""
+        self.count = (await self._count()).serving
 
     def deadline_error(self, text: str) -> errors.DeadlineExceeded:
         """Return the exception for a request that timed out; its message begins with `text`."""

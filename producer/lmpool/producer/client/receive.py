@@ -17,6 +17,7 @@ from lmpool.aio import delays
 from lmpool.broker.scripts import stream_entries
 from lmpool.broker.server import Server
 from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
+from lmpool.producer.client.partitions import Partition
 from lmpool.producer.client.requests import (
     BatchWaiter,
     Deadline,
@@ -280,66 +281,72 @@ class Receiver:
         self._announced: list[bytes] = []
         self._has_announced = asyncio.Event()
 
-    async def read(self) -> None:
-        """Read this client's reply stream, forever."""
-        connections = self._connections
+    async def read_all(self) -> None:
+        """Read this client's reply streams, one in each partition that it uses, forever."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self.read(await self._connections.partitions.opened.get()))
+
+    async def read(self, partition: Partition) -> None:
+        """Read this client's reply stream in a partition, forever."""
+        connections, reader = self._connections, partition.reader
         last, was_damaged, unread = b"0-0", False, 0
-        waits, key = delays(), connections.model.reply
+        waits, key = delays(), partition.reply
         while True:
-            if key != connections.model.reply:  # Submit pending requests again: they name the old reply key.
-                last, key = b"0-0", connections.model.reply
-                self._announce_all()
+            if key != partition.reply:  # Submit pending requests again: they name the old reply key.
+                last, key = b"0-0", partition.reply
+                self._announce_all(partition)
             try:
                 block_s = min(_MAX_BLOCK_S, max(_MIN_BLOCK_S, connections.model.info.lease_s / 3))
                 stream = (b"STREAMS", key, last)
-                reply = await connections.reader.call(*_XREAD, int(1000 * block_s), *stream)
+                reply = await reader.call(*_XREAD, int(1000 * block_s), *stream)
                 entries = stream_entries(reply)
             except TROUBLE as error:
-                if key != connections.model.reply:
+                if key != partition.reply:
                     continue
                 connections.note(error)
-                is_damaged = isinstance(error, errors.ProtocolError) or connections.reader.ended_within_reply
+                is_damaged = isinstance(error, errors.ProtocolError) or reader.ended_within_reply
                 if is_damaged:
-                    connections.reader.hang_up(error)
+                    reader.hang_up(error)
                 # A lost connection damages one reply. Two damaged replies in a row mean that the stream is damaged.
                 if (is_damaged and was_damaged) or "WRONGTYPE" in str(error):
-                    last = await self._start_over()
+                    last = await self._start_over(partition)
                 was_damaged = is_damaged
                 await asyncio.sleep(next(waits))
-                self._announce_all()
+                self._announce_all(partition)
                 continue
             waits, was_damaged, was_awaited = delays(), False, False
             for entry_id, fields in entries:
                 last = entry_id
-                was_awaited = await self._on_message(fields) or was_awaited
+                was_awaited = await self._on_message(fields, partition) or was_awaited
             unread += len(entries)
             self.messages += len(entries)
             if unread >= _TRIM_INTERVAL:
-                connections.spawn(self._trim(last))
+                connections.spawn(self._trim(partition, last))
                 unread = 0
             if len(last) > _MAX_ID_BYTES:
-                last = await self._start_over()
-                self._announce_all()
+                last = await self._start_over(partition)
+                self._announce_all(partition)
             if entries and not was_awaited and len(self._requests) < _FEW_REQUESTS:
                 await asyncio.sleep(_PAUSE_S)
             # Yield so that callers that received rows can submit their next prompts before the next read.
             for _ in range(_YIELDED_TICKS * was_awaited):
                 await asyncio.sleep(0)
 
-    async def _trim(self, last: bytes) -> None:
+    async def _trim(self, partition: Partition, last: bytes) -> None:
         """Remove read messages from the reply stream: while it is long, `finish.lua` puts no rows into messages."""
         with suppress(*TROUBLE):
-            await self._connections.commands.call(b"XTRIM", self._connections.model.reply, b"MINID", last)
+            await partition.commands.call(b"XTRIM", partition.reply, b"MINID", last)
 
-    async def _start_over(self) -> bytes:
+    async def _start_over(self, partition: Partition) -> bytes:
         """Delete a reply stream that cannot be read; returns the id after which to read the new stream.
 
         Another client may have replaced the stream by a key of another type, or added an entry that is too large, or an
         entry whose id is so large that the server can add no later entry.
         """
-        _log.warning("the reply stream %r cannot be read; deleting it", self._connections.model.reply)
+        _log.warning("the reply stream %r cannot be read; deleting it", partition.reply)
         with self._connections.noting():
-            await self._connections.redis.unlink(self._connections.model.reply)
+            await self._connections.redis.unlink(partition.reply)
         return b"0-0"
 
     async def collect(self) -> None:
@@ -358,14 +365,15 @@ class Receiver:
             self._announced += digests
             self._has_announced.set()
 
-    def _announce_all(self) -> None:
-        """Fetch the rows of all requests: notifications may have been lost with the connection.
+    def _announce_all(self, partition: Partition) -> None:
+        """Fetch the rows of all requests in a partition: notifications may have been lost with the connection.
 
         Requests that only warm the cache need no row; the session submits warming requests again after a lease.
         """
-        self._announce([request.prompt.digest for request in self._requests if request.in_flight and not request.warm])
+        requests = [request for request in self._requests if request.partition in (None, partition.number)]
+        self._announce([request.prompt.digest for request in requests if request.in_flight and not request.warm])
 
-    async def _on_message(self, fields: Mapping[bytes, bytes]) -> bool:
+    async def _on_message(self, fields: Mapping[bytes, bytes], partition: Partition) -> bool:
         """Resolve requests with the failure or the rows of a message, and announce the rows that must be fetched.
 
         Returns whether a request waited for the message.
@@ -373,6 +381,7 @@ class Receiver:
         joined, pending = fields.get(b"d", b""), self._requests.get
         digests = [joined[at : at + DIGEST_SIZE] for at in range(0, len(joined), DIGEST_SIZE)]
         requests = [request for digest in digests if (request := pending(digest)) is not None]
+        partition.count(-len(digests))
         if not requests:
             return False
         if (failure := fields.get(b"e")) is not None:
@@ -384,7 +393,7 @@ class Receiver:
             return True
         direct = self._connections.direct
         if worker := fields.get(b"w"):
-            self._submitter.homes.note([request.prompt for request in requests], worker)
+            self._submitter.homes.note([request.prompt for request in requests], worker, partition.number)
         if carried := fields.get(b"v"):
             lengths = {request.prompt.digest: request.prompt.length for request in requests if request.prompt.length}
             count, cut = len(digests), len(carried) // len(digests)
@@ -430,7 +439,7 @@ class Receiver:
             if row is not None and not isinstance(row, errors.CorruptRow):
                 rows[digest] = row
                 request.ended_early, request.origin = True, request.origin or "computed"
-                self._submitter.homes.note([request.prompt], message.worker)
+                self._submitter.homes.note([request.prompt], message.worker, request.partition or 0)
         self._requests.resolve_found(list(rows), list(rows.values()), are_shared=message.are_places)
 
     def _restart(self, requests: Sequence[PendingRequest]) -> None:

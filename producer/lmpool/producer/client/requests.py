@@ -217,6 +217,7 @@ class PendingRequest:
         damaged: whether the cache holds a damaged row that a worker must overwrite.
         overwrites: number of times that a worker was asked to overwrite the damaged row.
         lost: number of times that the pool evicted the row before this process fetched the row.
+        partition: number of the partition of the queue to which the request was sent last; None before.
         origin: the `ProducerStats` attribute for the request's first waiter; None while the row's source is unknown.
         is_private: whether no other client can make this request; its result leaves the cache once it has been read.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
@@ -237,6 +238,7 @@ class PendingRequest:
     damaged: bool = False
     overwrites: int = 0
     lost: int = 0
+    partition: int | None = None
     origin: str | None = None
     is_private: bool = False
     whole: bool = False

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import random
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
 
 from redis.exceptions import RedisError
@@ -89,12 +88,13 @@ class Session(Requester):
                 if model and self._settings.when_absent == "wait":
                     await self._discovery.want(model)
                 raise
-            self._liveness.count = (await self._discovery.alive(info.name)).serving
+            self._adopt(info)
+            await self._liveness.poll()
         except errors.LMPoolError:
             raise
         except (RedisError, OSError) as error:
             raise self._connections.server.explain(error) from error
-        self._adopt(info)
+        self._submitter.homes.has_choice = self._liveness.count > 1
         self._supervisor = self.loop.create_task(self._supervise(), name="lmpool-producer")
         # Let the new task begin: a task that is cancelled before its first step does not run its `finally`.
         await asyncio.sleep(0)
@@ -103,7 +103,7 @@ class Session(Requester):
     async def _supervise(self) -> None:
         """Run the background tasks until cancelled, by `close` or by the end of `asyncio.run`."""
         self._connections.datagrams.open(self._receiver.on_datagram)
-        parts = [self._receiver.read(), self._watch(), self._connections.follow_segments()]
+        parts = [self._receiver.read_all(), self._watch(), self._connections.follow_segments()]
         parts += [self._receiver.collect() for _ in range(_COLLECTORS)]
         try:
             await asyncio.gather(*map(self._connections.spawn, parts))
@@ -120,7 +120,8 @@ class Session(Requester):
                 with suppress(*TROUBLE):  # If the cleanup fails, the keys of this client expire on the server.
                     async with asyncio.timeout(_GOODBYE_S):
                         await self._submitter.cancel_all()
-                        await self._connections.redis.unlink(self._connections.model.reply)
+                        for partition in self._connections.partitions.used:
+                            await self._connections.redis.unlink(partition.reply)
                 for request in self._requests:
                     self._requests.resolve(request, errors.ProducerClosed(CLOSED))
                 await self._connections.close()
@@ -173,8 +174,8 @@ class Session(Requester):
                     homes = self._submitter.homes
                     homes.has_choice = self._liveness.count > 1
                     # Discard homes (workers that computed prefixes of prompts) that left the pool; check a few at once.
-                    known = random.sample(list(homes.workers), min(len(homes.workers), _MAX_WORKERS_CHECKED))
-                    homes.forget(await self._discovery.gone(self.info.name, known))
+                    for partition, workers in homes.sample(_MAX_WORKERS_CHECKED).items():
+                        homes.forget(await self._discovery.gone(self.info.name, workers, partition))
                 if self._requests:
                     await self._recheck()
                 # Keep the recorded error while requests are sent again: only the connection for requests may be broken.
@@ -242,7 +243,9 @@ class Session(Requester):
     async def _reload_info(self) -> None:
         info = await self._discovery.find(self.info.name)
         if info is not None and info.fingerprint == self.info.fingerprint:
-            self._connections.model = replace(self._connections.model, info=info)
+            self._connections.follow(info)
+            if info.partitions != self.info.partitions:
+                await self._liveness.poll()
             self.info = info
         elif info is not None:  # Without an info, no worker serves the model, and requests wait for a worker.
             _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))

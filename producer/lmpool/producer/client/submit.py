@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterator, Sequence
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -15,6 +16,7 @@ from lmpool.aio import delays
 from lmpool.broker import scripts
 from lmpool.errors import QueueFull
 from lmpool.producer.client.discovery import TROUBLE, Connections
+from lmpool.producer.client.partitions import Partition, Placed
 from lmpool.producer.client.requests import PendingRequest, PendingRequests, Stage
 from lmpool.producer.metrics import Traces
 from lmpool.protocol.job import Job, Prompt, pack_jobs
@@ -60,7 +62,7 @@ class Homes:
 
     Attributes:
         has_choice: whether several workers are live. With one worker, no homes are recorded.
-        workers: the workers that have computed rows for this client.
+        workers: the workers that have computed rows for this client -> the partition of each (`Keys.model`).
     """
 
     def __init__(self, *, has_choice: bool = False) -> None:
@@ -70,11 +72,11 @@ class Homes:
         # Hashes of the first blocks of prompts with homes, to recognize most prompts without a home by one lookup.
         self._heads: OrderedDict[int, None] = OrderedDict()
         self.has_choice = has_choice
-        self.workers: set[bytes] = set()
+        self.workers: dict[bytes, int] = {}
 
-    def note(self, prompts: Sequence[Prompt], worker: bytes) -> None:
-        """Record the worker that computed some prompts."""
-        self.workers.add(worker)
+    def note(self, prompts: Sequence[Prompt], worker: bytes, partition: int = 0) -> None:
+        """Record the worker that computed some prompts, and the partition of the queue that it serves."""
+        self.workers[worker] = partition
         for prompt in prompts if self.has_choice else ():
             ids, size, adapter = prompt.ids, len(prompt.ids), prompt.adapter
             ends = {size, size // _BLOCK_BYTES * _BLOCK_BYTES} - {0}
@@ -105,6 +107,11 @@ class Homes:
                 return home, key
         return no_home
 
+    def find_partition(self, prompt: Prompt) -> tuple[int | None, int]:
+        """Return the partition of a prompt's home, None without a home, and the key of the prefix."""
+        home, key = self.find(prompt)
+        return self.workers.get(home), key
+
     def arrange(self, requests: Sequence[PendingRequest]) -> tuple[Sequence[PendingRequest], list[bytes]]:
         """Return requests in the order for `submit.lua`, and the homes of their prompts; [] if no home is recorded.
 
@@ -126,10 +133,18 @@ class Homes:
         homes = [_SAME_HOME if place == before and place[0] else place[0] for before, place in pairs]
         return [request for request, _ in arranged], homes
 
+    def sample(self, most: int) -> dict[int, list[bytes]]:
+        """Return up to `most` workers, drawn at random, by their partitions."""
+        drawn: dict[int, list[bytes]] = defaultdict(list)
+        for worker in random.sample(list(self.workers), min(len(self.workers), most)):
+            drawn[self.workers[worker]].append(worker)
+        return drawn
+
     def forget(self, workers: Collection[bytes]) -> None:
         """Discard the records of workers that have left the pool."""
         if workers:
-            self.workers.difference_update(workers)
+            for worker in workers:
+                self.workers.pop(worker, None)
             self._homes = OrderedDict(home for home in self._homes.items() if home[1] not in workers)
 
 
@@ -159,7 +174,7 @@ class Submitter:
         self._traces = traces
         self._unsent: deque[PendingRequest] = deque()
         self._is_flushing = self._is_cancelling = False
-        self._cancelled: set[bytes] = set()
+        self._cancelled: dict[bytes, int] = {}  # Digest of a cancelled prompt -> its partition.
         self._disposable: list[bytes] = []
         self._hit_rate = _MIN_HIT_RATE_OF_FEW
 
@@ -252,7 +267,45 @@ class Submitter:
         if not rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await self.fetch(await rows.existing(warmed), are_stored=True)
-        stored, is_full = list[bytes](), False
+        placed = await self._connections.partitions.place(requests, self.homes.find_partition)
+        if len(self._connections.partitions.current) == 1:
+            stored = await self._submit_to(placed[0], again)
+        else:
+            parts = (self._try_to_submit(part, again) for part in placed)
+            stored = [digest for part in await asyncio.gather(*parts) for digest in part]
+        if stored:
+            # If `submit.lua` cannot read rows, it only knows that the rows were stored within the last 10 s.
+            await self.fetch(stored, are_stored=rows.is_seen)
+            if damaged := [request for request in requests if request.damaged and self._requests.is_open(request)]:
+                await self.submit(damaged)
+            pending = map(self._requests.get, stored)
+            evicted = [request for request in pending if request is not None and not request.damaged]
+            if evicted and not again:
+                await self.submit(evicted, again=True)
+
+    async def _try_to_submit(self, placed: Placed, again: bool) -> list[bytes]:
+        """Submit requests to one of several partitions; if that fails, send them to another partition soon."""
+        try:
+            return await self._submit_to(placed, again)
+        except TROUBLE as error:
+            self._connections.note(error)
+            self._send_elsewhere(placed.partition, placed.requests)
+            return []
+
+    def _send_elsewhere(self, partition: Partition, requests: Sequence[PendingRequest]) -> None:
+        """Send requests again, to other partitions, because a partition does not answer."""
+        self._connections.partitions.refuse(partition)
+        for request in requests:
+            request.stage = Stage.UNSENT
+        self.retry_soon()
+
+    async def _submit_to(self, placed: Placed, again: bool) -> list[bytes]:
+        """Submit requests to one partition; returns the digests whose rows are in the cache."""
+        partition, requests, must_check = placed
+        rows, stored, is_full = self._connections.model.rows, list[bytes](), False
+        self._connections.partitions.read(partition)
+        for request in requests:
+            request.partition = partition.number
         for portion in _portions(requests):
             waited_for = [request for request in portion if request.waiters]
             if is_full and self._waits:
@@ -267,23 +320,23 @@ class Submitter:
                     request.weights = None
                 waited_for = [request for request in waited_for if request.waiters]
             if waited_for:
-                stored += await self._submit_portion(waited_for, again)
+                stored += await self._submit_portion(partition, waited_for, again, must_check)
                 is_full = self.is_full
         self._connections.trouble = None
-        if stored:
-            # If `submit.lua` cannot read rows, it only knows that the rows were stored within the last 10 s.
-            await self.fetch(stored, are_stored=rows.is_seen)
-            if damaged := [request for request in requests if request.damaged and self._requests.is_open(request)]:
-                await self.submit(damaged)
-            pending = map(self._requests.get, stored)
-            evicted = [request for request in pending if request is not None and not request.damaged]
-            if evicted and not again:
-                await self.submit(evicted, again=True)
+        return stored
 
-    async def _submit_portion(self, requests: Sequence[PendingRequest], again: bool) -> list[bytes]:
+    async def _submit_portion(
+        self, partition: Partition, requests: Sequence[PendingRequest], again: bool, must_check: bool
+    ) -> list[bytes]:
         """Submit requests in one script call; returns the digests whose rows are in the cache."""
         requests, homes = self.homes.arrange(requests)
-        outcome = await self._call_script(requests, homes, again)
+        check = f" {partition.number}" if must_check else ""
+        outcome = await self._call_script(partition, requests, homes, f"{int(again)}{check}")
+        if not outcome:  # Other clients may wait for some of the prompts in another partition.
+            placed = await self._connections.partitions.meet(dict.fromkeys(requests, partition))
+            parts = [await self._submit_to(part, again) for part in placed]
+            return [digest for part in parts for digest in part]
+        partition.count(outcome.count(b"Q"))
         self.is_full = b"F" in outcome
         if self.is_full and self._waits:
             self.retry_soon()
@@ -310,16 +363,21 @@ class Submitter:
             if is_cancelled and code in "QJ" and pending(request.prompt.digest) is None:
                 abandoned.append(request.prompt.digest)
         if abandoned:
-            await self._cancel(abandoned)
+            await self._cancel(partition, abandoned)
         return stored
 
-    async def _call_script(self, requests: Sequence[PendingRequest], homes: Sequence[bytes], again: bool) -> bytes:
-        """Call `submit.lua`; returns the outcome, one character (Q, J, R or F) for each request."""
+    async def _call_script(
+        self, partition: Partition, requests: Sequence[PendingRequest], homes: Sequence[bytes], again: str
+    ) -> bytes:
+        """Call `submit.lua`; returns the outcome, one character (Q, J, R or F) for each request, or nothing.
+
+        `again`: "0" or "1" as for `submit`; then a space and the partition if `submit.lua` must check the records.
+        """
         connections, model = self._connections, self._connections.model
         is_unfit = True in [request.damaged or request.whole for request in requests]
         lookup = "" if is_unfit else "rows" if model.rows.is_seen else "marks"
-        digests, prefix = [request.prompt.digest for request in requests], model.keys.waiting
-        keys = [model.keys.jobs, model.reply, *[prefix + digest for digest in digests]]
+        digests, prefix = [request.prompt.digest for request in requests], partition.keys.waiting
+        keys = [partition.keys.jobs, partition.reply, *[prefix + digest for digest in digests]]
         if lookup == "rows":
             keys += model.rows.keys_of(digests)
         unpacked, direct = list[Job](), connections.direct
@@ -337,13 +395,16 @@ class Submitter:
         patience_s = max([request.until for request in requests]) - connections.loop.time()
         patience_s += max(2 * model.info.lease_s, _MIN_PATIENCE_S)
         patience_ms = int(1000 * min(max(patience_s, _MIN_PATIENCE_S), _MAX_PATIENCE_S))
-        args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, int(again), len(jobs), *jobs]
+        args: list[bytes | str | int] = [model.info.queue_limit, patience_ms, lookup, again, len(jobs), *jobs]
         is_continued = requests[0].prompt.generated > 0  # All requests of a portion are continuations, or none is.
         args += homes or [b""] * len(requests) * is_continued
         args += [request.prompt.generated for request in requests if is_continued]
-        outcome = await scripts.SUBMIT.on(connections.commands.call, keys, args)
-        if not isinstance(outcome, bytes) or len(outcome) != len(requests):
-            raise connections.commands.distrust(outcome)
+        outcome = await scripts.SUBMIT.on(partition.commands.call, keys, args)
+        if not isinstance(outcome, bytes) or len(outcome) not in {
+            len(requests),
+            0 if len(again) > 1 else len(requests),
+        }:
+            raise partition.commands.distrust(outcome)
         return outcome
 
     # Fetching
@@ -390,33 +451,43 @@ class Submitter:
             # Remove ended requests when most of the unsent requests have ended.
             self._unsent = deque(request for request in self._unsent if request.waiters)
         if request.stage is not Stage.UNSENT:
-            self._cancelled.add(request.prompt.digest)
+            self._cancelled[request.prompt.digest] = request.partition or 0
             if not self._is_cancelling:
                 self._is_cancelling = True
                 self._connections.loop.call_soon(lambda: self._connections.spawn(self._send_cancelled()))
 
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
-        digests = set(self._cancelled)
-        with self._connections.noting():  # If the command fails, this client's registrations for the prompts expire.
-            await self._cancel([digest for digest in digests if self._requests.get(digest) is None])
-            # Remove the digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
-            self._cancelled -= digests
+        for partition, digests in self._by_partition(self._cancelled).items():
+            with (
+                self._connections.noting()
+            ):  # If the command fails, this client's registrations for the prompts expire.
+                await self._cancel(partition, [digest for digest in digests if self._requests.get(digest) is None])
+                # Remove the digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
+                for digest in digests:
+                    self._cancelled.pop(digest, None)
 
     async def cancel_all(self) -> None:
         """Withdraw all requests and remove their weights, because the session ends."""
         self.discard(list(self._requests))
         await self._drop_discarded()
-        waiting = [request.prompt.digest for request in self._requests if request.stage is not Stage.UNSENT]
+        sent = [request for request in self._requests if request.stage is not Stage.UNSENT]
         # Cancellations use the connection of submissions, so the server receives cancellations after submissions.
-        await self._cancel([*waiting, *self._cancelled])
+        waiting = {request.prompt.digest: request.partition or 0 for request in sent} | self._cancelled
+        parts = self._by_partition(waiting).items()
+        await asyncio.gather(*(self._cancel(partition, digests) for partition, digests in parts))
 
-    async def _cancel(self, digests: Sequence[bytes]) -> None:
-        model = self._connections.model
+    def _by_partition(self, digests: Mapping[bytes, int]) -> dict[Partition, list[bytes]]:
+        parts: dict[Partition, list[bytes]] = defaultdict(list)
+        for digest, number in digests.items():
+            parts[self._connections.partitions[number]].append(digest)
+        return parts
+
+    async def _cancel(self, partition: Partition, digests: Sequence[bytes]) -> None:
         for at in range(0, len(digests), scripts.MAX_AT_ONCE):
             portion = digests[at : at + scripts.MAX_AT_ONCE]
-            keys = [model.keys.jobs, model.reply, *(model.keys.waiting + digest for digest in portion)]
-            await scripts.CANCEL.on(self._connections.commands.call, keys, [GROUP])
+            keys = [partition.keys.jobs, partition.reply, *(partition.keys.waiting + digest for digest in portion)]
+            await scripts.CANCEL.on(partition.commands.call, keys, [GROUP])
 
     def discard(self, requests: Sequence[PendingRequest]) -> None:
         """Remove the private results and the weights of requests that have ended."""

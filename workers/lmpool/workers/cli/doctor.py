@@ -17,13 +17,14 @@ from packaging.requirements import Requirement
 from redis.exceptions import RedisError
 from rich.table import Table
 
-from lmpool.broker.scripts import read_alive, read_infos
+from lmpool.broker.scripts import read_alive_in, read_infos
 from lmpool.broker.server import URL_VARIABLE, Server, where, without_advice
 from lmpool.broker.server_checks import doubt_of, read_memory, read_version
 from lmpool.cli import Terminal, say, say_json
 from lmpool.embedded import physical_memory
 from lmpool.errors import LMPoolError, SettingsError
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import partitions_in
 from lmpool.rows import segment, shared_memory
 from lmpool.settings import check_name, count_cores
 from lmpool.workers.cli.supervisor import named_gpus, query_gpus
@@ -141,8 +142,11 @@ async def _server(redis: str | None, keys: Keys) -> list[Finding]:
             await client.ping()
             product, at = await read_version(server)
             doubt, memory = doubt_of(product, at) or "", await read_memory(client)
-            names = sorted(name.decode("utf-8", "replace") for name in await read_infos(client, keys))
-            workers = {name: (await read_alive(client, keys.model(name))).serving for name in names[:_MAX_MODELS]}
+            infos = {name.decode("utf-8", "replace"): info for name, info in (await read_infos(client, keys)).items()}
+            names, workers = sorted(infos), dict[str, int]()
+            for name in names[:_MAX_MODELS]:
+                partitions = [keys.model(name, number) for number in partitions_in(infos[name])]
+                workers[name] = (await read_alive_in(client, partitions)).serving
     except (RedisError, OSError, LMPoolError) as error:
         return [Finding("server", "wrong", f"{named}: {server.explain(error)}", f"does it run? Otherwise {start}")]
     full = (memory.doubt() if memory else None) or ""

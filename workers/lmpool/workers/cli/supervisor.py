@@ -23,14 +23,17 @@ from itertools import takewhile
 from typing import Annotated, Any, cast
 
 import typer
+from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
+from lmpool.broker.scripts import read_infos
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, LAUNCH, READY_VARIABLE, report_ready, say
 from lmpool.embedded import LOGS, EmbeddedServer, StateFile, User, ending, explained, runtime_dir, secure
 from lmpool.errors import LMPoolError, ServerError, SettingsError
-from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.keys import GROUP, Keys, ModelKeys
+from lmpool.protocol.model_info import partitions_in
 from lmpool.settings import count_cores, count_threads, shown
 from lmpool.workers.settings import WorkerSettings
 
@@ -283,23 +286,30 @@ class Supervisor:
                 _log.info("%s %d workers serve", "all" if len(left) == count else f"{len(left)} of", count)
             report_ready()
 
+    async def _requeue_in(self, redis: Redis, keys: ModelKeys, worker_id: str, reason: str) -> int:
+        """Requeue the jobs of a crashed worker in one partition of the model's queue; return the number of jobs."""
+        # The worker may hold jobs of its lane (stream), of the shared stream, and claimed jobs of other lanes.
+        lanes = [worker_id.encode(), *cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))]
+        count = await scripts.release_jobs(redis, keys, worker_id, lanes, self.max_deliveries, reason)
+        swept, moved = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time], 1
+        while moved:
+            args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, 0, worker_id]
+            _, _, moved = await scripts.REMOVE_GONE(redis, swept, args)
+        return count
+
     async def _requeue(self, worker: SupervisedWorker, reason: str) -> None:
         """Requeue the jobs of a worker that has crashed, and deregister the worker.
 
         The jobs keep their delivery counts, so a prompt that kills workers is still given up.
         """
         everything = Keys(self.user.prefix)
-        keys, worker_id, moved = everything.model(self.user.model), worker.worker_id, 1
+        model, worker_id, count = self.user.model, worker.worker_id, 0
         try:
             async with Server(self.server.url).client() as redis:
-                # The worker may hold jobs of its lane (stream), of the shared stream, and claimed jobs of other lanes.
-                lanes = [worker_id.encode(), *cast(list[bytes], await redis.zrange(keys.lanes, 0, -1))]
-                count = await scripts.release_jobs(redis, keys, worker_id, lanes, self.max_deliveries, reason)
+                seen = (await read_infos(redis, everything, model)).get(model.encode(), b"")
                 await redis.delete(everything.worker(worker_id))
-                swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
-                while moved:
-                    args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, 0, worker_id]
-                    _, _, moved = await scripts.REMOVE_GONE(redis, swept, args)
+                for number in partitions_in(seen):
+                    count += await self._requeue_in(redis, everything.model(model, number), worker_id, reason)
         except (RedisError, OSError, LMPoolError) as error:
             _log.warning("cannot requeue the prompts of worker %d, they wait for its lease: %s", worker.number, error)
             return

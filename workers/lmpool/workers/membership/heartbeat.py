@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -24,11 +24,19 @@ from redis.exceptions import RedisError, ResponseError
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
 from lmpool.broker.registries import register
-from lmpool.broker.scripts import info_key, read_alive, read_consumers, read_infos, read_queue, read_texts
+from lmpool.broker.scripts import (
+    info_key,
+    read_alive,
+    read_alive_in,
+    read_consumers,
+    read_infos,
+    read_queue_in,
+    read_texts,
+)
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
-from lmpool.protocol.keys import GROUP, Keys
-from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
+from lmpool.protocol.keys import GROUP, Keys, ModelKeys
+from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo, partitions_in
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_files
@@ -120,7 +128,7 @@ class Heartbeat:
     files: CheckpointWatch | None = None
 
     def __post_init__(self) -> None:
-        self._model = self.keys.model(self.info.name)
+        self.partition = 0  # Number of the partition of the model's queue that the worker serves.
         self._heartbeat = self.keys.worker(self.worker_id)
         self._started = time.time()
         self._beats = 0
@@ -137,7 +145,8 @@ class Heartbeat:
         await self._write(counters)
         await self._register(self.batch)
         await self._keep_texts()
-        while (seen := await self._read_info()) != self.info.pack():
+        while (seen := await self.read_info()) != self.info.pack():
+            self._adopt_partitions(seen)
             if await self._put_info(seen):
                 return
 
@@ -167,10 +176,10 @@ class Heartbeat:
             ModelMismatch: while this worker was silent, other workers began to serve other weights under this name,
                 and they still serve after a lease. The info of workers that have ended is replaced.
         """
-        seen = await self._read_info()
+        seen = await self.read_info()
         try:
             # Do not replace the info of another worker with the same weights, even if its lease is different.
-            if not seen or _compare(self.info, seen)[0]:
+            if not seen or _compare(self.info, seen)[0] or self._adopt_partitions(seen):
                 await self._put_info(seen)
             self._others_since = math.inf
         except ModelMismatch:
@@ -181,7 +190,21 @@ class Heartbeat:
                 raise
         await self._keep_texts()  # Do this last: storing a vocabulary of megabytes may fail for minutes.
 
-    async def _read_info(self) -> bytes:
+    @property
+    def _model(self) -> ModelKeys:
+        """The keys of the partition that the worker serves."""
+        return self.keys.model(self.info.name, self.partition)
+
+    def _adopt_partitions(self, seen: bytes) -> bool:
+        """Add the partitions of the info `seen` to this worker's info; return whether this worker has more."""
+        theirs, ours = partitions_in(seen), self.info.partitions
+        if seen and theirs != ours:
+            # Clients may already use the partitions of `seen`: they stay, in their order.
+            more = [number for number in ours if number not in theirs][: max(0, len(ours) - len(theirs))]
+            self.info = replace(self.info, partitions=(*theirs, *more))
+        return self.info.partitions != theirs
+
+    async def read_info(self) -> bytes:
         """The info of the model in Redis; b"" if there is none."""
         seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
@@ -192,17 +215,18 @@ class Heartbeat:
     async def _put_info(self, seen: bytes) -> bool:
         """Replace the info `seen` in Redis by this worker's info; False if another worker has replaced it before."""
         differences, fingerprint = _compare(self.info, seen)
-        if differences and (others := await self._serving(fingerprint)):
+        if differences and (others := await self._serving(fingerprint, seen)):
             theirs = f"served by {', '.join(others)} with another fingerprint ({'; '.join(differences)})"
             advice = "serve these weights under another --name, or stop the other workers first"
             raise ModelMismatch(f"the model {self.info.name!r} is {theirs}: {advice}")
         name = self.info.name
         return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
-    async def _serving(self, fingerprint: str) -> list[str]:
+    async def _serving(self, fingerprint: str, seen: bytes) -> list[str]:
         """Other live workers of this model with `fingerprint`; for "", all whose fingerprint is not this worker's."""
         workers, ours = [], self.info.service_fingerprint
-        for worker_id in (await read_alive(self.redis, self._model, names=True)).names:
+        partitions = self._partitions_of(self.info.name, seen, *self.info.partitions, self.partition)
+        for worker_id in (await read_alive_in(self.redis, partitions, names=True)).names:
             try:
                 theirs = (await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])).get("fingerprint")
             except ProtocolError as error:  # A key of a wrong type must not hide other workers.
@@ -212,6 +236,10 @@ class Heartbeat:
             if is_wanted and worker_id != self.worker_id:
                 workers.append(worker_id)
         return workers
+
+    def _partitions_of(self, model: str, seen: bytes, *more: int) -> list[ModelKeys]:
+        """The keys of the partitions that the info `seen` of a model names, and of more partitions."""
+        return [self.keys.model(model, number) for number in dict.fromkeys([*partitions_in(seen), *more])]
 
     async def sweep(self, *, is_complete: bool) -> None:
         """Remove ended workers that hold no entries from the consumer group.
@@ -223,14 +251,15 @@ class Heartbeat:
         infos = await read_infos(self.redis, self.keys) if is_complete and self.info.name != TRIE_SERVICE else {}
         for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
-            keys = self.keys.model(model)
             try:
                 if isinstance(seen, int):  # `seen` is the size of a value too large for an info.
                     await self.redis.hdel(info_key(self.keys, model), name)
-                elif model == self.info.name or (await read_alive(self.redis, keys)).serving:
+                    continue
+                partitions = self._partitions_of(model, seen)
+                if model == self.info.name or (await read_alive_in(self.redis, partitions)).serving:
                     continue
                 # Keep the info while prompts wait: a worker that starts will serve them.
-                elif not (await read_queue(self.redis, keys)).depth:
+                if not (await read_queue_in(self.redis, partitions)).depth:
                     await self._forget(model, seen, name)
             except ResponseError:
                 continue  # No rights on the model, or a key of a wrong type: leave the info to the model's own workers.
@@ -245,10 +274,22 @@ class Heartbeat:
         await self._drop(self.worker_id)
         if not for_good:
             return
-        seen, ours = await self._read_info(), self.info.service_fingerprint
+        seen, ours = await self.read_info(), self.info.service_fingerprint
         # Compare fingerprints, not infos: another worker with a different lease may have written the info.
-        if _compare(self.info, seen)[1] == ours and not await self._serving(ours):
+        if _compare(self.info, seen)[1] == ours and not await self._serving(ours, seen):
             await self._forget(self.info.name, seen)
+
+    async def register(self) -> None:
+        """Register the worker in the partition that it serves now."""
+        await self._register(self.batch)
+
+    async def adopt_partitions(self) -> None:
+        """Add the partitions that other workers have added to the model's info."""
+        self._adopt_partitions(await self.read_info())
+
+    async def leave_partition(self) -> None:
+        """Deregister the worker from the partition that it serves, and keep its heartbeat."""
+        await self._drop(self.worker_id)
 
     async def _drop(self, *worker_ids: str, is_checker: bool = False) -> None:
         """Drop the consumers of workers whose deadline has passed, and of `worker_ids`; see `sweep`."""
@@ -270,12 +311,12 @@ class Heartbeat:
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
-            keys = self.keys.model(model)
-            # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
-            lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
-            await self.redis.delete(keys.adapters)
-            for key in (*keys.queue, *lanes):
-                await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
+            await self.redis.delete(self.keys.model(model).adapters)
+            for keys in self._partitions_of(model, seen):
+                # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
+                lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
+                for key in (*keys.queue, *lanes):
+                    await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
     async def _write(self, counters: Mapping[str, str | int | float]) -> bool:
         """Write the heartbeat; return whether the last one had expired."""

@@ -12,7 +12,7 @@ from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
 from lmpool.broker.scripts import Entries, entries_by_stream, read_queue
 from lmpool.errors import ProtocolError, ServerError
-from lmpool.protocol.keys import GROUP, WAKE_FIELD
+from lmpool.protocol.keys import GROUP, WAKE_FIELD, ModelKeys
 from lmpool.workers.queue.jobs import JobReader, Taken
 
 _log = logging.getLogger("lmpool.worker")
@@ -43,8 +43,17 @@ class Consumer:
         self.woken_ms: int | None = None
         self.is_reading = False
         self.failed_at = -math.inf
-        self._redis, self._keys, self._worker_id = reader.redis, reader.keys, reader.worker_id
-        self._lane, self._of_lane = reader.keys.lane(reader.worker_id), b" " + reader.worker_id.encode()
+        self._redis, self._worker_id = reader.redis, reader.worker_id
+        self._of_lane = b" " + reader.worker_id.encode()
+
+    @property
+    def _keys(self) -> ModelKeys:
+        """The keys of the partition that the worker serves."""
+        return self.reader.keys
+
+    @property
+    def _lane(self) -> bytes:
+        return self.reader.keys.lane(self._worker_id)
 
     async def ensure_group(self) -> None:
         """Create the shared stream and its consumer group, which also gets the jobs that are already queued."""

@@ -57,7 +57,7 @@ class JobReader:
     """Reads and checks the jobs of one model, and removes jobs that no client waits for."""
 
     redis: Redis  # Client for commands that do not block.
-    keys: key_names.ModelKeys
+    keys: key_names.ModelKeys  # Keys of the partition that the worker serves; `PartitionMover` replaces them.
     info: ModelInfo
     worker_id: str  # Name of the worker and of its consumer in the consumer group.
     counters: WorkerCounters  # Counters of queueing times and jobs, and the server's clock.

@@ -12,7 +12,7 @@ from redis.exceptions import RedisError
 from lmpool.broker import scripts
 from lmpool.errors import ProtocolError, WorkerError
 from lmpool.protocol.job import MAX_JOB_BYTES
-from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, PRIORITY_FIELD, SINCE_FIELD
+from lmpool.protocol.keys import GROUP, LIFETIME_FIELD, PRIORITY_FIELD, SINCE_FIELD, ModelKeys
 from lmpool.workers.queue.jobs import JobReader, Taken, dead_entry
 
 _log = logging.getLogger("lmpool.worker")
@@ -33,8 +33,13 @@ class Leases:
 
     def __init__(self, reader: JobReader, max_deliveries: int) -> None:
         self._reader, self._max_deliveries = reader, max_deliveries
-        self._redis, self._keys, self._worker_id = reader.redis, reader.keys, reader.worker_id
+        self._redis, self._worker_id = reader.redis, reader.worker_id
         self._lease_ms = int(reader.info.lease_s * 1000)
+
+    @property
+    def _keys(self) -> ModelKeys:
+        """The keys of the partition that the worker serves."""
+        return self._reader.keys
 
     async def renew(self, entry_ids: Sequence[bytes]) -> None:
         """Renew the leases of entries that this worker holds."""

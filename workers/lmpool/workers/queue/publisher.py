@@ -69,7 +69,7 @@ class Publisher:
 
     def __init__(self, server: Server, rows: RowCache, segment: SegmentWriter, reader: JobReader) -> None:
         self.server, self.rows, self.segment, self.reader = server, rows, segment, reader
-        self.keys, self.counters, self.jobs_in_lanes = reader.keys, reader.counters, 0
+        self.counters, self.jobs_in_lanes = reader.counters, 0
         self.datagrams = DatagramSender()
 
     async def publish(self, block: Block, entries: EntriesByDigest, overwrite: Digests) -> None:
@@ -282,7 +282,8 @@ class Publisher:
         parts = [entries[at : at + scripts.MAX_AT_ONCE] for at in range(0, len(entries), scripts.MAX_AT_ONCE)]
         while parts:
             part = parts.pop(0)
-            keys = [self.keys.jobs, self.keys.dead, *(self.keys.waiting + entry.digest for entry in part)]
+            model = self.reader.keys
+            keys = [model.jobs, model.dead, *(model.waiting + entry.digest for entry in part)]
             keys += self.rows.keys_of(entry.digest for entry in part) if self.rows.is_seen else ()
             mark_ms = 0 if self.rows.is_seen else _MARK_MS
             args: list[bytes | str | int] = [

@@ -18,3 +18,4 @@ local lanes, lane_of, deadlines = base .. ':lanes', base .. ':lane:', base .. ':
 local watcher = base .. ':watcher'
 -- Prefixes of waiting keys (the clients that wait for a prompt), of reply keys, and of bulk clients' reply keys.
 local waiting_for, replies, bulk_replies = base .. ':waiting:', base .. ':reply', base .. ':reply:bulk:'
+local records = base .. ':partition:' -- Prefix of the keys with the partition in which clients wait for a prompt. See meet.lua.

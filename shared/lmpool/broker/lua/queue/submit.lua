@@ -3,17 +3,30 @@
 -- KEYS  jobs, reply key of the client, waiting key of each prompt, and if row check is "rows": row key of each prompt
 -- ARGV  queue limit, how long the client waits in ms,
 --       row check: "rows" (are rows cached?), "marks" (did finish.lua leave marks?) or "" (compute each row, even if it is cached),
---       again (0|1): check that existing jobs are still queued, number of prompts, encoded job of each, then optionally home of each
+--       again (0|1): check that existing jobs are still queued; if the model has several partitions, a space and the number of this
+--       one, to check that clients wait in no other partition; number of prompts, encoded job of each, then optionally home of each
 --       (a worker that computed a prefix, "" for none, "=" if the prompt continues the same prompt as the previous one),
 --       then for continuations the tokens that each may generate
 --
--- Returns one character per prompt. Q: queued; J: joined an existing job; F: refused, the queue is full; R: the row is cached.
+-- Returns one character per prompt. Q: queued; J: joined an existing job; F: refused, the queue is full; R: the row is cached. Returns ''
+-- and does nothing if clients may wait for a prompt in another partition.
 
 -- include names
 
-local reply, lifetime, row_check, again = KEYS[2], ARGV[2], ARGV[3], ARGV[4] == '1'
+local reply, lifetime, row_check, again = KEYS[2], ARGV[2], ARGV[3], string.sub(ARGV[4], 1, 1) == '1'
 local HEAD, limit, count = 5, tonumber(ARGV[1]), tonumber(ARGV[5])
-local sole_waiter = reply .. '\n'
+local sole_waiter, partition = reply .. '\n', string.sub(ARGV[4], 3)
+if partition ~= '' then
+  local of_prompts = {}
+  for i = 1, count do
+    of_prompts[i] = records .. string.sub(KEYS[2 + i], -16)
+  end
+  for _, recorded in ipairs(redis.call('MGET', unpack(of_prompts))) do
+    if recorded and recorded ~= partition then
+      return ''
+    end
+  end
+end
 local existing = again and 1 or redis.call('EXISTS', backlog, unpack(KEYS, 3))
 local depth = redis.call('XLEN', jobs) + math.max(0, tonumber(redis.pcall('ZSCORE', lanes, '')) or 0)
 if #ARGV == HEAD + 1 and existing == 0 and limit > 0 and depth == 0 and redis.pcall('HLEN', capacities) == 2 then
