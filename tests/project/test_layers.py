@@ -425,7 +425,7 @@ def test_no_script_makes_a_key_of_its_own() -> None:
             # Every key that a script uses is in KEYS, or in a variable with one of these names.
             names = "jobs|dead|waiting|ended|row|reply|adapters|reasons"
             names += "|backlog|backlog_jobs|virtual_time|capacities|sole_client|base|key|workers|deadlines|cursor"
-            names += "|stream|lanes|lane_of|lane|watcher|turn"
+            names += "|stream|record|recorded_at|lanes|lane_of|lane|watcher|turn"
             # strings.lua calls MSETEX with `size`, the number of keys, which the including script defines.
             names += "|size" if path.stem == "strings" else ""
             assert re.fullmatch(rf"KEYS(\[.*\])?|{names}", call[2]), call[0]

@@ -17,12 +17,12 @@ local function is_usable(partition)
 end
 
 for i = 2, #KEYS do
-  local record, proposed = KEYS[i], ARGV[i + 2]
+  local record, waiting, proposed = KEYS[i], waiting_for .. string.sub(KEYS[i], -16), ARGV[i + 2]
   local partition = redis.pcall('GET', record)
   if is_usable(partition) then
     redis.call('PEXPIRE', record, lifetime)
   else
-    local is_waiting = proposed ~= own and is_usable(own) and redis.call('EXISTS', waiting_for .. string.sub(record, -16)) == 1
+    local is_waiting = proposed ~= own and is_usable(own) and redis.call('EXISTS', waiting) == 1
     partition = is_waiting and own or proposed
     redis.call('SET', record, partition, 'PX', lifetime)
   end

@@ -17,11 +17,11 @@ local reply, lifetime, row_check, again = KEYS[2], ARGV[2], ARGV[3], string.sub(
 local HEAD, limit, count = 5, tonumber(ARGV[1]), tonumber(ARGV[5])
 local sole_waiter, partition = reply .. '\n', string.sub(ARGV[4], 3)
 if partition ~= '' then
-  local of_prompts = {}
+  local recorded_at = {}
   for i = 1, count do
-    of_prompts[i] = records .. string.sub(KEYS[2 + i], -16)
+    recorded_at[i] = records .. string.sub(KEYS[2 + i], -16)
   end
-  for _, recorded in ipairs(redis.call('MGET', unpack(of_prompts))) do
+  for _, recorded in ipairs(redis.call('MGET', unpack(recorded_at))) do
     if recorded and recorded ~= partition then
       return ''
     end
