@@ -90,7 +90,7 @@ async def test_users_with_few_rights_work_on_a_cluster(tmp_path: Path) -> None:
         urls = {name: f"redis+cluster://{name}:pw-{name}@{host}" for name in ("producer", "worker")}
         pool = Pool(urls["worker"], "lmpool", tmp_path)
         try:
-            for _ in range(2):  # Two workers serve two partitions of the queue, so clients agree on a partition per prompt.
+            for _ in range(2):  # They serve two partitions of the queue.
                 pool.start("--with-trie")
             async with Producer(redis=urls["producer"], cache_bytes=0) as producer:
                 await ask_all(producer, [[i] for i in range(60)])
