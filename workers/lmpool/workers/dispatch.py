@@ -13,9 +13,10 @@ from heapq import nsmallest
 
 import numpy as np
 from numpy.typing import NDArray
+from redis.exceptions import RedisError
 
 from lmpool.broker.connection import reply_timeout
-from lmpool.errors import WorkerError
+from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.job import Failure, digest_of
 from lmpool.protocol.query import TrieQuery
 from lmpool.protocol.row import RowBlock, VectorBlock
@@ -223,8 +224,12 @@ class FetchLoop:
                 if not is_free or lifecycle.stopping.is_set():
                     break
                 count = max(1, min(self._capacity(), self.engine_thread.batch))
-                taken, alone, further = await self.leases.claim(count, entry_ids(self.in_flight))
-                if not taken and not alone and claims >= further:
+                try:
+                    taken, alone, others = await self.leases.claim(count, entry_ids(self.in_flight))
+                except (RedisError, OSError, LMPoolError):
+                    self.consumer.failed_at = time.monotonic()
+                    raise
+                if not taken and not alone and claims >= others:
                     break
                 claims += 1
                 await self.dispatcher.accept(taken)

@@ -271,6 +271,10 @@ class Worker:
                 await asyncio.sleep(pause_s)
                 await serving.publisher.retry(action)
 
+        async def drop_unwanted() -> None:
+            if await dispatcher.drop_unwanted():
+                serving.fetch_loop.look_now()  # Prompts in the backlog may take the place of dropped prompts.
+
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         tasks: list[Any] = [
             fetching,
@@ -287,7 +291,7 @@ class Worker:
             self._claim(serving),
             serving.fetch_loop.look_for_work(),
             every(settings.lease_s / 3, partial(self._check_partitions, serving)),
-            every(STALE_S, dispatcher.drop_unwanted),
+            every(STALE_S, drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
         ]
         # Watch all tasks during the drain: if a task failed unnoticed, the drain could wait forever for that task.

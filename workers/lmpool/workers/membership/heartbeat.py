@@ -155,17 +155,18 @@ class Heartbeat:
 
         `takes_turns`: whether this worker may get the turn to look for lost jobs and workers.
         """
-        had_expired = await self._write(counters)
         self._beats += 1
         lease_ms, keys = int(self.info.lease_s * 1000), self._model
         # A turn lasts a little less than the interval of heartbeats, so that a worker alone gets every turn.
         args = [self.worker_id, lease_ms, GROUP, lease_ms * 9 // 40 if takes_turns else 0, _COMPLETE_LEASES * lease_ms]
         kept = [keys.workers, keys.turn, keys.complete_turn, keys.jobs, keys.capacity]
         count, turn, now_ms = await scripts.KEEP_ALIVE(self.redis, kept, args)
-        is_lost, is_draining = had_expired or not count, counters.get("state") == "draining"
+        # Write the heartbeat second: its master may be down while the master of the queue is not.
+        is_lost, is_draining = await self._write(counters) or not count, counters.get("state") == "draining"
         # Register at times even if nothing is lost: another client may have written a wrong length of the lane.
         if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:
-            await self._register(0 if is_draining else self.batch)
+            # Another worker that has ended may have claimed jobs in the lane.
+            turn = max(turn, 2) if await self._register(0 if is_draining else self.batch) else turn
         is_complete = is_lost or turn == _COMPLETE or self._others_since < math.inf
         return Beat(max(1, count), turn > 1 or is_complete, is_complete, now_ms / 1000)
 
@@ -336,12 +337,15 @@ class Heartbeat:
         args = [lease_ms, *chain.from_iterable(fields.items())]
         return int(await scripts.HEARTBEAT(self.redis, [self._heartbeat], args)) == len(fields)
 
-    async def _register(self, batch: int) -> None:
-        """Register the number of prompts that this worker computes at once (0: it takes no jobs)."""
+    async def _register(self, batch: int) -> int:
+        """Register the number of prompts that this worker computes at once (0: it takes no jobs).
+
+        Returns the number of jobs in the worker's lane, waiting and held.
+        """
         keys = self._model
         args = [self.worker_id, int(self.info.lease_s * 1000), _MEMBERS_TTL_MS, GROUP, batch]
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane(self.worker_id)]
-        await scripts.REGISTER(self.redis, registered, args)
+        return int(await scripts.REGISTER(self.redis, registered, args))
 
     async def _keep_texts(self) -> None:
         """Keep the model's vocabulary and tokenizer stored in Redis, so that clients need no copies."""

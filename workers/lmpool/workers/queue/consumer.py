@@ -6,7 +6,7 @@ import logging
 import math
 import time
 
-from redis.exceptions import ResponseError
+from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
@@ -35,7 +35,7 @@ class Consumer:
     Attributes:
         woken_ms: if the last read found an entry that wakes this worker, ms after which the worker looks for jobs.
         is_reading: whether a read for jobs is in progress.
-        failed_at: monotonic time of the last read that failed; its jobs may have been delivered.
+        failed_at: monotonic time of the last read or claim that failed; its jobs may have been delivered.
     """
 
     def __init__(self, reader: JobReader, connection: CommandConnection) -> None:
@@ -98,7 +98,7 @@ class Consumer:
         taken, self.woken_ms, self.is_reading = Taken([], []), None, True
         try:
             reply = await self.connection.call(*command, b"STREAMS", self._lane, self._keys.jobs, b">", b">")
-        except ServerError as error:
+        except (ServerError, ProtocolError) as error:
             if "NOGROUP" not in str(error):
                 self.failed_at = time.monotonic()
                 raise
@@ -127,7 +127,10 @@ class Consumer:
         if not wakes:
             return entries
         self.woken_ms = min(int(delay) if delay.isdigit() else 0 for delay in wakes.values())
-        await scripts.FIND_WORK(self._redis, [self._keys.jobs], [self._worker_id, 0, 0, *wakes])
+        try:
+            await scripts.FIND_WORK(self._redis, [self._keys.jobs], [self._worker_id, 0, 0, *wakes])
+        except (RedisError, OSError):
+            self.failed_at = time.monotonic()  # The jobs of this read must not be lost. A claim removes these entries.
         return [entry for entry in entries if entry[0] not in wakes]
 
     async def find_work(self, count: int, step_s: float) -> float:

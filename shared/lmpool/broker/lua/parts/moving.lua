@@ -54,7 +54,10 @@ local function find_to_move(worker, most, is_from_end, is_end)
     for _, entry in ipairs(part) do
       local job = read_entry(entry, suffix)
       if entry[2][1] == WAKE then
-        remove_entries({job.entry})
+        -- From the first job on, the lane is closed: its worker does not read the entry any more.
+        if not is_from_end then
+          remove_entries({job.entry})
+        end
       elseif is_end and is_end(job) then
         return found
       else

@@ -95,5 +95,5 @@ if watching == worker and not look_again or watching and watching ~= worker or n
   return {0, 0, 0}
 end
 look_again = math.ceil(look_again or LATE_MS)
-redis.call('SET', watcher, worker, 'PX', look_again + WATCH_MS)
+redis.call('SET', watcher, worker, 'PX', math.min(look_again, LATE_MS) + WATCH_MS)
 return {0, 0, look_again}
