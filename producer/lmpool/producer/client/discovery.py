@@ -342,7 +342,8 @@ class Discovery:
 
     async def loads(self, info: ModelInfo) -> dict[int, Load | Exception]:
         """Return how busy each partition of a model's queue is, or why its master did not answer."""
-        return dict(zip(info.partitions, await read_loads(self._redis, self._keys.partitions(info)), strict=True))
+        loads = await read_loads(self._redis, self._keys.partitions(info), info.lease_s)
+        return dict(zip(info.partitions, loads, strict=True))
 
     async def gone(self, model: str, workers: Sequence[bytes], partition: int = 0) -> list[bytes]:
         """Return the ids in `workers` whose workers have left a partition of the model or were removed as dead."""
