@@ -161,7 +161,7 @@ async def test_requests_are_submitted_again_while_the_master_of_a_late_row_is_do
 
 async def test_homes_in_other_partitions_are_checked_while_a_master_is_down() -> None:
     async def gone(_: str, workers: Sequence[bytes], partition: int) -> Sequence[bytes]:
-        return await lost() if partition == 0 else workers  # type: ignore[no-any-return]
+        return await lost() if partition == 0 else workers
 
     client = Client(gone=gone)
     homes = client._submitter.homes
