@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import Load, read_loads
+from lmpool.broker.scripts import Alive, Load, read_loads
 from lmpool.errors import ServerUnreachable
-from lmpool.producer.client.discovery import Connections
+from lmpool.producer.client.discovery import Connections, Liveness
 from lmpool.producer.client.requests import PendingRequest, Stage
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.submit import Homes
@@ -169,3 +169,19 @@ async def test_homes_in_other_partitions_are_checked_while_a_master_is_down() ->
     await Session._check_homes(cast(Any, client))
     assert homes.workers == {b"a": 0}
     assert isinstance(client.trouble, ServerUnreachable)
+
+
+async def test_a_worker_that_drains_is_not_missing() -> None:
+    async def loads(_: ModelInfo) -> dict[int, Load]:
+        return {0: Load(0, 0, 0), 1: Load(0, 0, 1)}
+
+    async def alive(_: str, partitions: Sequence[int]) -> Alive:
+        return Alive(partitions.count(1), 0, ())
+
+    connections = SimpleNamespace(
+        model=SimpleNamespace(info=INFO), partitions=SimpleNamespace(note_load=lambda *_: None)
+    )
+    discovery = SimpleNamespace(loads=loads, alive=alive)
+    liveness = Liveness(cast(Any, connections), cast(Any, discovery))
+    await liveness.poll()
+    assert liveness.count == 1

@@ -94,4 +94,4 @@ async def test_a_model_gets_fewer_partitions_when_its_workers_have_stopped(pool:
     pool.start("--partitions", 1)
     async with pool.producer() as producer:
         await ask_all(producer, [[1]])
-        assert producer._sessions.session.info.partitions == (0,)  # type: ignore[union-attr]
+        assert producer.model.partitions == (0,)

@@ -401,12 +401,13 @@ class Liveness:
         if len(info.partitions) == 1:
             return await self._discovery.alive(info.name)
         loads = await self._discovery.loads(info)
-        known = [load for load in loads.values() if isinstance(load, Load)]
+        known = {number: load for number, load in loads.items() if isinstance(load, Load)}
         for number, load in loads.items():
             self._connections.partitions.note_load(number, load if isinstance(load, Load) else None)
-        if serving := sum(load.workers for load in known):
+        if serving := sum(load.workers for load in known.values()):
             return Alive(serving, 0, ())
-        return await self._discovery.alive(info.name)
+        # Workers that drain take no jobs, but may still compute this client's prompts. Workers load in partition 0.
+        return await self._discovery.alive(info.name, sorted({0, *known}))
 
     async def poll(self) -> None:
         """Count the workers, and record the load of each partition."""
