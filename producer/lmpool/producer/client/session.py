@@ -187,7 +187,8 @@ class Session(Requester):
         homes, info = self._submitter.homes, self.info
 
         async def check(partition: int, workers: Sequence[bytes]) -> None:
-            with self._connections.noting():
+            # Do not record the error: it concerns no request, and recorded errors end requests without a deadline.
+            with suppress(*TROUBLE):
                 async with silence_limit(reply_timeout(info.lease_s)):
                     homes.forget(await self._discovery.gone(info.name, workers, partition))
 
