@@ -7,8 +7,9 @@ import signal
 
 from redis.asyncio import Redis
 
-from lmpool.broker.scripts import read_load
+from lmpool.broker.scripts import REGISTER, Load, read_load
 from lmpool.broker.server import Server
+from lmpool.protocol.keys import GROUP
 from tests.partitions.test_requests import MODEL, ask_all, workers_in
 from tests.support.pool import Pool, until_async, until_done
 
@@ -70,3 +71,27 @@ async def test_a_worker_moves_to_jobs_in_a_partition_without_workers(pool: Pool)
         await asked
     pool.workers[0].until_says("moved from partition 0 of the queue to partition 1")
     await until_done(pool)
+
+
+async def test_a_worker_that_drains_does_not_serve_its_partition(pool: Pool) -> None:
+    keys, client = pool.keys.model(MODEL), Server(pool.url).client()
+    try:
+        await client.xgroup_create(keys.jobs, GROUP, mkstream=True)
+        registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane("w")]
+        for batch, load in ((4, Load(1, 4, 0)), (0, Load(0, 0, 0))):
+            await REGISTER(client, registered, ["w", 60_000, 60_000, GROUP, batch])
+            assert await read_load(client, keys) == load
+    finally:
+        await client.aclose()
+
+
+async def test_a_model_gets_fewer_partitions_when_its_workers_have_stopped(pool: Pool) -> None:
+    for _ in range(2):
+        pool.start("--partitions", 2)
+    for worker in pool.workers:
+        worker.signal(signal.SIGTERM)
+        await asyncio.to_thread(worker.wait)
+    pool.start("--partitions", 1)
+    async with pool.producer() as producer:
+        await ask_all(producer, [[1]])
+        assert producer.model.partitions == (0,)

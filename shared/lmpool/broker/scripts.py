@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
-from lmpool.broker.connection import Argument
+from lmpool.aio import silence_limit
+from lmpool.broker.connection import Argument, reply_timeout
 from lmpool.broker.replies import is_refusal
 from lmpool.errors import ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
@@ -243,7 +244,7 @@ async def read_alive_in(redis: Redis, partitions: Sequence[ModelKeys], *, names:
 class Load(NamedTuple):
     """How busy one partition of a model's queue is."""
 
-    workers: int  # Live workers.
+    workers: int  # Live workers that take jobs.
     batch: int  # Prompts that these workers compute at once.
     jobs: int  # Jobs that wait or are being computed.
 
@@ -258,12 +259,19 @@ async def read_load(redis: Redis, keys: ModelKeys) -> Load:
     return Load(workers, batch, jobs)
 
 
-async def read_loads(redis: Redis, partitions: Iterable[ModelKeys]) -> list[Load | Exception]:
-    """How busy each partition is, or why its master did not answer."""
+async def read_loads(
+    redis: Redis, partitions: Iterable[ModelKeys], lease_s: float | None = None
+) -> list[Load | Exception]:
+    """How busy each partition is, or why its master did not answer.
+
+    With the model's lease, wait a quarter of a reply timeout for each master: callers do more work in this timeout.
+    """
+    limit_s = None if lease_s is None else reply_timeout(lease_s) / 4
 
     async def read(keys: ModelKeys) -> Load | Exception:
         try:
-            return await read_load(redis, keys)
+            async with silence_limit(limit_s):
+                return await read_load(redis, keys)
         except (RedisError, OSError, ProtocolError) as error:
             return error
 

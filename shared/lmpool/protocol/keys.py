@@ -177,7 +177,7 @@ class ModelKeys:
         """
         self.partition: Final = base + b":partition:"
         """Prefix of the keys (append a prompt's digest) that hold the number of the partition in which clients wait for
-        a prompt, in the partition that the digest decides (`lmpool.protocol.partitions`); each key expires."""
+        a prompt, in the partition that the digest decides (`lmpool.producer.client.partitions`); each key expires."""
         self.wanted: Final = base + b":wanted"
         """Empty string that exists while clients wait for a model that has no info in `models`; expires."""
         self.adapters: Final = base + b":adapters"

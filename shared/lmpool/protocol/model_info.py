@@ -29,7 +29,7 @@ MAX_INFO_BYTES = 64 * 1024
 """Max bytes of an encoded info."""
 
 MAX_PARTITIONS = 64
-"""Max partitions of a model's queue: clients read the load of each partition every second."""
+"""Max partitions of a model's queue: clients read the load of each partition every second, or every 5 s if calm."""
 
 _VERSION_FIELD = "wire_version"  # Key in an encoded info: the wire version of the release that wrote the info.
 # Annotations with the bounds of each number; the bounds refuse NaN too.

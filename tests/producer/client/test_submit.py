@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from redis.exceptions import OutOfMemoryError
 
+from lmpool.broker.scripts import MAX_AT_ONCE
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueFull, ServerUnreachable
 from lmpool.producer.client.discovery import AdoptedModel, Connections
-from lmpool.producer.client.partitions import Partition, Partitions
+from lmpool.producer.client.partitions import Partition, Partitions, Placed
 from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import (
     PendingRequest,
@@ -25,6 +29,7 @@ from lmpool.producer.client.submit import Homes, Submitter
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.query import SentWeights
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cache import Deliver
 from lmpool.rows.datagram import DatagramReceiver, RowsReady
@@ -280,4 +285,68 @@ async def test_a_row_counts_as_lost_when_its_job_has_ended_without_it(table: Tab
     connections = Answering(outcome)
     await submitter_of(table, connections).submit([request], again=again)
     assert request.lost == (1 if again and outcome == "Q" else 0)
+    await connections.end_tasks()
+
+
+# Several partitions
+
+
+class Partitioned(Answering):
+    """Stand-in for connections to two partitions: the master of the second answers one call, and then is down."""
+
+    def __init__(self) -> None:
+        super().__init__("Q")
+        self.partitions.adopt(dataclasses.replace(INFO, partitions=(0, 1)), "reply", is_bulk=False)
+        self.second = self.partitions[1]
+        self.second.commands = SimpleNamespace(call=self.call_second)  # type: ignore[assignment]
+        self.partitions.read(self.second)
+        self.server, self.redis, self.unlinked = Server("redis://127.0.0.1"), self, list[bytes]()
+        self._calls = 0
+
+    async def call_second(self, command: str, *rest: Any) -> bytes:
+        self._calls += 1
+        if self._calls > 1:
+            raise ServerUnreachable("lost")
+        return b"Q" * sum(key.startswith(self.second.keys.waiting) for key in rest if isinstance(key, bytes))
+
+    async def unlink(self, key: bytes) -> None:
+        self.unlinked.append(key)
+
+    async def put_weights(self, weights: Sequence[SentWeights]) -> dict[bytes, Exception]:
+        return {weights[0].name: OutOfMemoryError("full")}
+
+    def note(self, error: BaseException) -> None:
+        assert isinstance(error, LMPoolError)
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_only_requests_that_a_lost_partition_did_not_accept_are_sent_again(table: Table, again: bool) -> None:
+    connections = Partitioned()
+    requests = [table.requests.add(prompt(at // 50, at % 50), Listener())[0] for at in range(MAX_AT_ONCE + 1)]
+    for request in requests:
+        request.stage = Stage.WAITING if again else Stage.SENDING
+    await submitter_of(table, connections)._try_to_submit(Placed(connections.second, requests, False), again)
+    assert {request.stage for request in requests[:MAX_AT_ONCE]} == {Stage.WAITING}
+    assert requests[-1].stage is Stage.UNSENT
+    assert connections.partitions.reachable == [connections.partitions[0]]
+    await connections.end_tasks()
+
+
+async def test_refused_weights_do_not_refuse_their_partition(table: Table) -> None:
+    connections = Partitioned()
+    request, _ = table.requests.add(prompt(1), Listener())
+    request.weights = SentWeights(row())
+    await submitter_of(table, connections)._try_to_submit(Placed(connections.second, [request], False), False)
+    assert request.stage is Stage.UNSENT
+    assert connections.second in connections.partitions.reachable
+    await connections.end_tasks()
+
+
+async def test_a_client_leaves_the_partitions_whose_masters_answer(table: Table) -> None:
+    connections = Partitioned()
+    request, _ = table.requests.add(prompt(1), Listener())
+    submitter = submitter_of(table, connections)
+    await submitter._try_to_submit(Placed(connections.second, [request], False), False)
+    await submitter.cancel_all()
+    assert connections.unlinked == [connections.partitions[0].reply]
     await connections.end_tasks()

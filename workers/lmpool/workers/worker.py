@@ -334,17 +334,16 @@ class Worker:
 
     async def _check_partitions(self, serving: Serving) -> None:
         """Move to another partition of the queue if this worker is idle and is needed more there."""
-        mover = serving.partitions
-        if serving.info.is_trie or not await mover.follow():
+        mover, fetch_loop, stats = serving.partitions, serving.fetch_loop, serving.engine_thread.stats
+        was_idle, self._stats_before = stats == self._stats_before, stats
+        if serving.info.is_trie or not await mover.follow() or not fetch_loop.is_idle:
             return
         loads = await mover.read_loads()
-        stats = serving.engine_thread.stats
-        was_idle, self._stats_before = stats == self._stats_before, stats
-        fetch_loop = serving.fetch_loop
         if not fetch_loop.is_idle or (target := mover.better_partition(loads, was_idle=was_idle)) is None:
             return
         # A heartbeat during the move would register the worker twice.
-        async with self._heartbeat_lock, fetch_loop.paused():
+        # Pause first: a claim may hold up the pause for as long as a job runs alone, and heartbeats must go on.
+        async with fetch_loop.paused(), self._heartbeat_lock:
             if fetch_loop.is_idle:
                 await mover.move(target)
         fetch_loop.look_now()

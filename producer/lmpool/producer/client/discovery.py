@@ -342,7 +342,8 @@ class Discovery:
 
     async def loads(self, info: ModelInfo) -> dict[int, Load | Exception]:
         """Return how busy each partition of a model's queue is, or why its master did not answer."""
-        return dict(zip(info.partitions, await read_loads(self._redis, self._keys.partitions(info)), strict=True))
+        loads = await read_loads(self._redis, self._keys.partitions(info), info.lease_s)
+        return dict(zip(info.partitions, loads, strict=True))
 
     async def gone(self, model: str, workers: Sequence[bytes], partition: int = 0) -> list[bytes]:
         """Return the ids in `workers` whose workers have left a partition of the model or were removed as dead."""
@@ -400,12 +401,13 @@ class Liveness:
         if len(info.partitions) == 1:
             return await self._discovery.alive(info.name)
         loads = await self._discovery.loads(info)
-        known = [load for load in loads.values() if isinstance(load, Load)]
+        known = {number: load for number, load in loads.items() if isinstance(load, Load)}
         for number, load in loads.items():
             self._connections.partitions.note_load(number, load if isinstance(load, Load) else None)
-        if serving := sum(load.workers for load in known):
+        if serving := sum(load.workers for load in known.values()):
             return Alive(serving, 0, ())
-        return await self._discovery.alive(info.name)
+        # Workers that drain take no jobs, but may still compute this client's prompts. Workers load in partition 0.
+        return await self._discovery.alive(info.name, sorted({0, *known}))
 
     async def poll(self) -> None:
         """Count the workers, and record the load of each partition."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, TypeVar
@@ -120,8 +120,6 @@ class Session(Requester):
                 with suppress(*TROUBLE):  # If the cleanup fails, the keys of this client expire on the server.
                     async with asyncio.timeout(_GOODBYE_S):
                         await self._submitter.cancel_all()
-                        for partition in self._connections.partitions.used:
-                            await self._connections.redis.unlink(partition.reply)
                 for request in self._requests:
                     self._requests.resolve(request, errors.ProducerClosed(CLOSED))
                 await self._connections.close()
@@ -171,21 +169,30 @@ class Session(Requester):
                     elif absence is not None and not self._has_logged_absence:
                         _log.warning("%s; requests wait until their deadlines", absence)
                     self._has_logged_absence = absence is not None
-                    homes = self._submitter.homes
-                    homes.has_choice = self._liveness.count > 1
-                    # Discard homes (workers that computed prefixes of prompts) that left the pool; check a few at once.
-                    for partition, workers in homes.sample(_MAX_WORKERS_CHECKED).items():
-                        homes.forget(await self._discovery.gone(self.info.name, workers, partition))
-                if self._requests:
-                    await self._recheck()
+                    self._submitter.homes.has_choice = self._liveness.count > 1
                 # Keep the recorded error while requests are sent again: only the connection for requests may be broken.
                 if not self._submitter.is_retrying:
                     self._connections.trouble = None
+                if self._requests:
+                    await self._recheck()
+                await self._check_homes()
             except TROUBLE as error:
                 self._liveness.missing_since = None  # Heartbeats could not be read: no worker counts as missing.
                 self._connections.note(error)
                 await self._connections.server.reconnect(self._connections.redis, error)
             self._end_endless(absence or self._connections.trouble)
+
+    async def _check_homes(self) -> None:
+        """Discard homes (workers that computed prefixes of prompts) that left the pool; check a few at once."""
+        homes, info = self._submitter.homes, self.info
+
+        async def check(partition: int, workers: Sequence[bytes]) -> None:
+            # Do not record the error: it concerns no request, and recorded errors end requests without a deadline.
+            with suppress(*TROUBLE):
+                async with silence_limit(reply_timeout(info.lease_s)):
+                    homes.forget(await self._discovery.gone(info.name, workers, partition))
+
+        await asyncio.gather(*(check(*part) for part in homes.sample(_MAX_WORKERS_CHECKED).items()))
 
     async def _recheck(self) -> None:
         """Fetch rows whose notifications were lost; submit requests again that got no reply within a lease."""
@@ -196,7 +203,9 @@ class Session(Requester):
         at = self._next_recheck if self._next_recheck < len(late) else 0
         late = late[at : at + _MAX_RECHECKED]
         self._next_recheck = at + len(late)
-        await self._submitter.fetch([request.prompt.digest for request in late])
+        # If the master of a row does not answer, other requests must still be submitted again.
+        with self._connections.noting():
+            await self._submitter.fetch([request.prompt.digest for request in late])
         pending = filter(self._requests.is_open, late)
         # Include all late warming requests (which need no row): only `submit.lua` checks whether their rows are cached.
         silent = [request for request in pending if request.warm or now - request.since > lease_s]

@@ -284,20 +284,18 @@ class Submitter:
                 await self.submit(evicted, again=True)
 
     async def _try_to_submit(self, placed: Placed, again: bool) -> list[bytes]:
-        """Submit requests to one of several partitions; if that fails, send them to another partition soon."""
+        """Submit requests to one of several partitions; if that fails, send the rest of them again soon."""
+        for request in placed.requests:
+            request.stage = Stage.SENDING
         try:
             return await self._submit_to(placed, again)
         except TROUBLE as error:
             self._connections.note(error)
-            self._send_elsewhere(placed.partition, placed.requests)
+            for request in placed.requests:
+                if request.stage is Stage.SENDING:
+                    request.stage = Stage.UNSENT
+            self.retry_soon()
             return []
-
-    def _send_elsewhere(self, partition: Partition, requests: Sequence[PendingRequest]) -> None:
-        """Send requests again, to other partitions, because a partition does not answer."""
-        self._connections.partitions.refuse(partition)
-        for request in requests:
-            request.stage = Stage.UNSENT
-        self.retry_soon()
 
     async def _submit_to(self, placed: Placed, again: bool) -> list[bytes]:
         """Submit requests to one partition; returns the digests whose rows are in the cache."""
@@ -334,7 +332,7 @@ class Submitter:
         outcome = await self._call_script(partition, requests, homes, f"{int(again)}{check}")
         if not outcome:  # Other clients may wait for some of the prompts in another partition.
             placed = await self._connections.partitions.meet(dict.fromkeys(requests, partition))
-            parts = [await self._submit_to(part, again) for part in placed]
+            parts = [await self._try_to_submit(part, again) for part in placed]
             return [digest for part in parts for digest in part]
         partition.count(outcome.count(b"Q"))
         self.is_full = b"F" in outcome
@@ -399,12 +397,16 @@ class Submitter:
         is_continued = requests[0].prompt.generated > 0  # All requests of a portion are continuations, or none is.
         args += homes or [b""] * len(requests) * is_continued
         args += [request.prompt.generated for request in requests if is_continued]
-        outcome = await scripts.SUBMIT.on(partition.commands.call, keys, args)
-        if not isinstance(outcome, bytes) or len(outcome) not in {
-            len(requests),
-            0 if len(again) > 1 else len(requests),
-        }:
-            raise partition.commands.distrust(outcome)
+        try:
+            outcome = await scripts.SUBMIT.on(partition.commands.call, keys, args)
+            if not isinstance(outcome, bytes) or len(outcome) not in {
+                len(requests),
+                0 if len(again) > 1 else len(requests),
+            }:
+                raise partition.commands.distrust(outcome)
+        except TROUBLE:
+            connections.partitions.refuse(partition)
+            raise
         return outcome
 
     # Fetching
@@ -468,14 +470,22 @@ class Submitter:
                     self._cancelled.pop(digest, None)
 
     async def cancel_all(self) -> None:
-        """Withdraw all requests and remove their weights, because the session ends."""
+        """Withdraw all requests, and remove their weights and the reply streams, because the session ends.
+
+        If a master does not answer, the keys of this client on this master expire.
+        """
         self.discard(list(self._requests))
-        await self._drop_discarded()
         sent = [request for request in self._requests if request.stage is not Stage.UNSENT]
         # Cancellations use the connection of submissions, so the server receives cancellations after submissions.
         waiting = {request.prompt.digest: request.partition or 0 for request in sent} | self._cancelled
-        parts = self._by_partition(waiting).items()
-        await asyncio.gather(*(self._cancel(partition, digests) for partition, digests in parts))
+        parts = self._by_partition(waiting)
+
+        async def leave(partition: Partition) -> None:
+            await self._cancel(partition, parts.get(partition, []))
+            await self._connections.redis.unlink(partition.reply)
+
+        leaving = map(leave, self._connections.partitions.used)
+        await asyncio.gather(self._drop_discarded(), *leaving, return_exceptions=True)
 
     def _by_partition(self, digests: Mapping[bytes, int]) -> dict[Partition, list[bytes]]:
         parts: dict[Partition, list[bytes]] = defaultdict(list)

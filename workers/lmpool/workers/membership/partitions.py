@@ -11,15 +11,16 @@ import random
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 from redis.exceptions import RedisError
 
-from lmpool.broker.scripts import Load, read_alive, read_alive_in, read_loads
+from lmpool.broker.scripts import Load, read_alive, read_loads
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
 from lmpool.protocol.keys import Keys
-from lmpool.protocol.model_info import ModelInfo, partitions_in
+from lmpool.protocol.model_info import MAX_PARTITIONS, ModelInfo, partitions_in
 from lmpool.rows.cache import RowCache
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.queue.consumer import Consumer
@@ -95,7 +96,9 @@ class PartitionMover:
         self._checks += 1
         # A growing queue is rare: a queue with one partition is checked less often.
         if not self.is_single or self._checks % _SINGLE_CHECKS == 0:
-            await self._heartbeat.adopt_partitions()
+            # While the master of the infos is down, workers move between the partitions that they have read.
+            with suppress(RedisError, OSError, LMPoolError):
+                await self._heartbeat.adopt_partitions()
         return not self.is_single
 
     async def choose_first(self) -> None:
@@ -103,11 +106,11 @@ class PartitionMover:
         if self._info.is_trie:
             return
         seen, name = await self._heartbeat.read_info(), self._info.name
-        numbers = partitions_in(seen)
-        count = len(await self._server.masters()) if self._count is None else self._count
-        if not (await read_alive_in(self._redis, [self._keys.model(name, number) for number in numbers])).serving:
-            numbers = numbers[:count]  # Only the first of several workers may use fewer partitions than before.
-        numbers = await grown(self._server, self._keys, name, numbers, count)
+        count = self._count
+        if count is None:
+            count = min(len(await self._server.masters()), MAX_PARTITIONS)
+        # The partitions of an info stay, because clients may use them. The last worker that stops removes the info.
+        numbers = await grown(self._server, self._keys, name, partitions_in(seen), count)
         self._heartbeat.info = replace(self._info, partitions=numbers)
         loads = await self.read_loads() if len(numbers) > 1 else {}
         if not loads:
@@ -122,7 +125,7 @@ class PartitionMover:
     async def read_loads(self) -> dict[int, Load]:
         """How busy each partition is; leaves out partitions whose masters do not answer."""
         numbers = self._info.partitions
-        loads = await read_loads(self._redis, [self._keys.model(self._info.name, number) for number in numbers])
+        loads = await read_loads(self._redis, self._keys.partitions(self._info), self._info.lease_s)
         now, own = time.monotonic(), self._heartbeat.partition
         known = {number: load for number, load in zip(numbers, loads, strict=True) if isinstance(load, Load)}
         self._silent_since = math.inf if own in known else min(self._silent_since, now)
