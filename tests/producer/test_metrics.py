@@ -142,7 +142,7 @@ def test_one_registry_takes_producers_of_several_models(pool: Pool) -> None:
 def test_a_producer_that_has_not_connected_has_metrics() -> None:
     producers = [Producer(redis="redis://127.0.0.1:1") for _ in range(2)]
     seen = scraped(*producers)
-    assert len(seen.kinds) == 9
+    assert len(seen.kinds) == 10
     assert seen.value("lmpool_producer_requests_under_way", model="") == 0
     page = CollectorRegistry()
     page.register(ProducerCollector(*producers))

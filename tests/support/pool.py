@@ -25,7 +25,7 @@ from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
 from lmpool.protocol.adapter import MAX_LOADED
-from lmpool.protocol.keys import GROUP, Keys
+from lmpool.protocol.keys import GROUP, WAKE_FIELD, Keys
 from lmpool.workers.execution.contract import Backend
 from tests.support.fork_server import ForkedCommand, can_fork
 
@@ -292,7 +292,11 @@ class Pool:
 
     def jobs(self, model: str = "syn") -> int:
         """Number of prompts in a model's queue: in the shared stream, in the workers' lanes, and in the backlog."""
-        queued = [int(self.redis.xlen(stream)) for stream in self.streams(model)]
+        jobs, *lanes = self.streams(model)
+        queued = [int(self.redis.xlen(jobs))]
+        for lane in lanes:  # A worker that was killed may have left an entry that only wakes it.
+            entries: Any = self.redis.xrange(lane)
+            queued.append(sum(WAKE_FIELD not in fields for _, fields in entries))
         return sum(queued) + int(self.redis.zcard(self.keys.model(model).backlog))
 
     def streams(self, model: str = "syn") -> list[bytes]:

@@ -23,7 +23,8 @@ local jobs_in_lanes = 0 -- The number of jobs in all lanes, after the last call 
 -- Add `more` to the length of a lane that `lanes` lists, and to the sum; negative if jobs were removed.
 local function count_in_lane(worker, more)
   if more ~= 0 and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', more, worker)) == 'string' then
-    jobs_in_lanes = tonumber(redis.pcall('ZINCRBY', lanes, more, '')) or 0
+    local sum = tonumber(redis.pcall('ZINCRBY', lanes, more, '')) or 0
+    jobs_in_lanes = sum < 1e9 and sum or 0 -- Clients may write to the set.
   end
 end
 
