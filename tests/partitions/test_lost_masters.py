@@ -122,7 +122,7 @@ async def check_partitions(worker: SimpleNamespace, move: Any, *, is_idle: bool,
         return {}
 
     mover = SimpleNamespace(follow=follow, read_loads=read, better_partition=lambda loads, was_idle: 1, move=move)
-    loop = SimpleNamespace(is_idle=is_idle, paused=paused, look_now=lambda: None)
+    loop = SimpleNamespace(is_idle=is_idle, paused=paused, check_now=lambda: None)
     engine_thread = SimpleNamespace(stats="stats")
     serving = SimpleNamespace(partitions=mover, fetch_loop=loop, engine_thread=engine_thread, info=INFO)
     await Worker._check_partitions(cast(Any, worker), cast(Any, serving))

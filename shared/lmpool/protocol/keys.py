@@ -40,7 +40,7 @@ HOME_FIELD = b"h"
 """Field of a stream entry: the home of the prompt, the worker that computed most of its prefix; b"" for none."""
 
 WAKE_FIELD = b"wake"
-"""Only field of a lane's entry that wakes the lane's worker: ms after which the worker looks for jobs."""
+"""Only field of a lane's entry that wakes the lane's worker: ms after which the worker checks for jobs."""
 
 CONTINUED_TIME, BULK_TIME = 1e11, 1e12
 """First virtual start times of continuations and of bulk prompts; all other prompts have lower start times."""
@@ -156,9 +156,9 @@ class ModelKeys:
         self.loading: Final = base + b":loading"
         """Sorted set: id of a worker that loads this model -> time in ms after which it counts as lost; expires."""
         self.watcher: Final = base + b":watcher"
-        """String: id of the idle worker that looks for jobs which other workers do not read in time; expires."""
+        """String: id of the idle worker that checks for jobs which other workers do not read in time; expires."""
         self.turn: Final = base + b":turn"
-        """String: id of the worker that last looked for lost jobs and workers; it expires when the next worker may."""
+        """String: id of the worker that last checked for lost jobs and workers; it expires when the next worker may."""
         self.complete_turn: Final = base + b":complete_turn"
         """String: id of the worker that last made all checks in its turn; it expires when a next worker must."""
         self.claim_cursor: Final = base + b":claim_cursor"

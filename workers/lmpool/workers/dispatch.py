@@ -41,7 +41,7 @@ MAX_CHECKED = 64
 _LOG_DROPPED_INTERVAL_S = 60.0
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
-# Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker looks
+# Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker checks
 # for jobs in any case, because the server may have lost a wake-up.
 _MAX_BLOCK_MS = 10_000
 # Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
@@ -144,7 +144,7 @@ class FetchLoop:
         self._taking = asyncio.Lock()
         # Ms for which a read for jobs blocks. The reply must come before the connection counts as broken.
         self._block_ms = int(min(_MAX_BLOCK_MS, 1000 * reply_timeout(info.lease_s) * 2 / 3))
-        self._look_at = -math.inf  # Loop time at which the worker looks for jobs, if it is idle.
+        self._check_at = -math.inf  # Loop time at which the worker checks for jobs, if it is idle.
 
     async def fetch(self) -> None:
         """Take jobs until the worker stops: a batch for an idle backend, the next batch while the backend computes."""
@@ -161,34 +161,34 @@ class FetchLoop:
                 return
             taken = await self.consumer.take(self._count_to_take(capacity), self._block_ms)
             if (delay_ms := self.consumer.woken_ms) is not None or not taken:
-                self._look_in((delay_ms or 0) / 1000)
+                self._check_in((delay_ms or 0) / 1000)
             await self.dispatcher.accept(taken)
 
-    async def look_for_work(self) -> None:
-        """Whenever the worker is idle, look for jobs in the backlog and in other lanes, until the worker stops.
+    async def find_work_when_idle(self) -> None:
+        """Whenever the worker is idle, check for jobs in the backlog and in other lanes, until the worker stops.
 
-        The worker looks when it is woken, and when the end of its jobs has left more jobs in the lanes than a batch.
+        The worker checks when it is woken, and when the end of its jobs has left more jobs in the lanes than a batch.
         """
         lifecycle, publisher, batch = self.lifecycle, self.dispatcher.publisher, self.engine_thread.batch
         time_of = asyncio.get_running_loop().time
 
-        def must_look() -> bool:
-            is_due = time_of() >= self._look_at or publisher.jobs_in_lanes > batch
+        def must_check() -> bool:
+            is_due = time_of() >= self._check_at or publisher.jobs_in_lanes > batch
             return lifecycle.stopping.is_set() or (is_due and not self.in_flight)
 
         while True:
-            await lifecycle.wait_for(must_look)
+            await lifecycle.wait_for(must_check)
             if lifecycle.stopping.is_set():
                 return
-            self._look_at, publisher.jobs_in_lanes = math.inf, 0
+            self._check_at, publisher.jobs_in_lanes = math.inf, 0
             delay_s = await publisher.retry(lambda: self.consumer.find_work(batch, self.engine_thread.step_s))
             if delay_s < math.inf:
-                self._look_in(delay_s)
+                self._check_in(delay_s)
 
-    def _look_in(self, delay_s: float) -> None:
-        """Have the worker look for jobs after a delay, if it is idle then."""
+    def _check_in(self, delay_s: float) -> None:
+        """Have the worker check for jobs after a delay, if it is idle then."""
         loop = asyncio.get_running_loop()
-        self._look_at = min(self._look_at, loop.time() + delay_s)
+        self._check_at = min(self._check_at, loop.time() + delay_s)
         loop.call_later(delay_s, self.lifecycle.notify)
 
     @asynccontextmanager
@@ -205,9 +205,9 @@ class FetchLoop:
         """Whether the worker holds no job, and is not asked to stop."""
         return not self.in_flight and not self.lifecycle.stopping.is_set()
 
-    def look_now(self) -> None:
-        """Have the worker look for jobs in the backlog and in other lanes now, if it is idle."""
-        self._look_in(0)
+    def check_now(self) -> None:
+        """Have the worker check for jobs in the backlog and in other lanes now, if it is idle."""
+        self._check_in(0)
 
     async def claim(self) -> None:
         """Claim jobs of other workers whose leases expired, up to the capacity.

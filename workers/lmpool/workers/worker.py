@@ -273,7 +273,7 @@ class Worker:
 
         async def drop_unwanted() -> None:
             if await dispatcher.drop_unwanted():
-                serving.fetch_loop.look_now()  # Prompts in the backlog may take the place of dropped prompts.
+                serving.fetch_loop.check_now()  # Prompts in the backlog may take the place of dropped prompts.
 
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         tasks: list[Any] = [
@@ -289,7 +289,7 @@ class Worker:
             self._show_draining(serving),
             every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
             self._claim(serving),
-            serving.fetch_loop.look_for_work(),
+            serving.fetch_loop.find_work_when_idle(),
             every(settings.lease_s / 3, partial(self._check_partitions, serving)),
             every(STALE_S, drop_unwanted),
             every(settings.log_every_s, partial(self._log_counters, serving)),
@@ -346,7 +346,7 @@ class Worker:
         async with fetch_loop.paused(), self._heartbeat_lock:
             if fetch_loop.is_idle:
                 await mover.move(target)
-        fetch_loop.look_now()
+        fetch_loop.check_now()
         self._claim_soon.set()  # The last worker of the other partition may have left jobs.
 
     async def send_heartbeat(self, serving: Serving) -> None:

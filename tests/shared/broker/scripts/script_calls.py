@@ -83,7 +83,7 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
 
 
 async def find_work(redis: redis_async.Redis, worker: str = "", most: int = 0, patience_ms: int = 0) -> tuple[int, ...]:
-    """Look for work for an idle worker: numbers of jobs that moved up and that were stolen, ms until the next look."""
+    """Find work for an idle worker: numbers of jobs that moved up and that were stolen, ms until the next check."""
     return tuple(await scripts.FIND_WORK(redis, [JOBS], [worker, most, patience_ms]))
 
 

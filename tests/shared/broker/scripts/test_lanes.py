@@ -322,7 +322,7 @@ async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> 
 
 
 async def woken(redis: redis_async.Redis) -> dict[str, int]:
-    """Worker -> ms after which the entry that wakes it has it look for jobs."""
+    """Worker -> ms after which the entry that wakes it has it check for jobs."""
     found: dict[str, int] = {}
     for worker in WORKERS:
         entries: Any = await redis.xrange(MODEL.lane(worker))
@@ -369,7 +369,7 @@ async def test_a_worker_that_steals_wakes_the_next_idle_worker(lanes: redis_asyn
     assert await steal(lanes, "w2") == BATCH // 2
     (worker,) = await woken(lanes)
     assert worker in ("w3", "w4")
-    assert await woken(lanes) == {worker: 0}, "it looks at once"
+    assert await woken(lanes) == {worker: 0}, "it checks at once"
 
 
 async def test_an_entry_that_wakes_a_worker_is_no_job_for_others(lanes: redis_async.Redis) -> None:

@@ -153,7 +153,7 @@ class Heartbeat:
     async def send(self, counters: Mapping[str, str | int | float], *, takes_turns: bool) -> Beat:
         """Write the heartbeat with the worker's counters. A worker that the server has lost registers again.
 
-        `takes_turns`: whether this worker may get the turn to look for lost jobs and workers.
+        `takes_turns`: whether this worker may get the turn to check for lost jobs and workers.
         """
         self._beats += 1
         lease_ms, keys = int(self.info.lease_s * 1000), self._model

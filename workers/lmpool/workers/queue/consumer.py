@@ -33,7 +33,7 @@ class Consumer:
         connection: connection for blocking reads only.
 
     Attributes:
-        woken_ms: if the last read found an entry that wakes this worker, ms after which the worker looks for jobs.
+        woken_ms: if the last read found an entry that wakes this worker, ms after which the worker checks for jobs.
         is_reading: whether a read for jobs is in progress.
         failed_at: monotonic time of the last read or claim that failed; its jobs may have been delivered.
     """
@@ -141,15 +141,15 @@ class Consumer:
             step_s: seconds of a step of this worker, and so probably of the other worker; infinity if unknown.
 
         Returns:
-            seconds after which to look again: 0 if prompts left the backlog, infinity if the worker may wait until it
+            seconds after which to check again: 0 if prompts left the backlog, infinity if the worker may wait until it
             is woken.
         """
         patience_s = _PATIENCE_STEPS * step_s if step_s < math.inf else _MIN_PATIENCE_S
         patience_ms = int(1000 * min(_MAX_PATIENCE_S, max(_MIN_PATIENCE_S, patience_s)))
         args = [self._worker_id, count, patience_ms]
-        moved_up, stolen, look_again_ms = await scripts.FIND_WORK(self._redis, [self._keys.jobs], args)
+        moved_up, stolen, check_again_ms = await scripts.FIND_WORK(self._redis, [self._keys.jobs], args)
         self.reader.counters.stolen += stolen
-        return 0.0 if moved_up else look_again_ms / 1000 or math.inf
+        return 0.0 if moved_up else check_again_ms / 1000 or math.inf
 
     async def close_lane(self) -> None:
         """Close this worker's lane: clients add no more entries, and entries not taken move to the shared stream.

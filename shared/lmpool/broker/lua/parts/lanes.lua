@@ -146,7 +146,7 @@ local function add_job(worker, kind, ...)
   return redis.call('XADD', jobs, '*', ...)
 end
 
--- Wake an idle worker: in `delay` ms it looks for jobs that their workers have not read. `open_lanes` must have read the lanes. Without
+-- Wake an idle worker: in `delay` ms it checks for jobs that their workers have not read. `open_lanes` must have read the lanes. Without
 -- `anyway`, no worker is woken while one watches the lanes: the cost of wake-ups depends neither on the workers nor on the prompts.
 local function wake(delay, anyway)
   for at = 1, #shortest do

@@ -3,7 +3,7 @@
 --
 -- This file defines no functions: a script that returns early needs none, and defining a function takes a quarter of a command's time.
 local GROUP = 'workers'
-local WAKE = 'wake' -- Only field of an entry in a lane that wakes the lane's worker: ms after which the worker looks for jobs.
+local WAKE = 'wake' -- Only field of an entry in a lane that wakes the lane's worker: ms after which the worker checks for jobs.
 local LATER = 'later' -- Value in a waiting key in place of an entry: the job is in the backlog.
 local DONE = 'done' -- Value in a waiting key in place of an entry: the row was just stored.
 -- Kinds of jobs: the field "p" of an entry, or ROWS if an entry has no such field. See "Priorities" in docs/design/queue.md.

@@ -6,7 +6,7 @@
 --       if the first job of the lane has waited longer; then ids of entries in the worker's lane that have woken the worker
 -- See "Reading" in docs/design/queue.md and "Idle workers" in docs/design/many-workers.md.
 --
--- Returns {number of prompts that left the backlog, number of jobs that moved to the worker's lane, ms after which the worker must look
+-- Returns {number of prompts that left the backlog, number of jobs that moved to the worker's lane, ms after which the worker must check
 -- again: 0 if it may wait until it is woken}.
 
 -- include names
@@ -32,10 +32,10 @@ end
 
 -- include fair_queue
 
-local look_again -- Ms until the first job of a lane may be taken.
+local check_again -- Ms until the first job of a lane may be taken.
 
 local function wait_for(ms)
-  look_again = math.min(look_again or ms, math.max(1, ms))
+  check_again = math.min(check_again or ms, math.max(1, ms))
   return {}
 end
 
@@ -73,7 +73,7 @@ end
 local others, lengths = longest_lanes()
 local batches, has_jobs = #others > 0 and redis.pcall('HMGET', capacities, unpack(others)) or {}, false
 for at, other in ipairs(others) do
-  -- A lane that is no longer than a batch has no jobs to take unless its worker is late, for which the watcher looks.
+  -- A lane that is no longer than a batch has no jobs to take unless its worker is late, for which the watcher checks.
   local batch = tonumber(batches[at]) or 0
   local is_candidate = other ~= worker and (lengths[at] > batch or lengths[at] > 0 and watching == worker)
   has_jobs = has_jobs or other ~= worker and lengths[at] > 0
@@ -84,16 +84,16 @@ for at, other in ipairs(others) do
       in_order[#taken + 1 - i] = job
     end
     move(worker, in_order)
-    -- More jobs may wait than one worker takes: the next idle worker looks at once.
+    -- More jobs may wait than one worker takes: the next idle worker checks at once.
     open_lanes(1, {})
     wake(0, true)
     return {0, #taken, 0}
   end
 end
--- One idle worker watches: it looks again when the first job may be taken. The others wait until they are woken.
-if watching == worker and not look_again or watching and watching ~= worker or not has_jobs then
+-- One idle worker watches: it checks again when the first job may be taken. The others wait until they are woken.
+if watching == worker and not check_again or watching and watching ~= worker or not has_jobs then
   return {0, 0, 0}
 end
-look_again = math.ceil(look_again or LATE_MS)
-redis.call('SET', watcher, worker, 'PX', math.min(look_again, LATE_MS) + WATCH_MS)
-return {0, 0, look_again}
+check_again = math.ceil(check_again or LATE_MS)
+redis.call('SET', watcher, worker, 'PX', math.min(check_again, LATE_MS) + WATCH_MS)
+return {0, 0, check_again}

@@ -1,4 +1,4 @@
--- Set a later deadline for a worker that serves a model, by the server's clock, and give one worker at a time the turn to look for jobs
+-- Set a later deadline for a worker that serves a model, by the server's clock, and give one worker at a time the turn to check for jobs
 -- and workers that are lost.
 --
 -- KEYS  deadlines, turn, complete turn, jobs, capacities

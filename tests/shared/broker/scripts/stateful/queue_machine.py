@@ -262,11 +262,11 @@ class QueueMachine(RuleBasedStateMachine):
             self._steal(name, count, NEVER_MS if is_patient else 0)
 
     def _steal(self, name: str, count: int, patience_ms: int) -> int:
-        _, stolen, look_again_ms = self.run(scripts.FIND_WORK, [JOBS], name, count, patience_ms)
+        _, stolen, check_again_ms = self.run(scripts.FIND_WORK, [JOBS], name, count, patience_ms)
         assert 0 <= stolen <= count
-        assert look_again_ms == 0 or not stolen
+        assert check_again_ms == 0 or not stolen
         self.seen["stolen"] += stolen
-        self.seen["watched"] += look_again_ms > 0
+        self.seen["watched"] += check_again_ms > 0
         return int(stolen)
 
     def finish(self, pick: int, picks: int, endings: list[str]) -> None:
