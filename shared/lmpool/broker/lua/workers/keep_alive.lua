@@ -2,7 +2,8 @@
 -- and workers that are lost.
 --
 -- KEYS  deadlines, turn, complete turn, jobs, capacities
--- ARGV  worker, lease in ms, consumer group, ms until the next turn (0: this worker takes no turn and no jobs), ms until the next complete turn
+-- ARGV  worker, lease in ms, consumer group, ms until the next turn (0: this worker takes no turn and no jobs), ms until the next
+--       complete turn
 --
 -- Returns {number of workers that take jobs (0 if the server has lost the registration of this worker), turn: 0 for none, 1 if
 -- nothing seems lost, 2 if jobs of the shared stream are held or deadlines of workers have passed, 3 for a complete turn, server time in
