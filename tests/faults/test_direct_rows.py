@@ -243,6 +243,33 @@ async def test_a_worker_that_is_killed_while_a_client_reads_loses_no_request(poo
         await until_async(is_direct, "rows come from the new worker's row server")
 
 
+async def test_the_last_rows_of_a_worker_that_drains_do_not_end_with_it(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(pool, place, "--step-ms", 1000)
+    (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:worker:*")
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        reader = reader_of(producer)
+        read = reader.read
+
+        async def late(*arguments: Any) -> Any:
+            """Read only after the worker has ended."""
+            await asyncio.to_thread(worker.wait)
+            return await read(*arguments)
+
+        monkeypatch.setattr(reader, "read", late)
+        asked = asyncio.create_task(ask(producer, PROMPTS[:8]))
+
+        async def are_in_flight() -> bool:
+            return bool(pool.redis.hget(key, "in_flight") == b"8")
+
+        await until_async(are_in_flight, "the worker has all prompts")
+        worker.signal(signal.SIGTERM)
+        await asyncio.wait_for(asked, DEADLINE_S)
+    assert "stopping: 8 prompts to finish" in worker.text
+
+
 async def test_a_frozen_worker_delays_its_rows_only_for_a_lease(pool: Pool, place: Path) -> None:
     frozen = start(pool, place)
     async with pool.producer(cache_bytes=0) as producer:
