@@ -12,7 +12,8 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from lmpool.producer import Producer
 from lmpool.rows.direct import DirectReader
 from lmpool.rows.shared_memory import Reference, is_reference, unpack_reference
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.queue.row_server import RowServer
 from tests.shared.broker.secure_server import SecureServer
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until, until_async
 
@@ -393,6 +395,17 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other_cli
             return peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
 
         await until_async(is_closed, "the worker has disconnected the client")
+
+
+async def test_a_reader_that_fails_keeps_no_other_reader_waiting() -> None:
+    nothing: Any = SimpleNamespace(copy=None, prefix="pool")
+    server, sent = RowServer(nothing, nothing, nothing, nothing, nothing), asyncio.Event()
+    bad, good = (SimpleNamespace(has_turn=False, can_send=False, send=send) for send in (lambda: 1 // 0, sent.set))
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    for reader in (bad, good):
+        server.give_turn(cast(Any, reader))
+    await asyncio.wait_for(sent.wait(), DEADLINE_S)
+    assert not bad.has_turn
 
 
 @pytest.mark.parametrize("is_cluster", [False, True], ids=["server", "cluster"])

@@ -137,12 +137,11 @@ class RowServer:
                 asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        reader = self._waiting[0]
-        reader.send()
-        self._waiting.popleft()
+        reader = self._waiting.popleft()
         reader.has_turn = False
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._turn)
+        reader.send()
         if reader.can_send:
             self.give_turn(reader)
 
@@ -267,7 +266,7 @@ class _Reader(asyncio.Protocol):
     @property
     def can_send(self) -> bool:
         """Whether rows are wanted that can be sent now."""
-        return bool(self._wanted) and not self._is_slow
+        return bool(self._wanted) and not self._is_slow and not self._transport.is_closing()
 
     def send(self) -> None:
         """Send wanted rows of up to `_TICK_BYTES`."""
@@ -283,8 +282,9 @@ class _Reader(asyncio.Protocol):
                     self._server.served += 1
                     parts += (b"$%d\r\n" % len(row), row, CRLF)
                     size += len(row)
-            # Send several rows by one system call: a call for each row would take more processor time.
-            self._transport.writelines(parts)
+            # Send several rows by one system call: a call for each row would take more processor time. `writelines` of
+            # Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 never calls `pause_writing`.
+            self._transport.write(b"".join(parts))
         if not self._wanted and not self._is_slow:
             self._close_after(_IDLE_S)
 
