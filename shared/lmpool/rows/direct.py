@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lmpool.broker.connection import Connection
 from lmpool.broker.server import Server
@@ -21,6 +21,7 @@ from lmpool.rows.shared_memory import PLACE_SIZE, ROW_KEY_SIZE, ReadCounts
 _log = logging.getLogger("lmpool")
 
 _CONNECT_S = 2.0  # Max seconds to connect to a row server; a firewall may discard all packets.
+_SILENT_S = 2.0  # Max seconds without a received byte while rows are requested; a frozen worker sends nothing.
 _MAX_PEERS = 128  # Max open connections to row servers; the connection that was used least recently is closed.
 _IDLE_S = 60.0  # Seconds without a request after which a connection is closed.
 _REQUESTS_IN_FLIGHT = 2  # Max requests in flight per row server: the second arrives while the first is decoded.
@@ -67,13 +68,11 @@ class DirectReader:
     Attributes:
         is_on: whether this client reads rows from row servers at present.
         counts: counts the rows that were read.
-        reply_timeout_s: max seconds without a reply before a connection counts as broken.
     """
 
     def __init__(self, server: Server, read_token: ReadToken, on_change: Callable[[], None]) -> None:
         self.is_on = False
         self.counts = ReadCounts()
-        self.reply_timeout_s = _IDLE_S
         self._server = server
         self._read_token = read_token
         self._on_change = on_change
@@ -126,7 +125,9 @@ class DirectReader:
                     connection = await self._connect(place.address, peer)
                 raw = await connection.open()
                 request = (b"MGET", *(place.nonce + digest for digest in digests))
-                values: Sequence[Value] = await connection.wait_for(raw, raw.call(request, max_bytes))
+                reply = raw.call(request, max_bytes)
+                await _until_silent(raw, reply)
+                values: Sequence[Value] = await connection.wait_for(raw, reply)
         except LMPoolError as error:
             if peer.connection is connection:  # Otherwise another request on this connection has failed already.
                 self._fail(place.address, peer, error)
@@ -159,7 +160,6 @@ class DirectReader:
                 return RawRowReceiver(await server.open())
 
             connection = Connection[RawRowReceiver](server, connect)
-            connection.reply_timeout_s = self.reply_timeout_s
             try:
                 await connection.open()
             except AuthenticationFailed:
@@ -229,3 +229,12 @@ class DirectReader:
         """Close all connections."""
         for peer in self._peers.values():
             peer.close()
+
+
+async def _until_silent(raw: RawRowReceiver, reply: asyncio.Future[Any]) -> None:
+    """Wait for a reply as long as bytes arrive; then close the connection, so that the rows come through Redis."""
+    while not reply.done():
+        received = raw.received
+        await asyncio.wait([reply], timeout=_SILENT_S)
+        if not reply.done() and raw.received == received:
+            raw.close(ServerUnreachable(f"the row server has sent nothing for {_SILENT_S:g} s"))

@@ -16,7 +16,6 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
-from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import (
     Alive,
@@ -110,8 +109,6 @@ class Connections(Tasks):
     def adopt(self, info: ModelInfo) -> None:
         """Switch to a model, or to other weights of the same model."""
         self._close_rows()
-        if self.direct is not None:
-            self.direct.reply_timeout_s = reply_timeout(info.lease_s)
         rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
         self.model = AdoptedModel(info, info.fingerprint, self._keys.model(info.name), rows, host)

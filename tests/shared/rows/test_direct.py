@@ -1,0 +1,52 @@
+"""The reader of rows from row servers, with row servers that behave badly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from lmpool.broker.server import Server
+from lmpool.rows.direct import DirectReader, RowPlace
+from tests.support.pool import DEADLINE_S
+
+NONCE, DIGEST = bytes(8), bytes(16)
+
+
+async def read_token() -> bytes:
+    return b"0" * 32
+
+
+def make_reader(redis: str = "redis://127.0.0.1:1") -> DirectReader:
+    return DirectReader(Server(redis), read_token, lambda: None)
+
+
+@asynccontextmanager
+async def row_server(replies: list[bytes]) -> AsyncIterator[bytes]:
+    """A row server that sends these bytes, one item per request, then nothing; yields its address."""
+    waiting = iter(replies)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            writer.write(next(waiting, b""))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield b"127.0.0.1:%d" % server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+
+
+async def test_a_row_server_that_sends_nothing_is_given_up_and_the_row_is_requested_through_redis(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader = make_reader()
+    async with row_server([b"+OK\r\n", b"*1\r\n$100\r\nbegin"]) as address:
+        read = reader.read(RowPlace(address, NONCE), [DIGEST], 1000)
+        assert list(await asyncio.wait_for(read, DEADLINE_S)) == [None]
+    assert reader.take_missed(DIGEST)
+    assert "the row server has sent nothing for 2 s" in caplog.text
+    reader.close()
