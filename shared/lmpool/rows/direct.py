@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +28,9 @@ _IDLE_S = 60.0  # Seconds without a request after which a connection is closed.
 _REQUESTS_IN_FLIGHT = 2  # Max requests in flight per row server: the second arrives while the first is decoded.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 5.0, 300.0  # Min and max seconds until the next try after a failure; doubled each time.
 _MAX_PLACES = 65_536  # Max announced rows whose places are recorded.
+# Addresses that every host has, and the text of a server that this client uses over such an address or a Unix socket.
+_LOOPBACK = re.compile(rb"127\.|localhost:|\[::1\]:")
+_LOCAL = re.compile(r"unix:|[a-z+]+://(127\.|localhost:|\[?::1\]?:)")
 _NONCE_SIZE = ROW_KEY_SIZE - DIGEST_SIZE
 
 ReadToken = Callable[[], Awaitable[bytes | None]]
@@ -149,6 +153,9 @@ class DirectReader:
         """Connect with the pool's token, and with a new token if the server refuses the token."""
         if peer.connection is not None:
             return peer.connection
+        if _LOOPBACK.match(address) and not _LOCAL.match(str(self._server)):
+            # On this host the address belongs to other programs, which must not get the token.
+            raise ServerUnreachable("the worker's address is a loopback address: start the worker with --direct-address")
         for is_last in (False, True):
             if self._token is None:
                 self._token = await self._read_token()

@@ -50,3 +50,28 @@ async def test_a_row_server_that_sends_nothing_is_given_up_and_the_row_is_reques
     assert reader.take_missed(DIGEST)
     assert "the row server has sent nothing for 2 s" in caplog.text
     reader.close()
+
+
+ROW = b"*1\r\n$3\r\nrow\r\n"
+
+
+@pytest.mark.parametrize(
+    ("redis", "is_local"),
+    [
+        ("redis://127.0.0.1:1", True),
+        ("unix:///tmp/redis.sock", True),
+        ("redis+cluster://localhost:7000", True),
+        ("redis://[::1]:6379", True),
+        ("redis://10.0.0.5:6379", False),
+        ("redis+cluster://redis-0:6379", False),
+    ],
+)
+async def test_a_loopback_address_is_used_only_by_clients_on_the_host_of_redis(
+    redis: str, is_local: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader = make_reader(redis)
+    async with row_server([b"+OK\r\n", ROW]) as address:
+        found = await reader.read(RowPlace(address, NONCE), [DIGEST], 1000)
+    assert list(found) == ([b"row"] if is_local else [None])
+    assert ("is a loopback address: start the worker with --direct-address" in caplog.text) == (not is_local)
+    reader.close()

@@ -94,6 +94,7 @@ class RowServer:
                 await asyncio.sleep(_RENEW_S)
                 await self._renew_token()
         except NoPermissionError as error:
+            self.close()
             user = f"this worker's Redis user may not use {self._token_key.decode()}"
             _log.warning("clients on other hosts read rows through Redis: %s (%s)", user, error)
 
