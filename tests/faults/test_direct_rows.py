@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from redis.exceptions import NoPermissionError
 
 from lmpool.broker.connection import pack_command
 from lmpool.producer import Producer
@@ -406,6 +407,25 @@ async def test_a_reader_that_fails_keeps_no_other_reader_waiting() -> None:
         server.give_turn(cast(Any, reader))
     await asyncio.wait_for(sent.wait(), DEADLINE_S)
     assert not bad.has_turn
+
+
+async def test_a_row_server_that_may_not_renew_the_token_stops_listening(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segment: Any = SimpleNamespace(copy=None, is_wanted=True, address=b"127.0.0.1:7600")
+    settings: Any = SimpleNamespace(prefix="pool", no_direct=False)
+    nothing: Any = None
+    server = RowServer(nothing, segment, settings, nothing, nothing)
+    listening = server._server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+
+    async def refuse() -> None:
+        raise NoPermissionError("no permission")
+
+    monkeypatch.setattr(server, "_renew_token", refuse)
+    await server.run()
+    assert "may not use pool:row_token" in caplog.text
+    assert not listening.is_serving()
+    assert segment.address == b""
 
 
 @pytest.mark.parametrize("is_cluster", [False, True], ids=["server", "cluster"])
