@@ -409,6 +409,23 @@ async def test_a_reader_that_fails_keeps_no_other_reader_waiting() -> None:
     assert not bad.has_turn
 
 
+async def test_clients_that_connect_at_once_after_the_token_changed_are_all_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = SimpleNamespace(copy=None, prefix="pool")
+    server, reads = RowServer(nothing, nothing, nothing, nothing, nothing), list[int]()
+
+    async def renew() -> None:
+        reads.append(1)
+        await asyncio.sleep(0)
+        server._token = b"new"
+
+    monkeypatch.setattr(server, "_renew_token", renew)
+    sent = pack_command((b"AUTH", b"new"))
+    assert await asyncio.gather(*(server.accepts_now(sent) for _ in range(3))) == [True] * 3
+    assert reads == [1]
+
+
 async def test_a_row_server_that_may_not_renew_the_token_stops_listening(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -76,6 +76,7 @@ class RowServer:
         self._token_key = Keys(settings.prefix).row_token()
         self._token = b""
         self._token_read_at = 0.0
+        self._token_reading: asyncio.Task[None] | None = None  # The last read of the token because of a wrong token.
         self._server: asyncio.Server | None = None
         self._waiting: deque[_Reader] = deque()  # Readers that can receive rows, in the order of their turns.
 
@@ -112,7 +113,10 @@ class RowServer:
         bind_host, bind_port = bind_host or host, port if bind_port is None else bind_port
         try:
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(lambda: _Reader(self), bind_host, bind_port, ssl=tls)
+            limit_s = None if tls is None else _AUTH_S  # A stranger may connect and send nothing.
+            self._server = await loop.create_server(
+                lambda: _Reader(self), bind_host, bind_port, ssl=tls, ssl_handshake_timeout=limit_s
+            )
         except OSError as error:
             advice = "choose --direct-bind HOST:PORT; --no-direct turns this message off"
             text = "clients on other hosts read rows through Redis: the row server cannot listen at %s:%d: %s; %s"
@@ -152,12 +156,17 @@ class RowServer:
 
     async def accepts_now(self, sent: bytes) -> bool:
         """Whether a reader has sent the token that the pool has now; reads the token at most once a second."""
-        now = asyncio.get_running_loop().time()
-        if now - self._token_read_at >= _TOKEN_CHECK_S:
+        now, reading = asyncio.get_running_loop().time(), self._token_reading
+        if reading is None or (reading.done() and now - self._token_read_at >= _TOKEN_CHECK_S):
             self._token_read_at = now
-            with suppress(RedisError, OSError, LMPoolError):
-                await self._renew_token()
+            reading = self._token_reading = asyncio.create_task(self._try_renew_token())
+        # All readers wait for one read, which also continues if one of the readers is disconnected.
+        await asyncio.shield(reading)
         return self.accepts(sent)
+
+    async def _try_renew_token(self) -> None:
+        with suppress(RedisError, OSError, LMPoolError):
+            await self._renew_token()
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
