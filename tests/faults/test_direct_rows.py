@@ -181,7 +181,7 @@ async def test_behind_a_firewall_rows_come_through_redis_with_one_line_in_the_lo
             await until_async(has_warned, "the client has tried to connect")
             # Try again as if minutes had passed.
             (peer,) = reader_of(producer)._peers.values()
-            peer.next_try_at = -math.inf
+            peer.next_try_at = reader_of(producer).next_try_at = -math.inf
 
             async def has_tried() -> bool:
                 await through_redis(producer, since=0, prompts=[[next(number) % V, 2, 3]])

@@ -71,11 +71,12 @@ class DirectReader:
 
     Attributes:
         is_on: whether this client reads rows from row servers at present.
+        next_try_at: loop time until which `try_on` must not be called after a failure, at any address.
         counts: counts the rows that were read.
     """
 
     def __init__(self, server: Server, read_token: ReadToken, on_change: Callable[[], None]) -> None:
-        self.is_on = False
+        self.is_on, self.next_try_at, self._pause_s = False, 0.0, _MIN_PAUSE_S
         self.counts = ReadCounts()
         self._server = server
         self._read_token = read_token
@@ -129,6 +130,7 @@ class DirectReader:
                     connection = await self._connect(place.address, peer)
                 raw = await connection.open()
                 request = (b"MGET", *(place.nonce + digest for digest in digests))
+                peer.used_at = loop.time()
                 reply = raw.call(request, max_bytes)
                 await _until_silent(raw, reply)
                 values: Sequence[Value] = await connection.wait_for(raw, reply)
@@ -176,10 +178,10 @@ class DirectReader:
             else:
                 break
         peer.connection, peer.used_at = connection, asyncio.get_running_loop().time()
-        self._close_idle()
+        self.close_idle()
         return connection
 
-    def _close_idle(self) -> None:
+    def close_idle(self) -> None:
         """Close connections without requests, and discard row servers that could not be reached for long."""
         now = asyncio.get_running_loop().time()
         peers = sorted((peer for peer in self._peers.values() if peer.connection), key=lambda peer: peer.used_at)
@@ -220,8 +222,11 @@ class DirectReader:
                 await self._connect(address, peer)
             except LMPoolError as error:
                 self._fail(address, peer, error)
+                # A firewall probably blocks all addresses: do not try each of them at once.
+                self.next_try_at = asyncio.get_running_loop().time() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
                 return
-        peer.has_answered, peer.pause_s = True, _MIN_PAUSE_S
+        peer.has_answered, peer.pause_s, self._pause_s = True, _MIN_PAUSE_S, _MIN_PAUSE_S
         self._turn(on=True)
 
     def _turn(self, *, on: bool) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from lmpool.broker.server import Server
+from lmpool.rows import direct
 from lmpool.rows.direct import DirectReader, RowPlace
 from tests.support.pool import DEADLINE_S
 
@@ -75,3 +76,28 @@ async def test_a_loopback_address_is_used_only_by_clients_on_the_host_of_redis(
     assert list(found) == ([b"row"] if is_local else [None])
     assert ("is a loopback address: start the worker with --direct-address" in caplog.text) == (not is_local)
     reader.close()
+
+
+async def test_after_a_failed_try_no_address_is_tried_for_a_while() -> None:
+    reader, loop = make_reader(), asyncio.get_running_loop()
+    pauses = []
+    for port in (1, 2, 3):  # No program listens at these ports.
+        await reader.try_on(b"127.0.0.1:%d" % port)
+        pauses.append(reader.next_try_at - loop.time())
+    assert 0 < pauses[0] < pauses[1] < pauses[2]
+    async with row_server([b"+OK\r\n"]) as address:
+        await reader.try_on(address)
+        assert reader.is_on
+        reader.close()
+
+
+async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = make_reader()
+    async with row_server([b"+OK\r\n"]) as address:
+        await reader.try_on(address)
+        reader.close_idle()
+        (peer,) = reader._peers.values()
+        assert peer.connection is not None
+        monkeypatch.setattr(direct, "_IDLE_S", -1)
+        reader.close_idle()
+        assert peer.connection is None
