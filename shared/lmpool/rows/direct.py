@@ -157,7 +157,7 @@ class DirectReader:
             return peer.connection
         if _LOOPBACK.match(address) and not _LOCAL.match(str(self._server)):
             # On this host the address belongs to other programs, which must not get the token.
-            raise ServerUnreachable("the worker's address is a loopback address: start the worker with --direct-address")
+            raise ServerUnreachable("its address is a loopback address: start the worker with --direct-address")
         for is_last in (False, True):
             if self._token is None:
                 self._token = await self._read_token()
