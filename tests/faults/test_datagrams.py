@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -19,6 +20,7 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer
 from lmpool.protocol.job import digest_of
+from lmpool.rows import datagram
 from lmpool.rows.datagram import DatagramReceiver, DatagramSender, RowsReady
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -252,3 +254,31 @@ async def test_clients_that_do_not_read_delay_no_sender() -> None:
         await until_async(has_received, "the other client is notified")
         sender.close()
         receiver.close()
+
+
+async def test_without_a_free_descriptor_clients_and_workers_continue_without_datagrams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened, receiver, sender = DatagramReceiver(), DatagramReceiver(), DatagramSender()
+    opened.open(lambda _: None)
+
+    def fail() -> socket.socket:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(datagram, "_new_socket", fail)
+    receiver.open(lambda _: None)
+    assert receiver.name == b""
+    for _ in range(10_000):  # More datagrams than the system keeps for a client that does not read.
+        sender.send(opened.name, RowsReady("f", b"w", {b"digest": bytes(2000)}, are_places=False))
+    for each in (opened, receiver, sender):
+        each.close()
+
+
+async def test_a_client_that_may_not_bind_a_socket_continues_without_datagrams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    receiver = DatagramReceiver()
+    monkeypatch.setattr(datagram, "_address", lambda _: "/no/such/folder/socket")
+    receiver.open(lambda _: None)
+    assert receiver.name == b""
+    receiver.close()

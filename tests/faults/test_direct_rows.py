@@ -12,16 +12,19 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+from redis.exceptions import NoPermissionError
 
 from lmpool.broker.connection import pack_command
 from lmpool.producer import Producer
 from lmpool.rows.direct import DirectReader
 from lmpool.rows.shared_memory import Reference, is_reference, unpack_reference
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.queue.row_server import RowServer
 from tests.shared.broker.secure_server import SecureServer
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until, until_async
 
@@ -178,7 +181,7 @@ async def test_behind_a_firewall_rows_come_through_redis_with_one_line_in_the_lo
             await until_async(has_warned, "the client has tried to connect")
             # Try again as if minutes had passed.
             (peer,) = reader_of(producer)._peers.values()
-            peer.next_try_at = -math.inf
+            peer.next_try_at = reader_of(producer).next_try_at = -math.inf
 
             async def has_tried() -> bool:
                 await through_redis(producer, since=0, prompts=[[next(number) % V, 2, 3]])
@@ -241,6 +244,33 @@ async def test_a_worker_that_is_killed_while_a_client_reads_loses_no_request(poo
             return direct(producer) > before
 
         await until_async(is_direct, "rows come from the new worker's row server")
+
+
+async def test_the_last_rows_of_a_worker_that_drains_do_not_end_with_it(
+    pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start(pool, place, "--step-ms", 1000)
+    (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:worker:*")
+    async with pool.producer(cache_bytes=0) as producer:
+        await until_direct(producer)
+        reader = reader_of(producer)
+        read = reader.read
+
+        async def late(*arguments: Any) -> Any:
+            """Read only after the worker has ended."""
+            await asyncio.to_thread(worker.wait)
+            return await read(*arguments)
+
+        monkeypatch.setattr(reader, "read", late)
+        asked = asyncio.create_task(ask(producer, PROMPTS[:8]))
+
+        async def are_in_flight() -> bool:
+            return bool(pool.redis.hget(key, "in_flight") == b"8")
+
+        await until_async(are_in_flight, "the worker has all prompts")
+        worker.signal(signal.SIGTERM)
+        await asyncio.wait_for(asked, DEADLINE_S)
+    assert "stopping: 8 prompts to finish" in worker.text
 
 
 async def test_a_frozen_worker_delays_its_rows_only_for_a_lease(pool: Pool, place: Path) -> None:
@@ -366,6 +396,53 @@ async def test_a_client_that_never_reads_is_disconnected_and_delays_no_other_cli
             return peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNRESET
 
         await until_async(is_closed, "the worker has disconnected the client")
+
+
+async def test_a_reader_that_fails_keeps_no_other_reader_waiting() -> None:
+    nothing: Any = SimpleNamespace(copy=None, prefix="pool")
+    server, sent = RowServer(nothing, nothing, nothing, nothing, nothing), asyncio.Event()
+    bad, good = (SimpleNamespace(has_turn=False, can_send=False, send=send) for send in (lambda: 1 // 0, sent.set))
+    asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+    for reader in (bad, good):
+        server.give_turn(cast(Any, reader))
+    await asyncio.wait_for(sent.wait(), DEADLINE_S)
+    assert not bad.has_turn
+
+
+async def test_clients_that_connect_at_once_after_the_token_changed_are_all_accepted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = SimpleNamespace(copy=None, prefix="pool")
+    server, reads = RowServer(nothing, nothing, nothing, nothing, nothing), list[int]()
+
+    async def renew() -> None:
+        reads.append(1)
+        await asyncio.sleep(0)
+        server._token = b"new"
+
+    monkeypatch.setattr(server, "_renew_token", renew)
+    sent = pack_command((b"AUTH", b"new"))
+    assert await asyncio.gather(*(server.accepts_now(sent) for _ in range(3))) == [True] * 3
+    assert reads == [1]
+
+
+async def test_a_row_server_that_may_not_renew_the_token_stops_listening(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segment: Any = SimpleNamespace(copy=None, is_wanted=True, address=b"127.0.0.1:7600")
+    settings: Any = SimpleNamespace(prefix="pool", no_direct=False)
+    nothing: Any = None
+    server = RowServer(nothing, segment, settings, nothing, nothing)
+    listening = server._server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+
+    async def refuse() -> None:
+        raise NoPermissionError("no permission")
+
+    monkeypatch.setattr(server, "_renew_token", refuse)
+    await server.run()
+    assert "may not use pool:row_token" in caplog.text
+    assert not listening.is_serving()
+    assert segment.address == b""
 
 
 @pytest.mark.parametrize("is_cluster", [False, True], ids=["server", "cluster"])

@@ -347,8 +347,12 @@ def test_pods_reach_the_server_and_the_dns_and_workers_the_hub_and_nothing_else(
     (rows,) = out["clients-to-workers"]["egress"]
     assert [port["port"] for port in rows["ports"]] == [7600]
     (worker,) = [container for item, container in workloads() if item["metadata"]["name"] == "worker-smollm2"]
-    assert worker["args"][-2:] == ["--direct-address", ":7600"]
-    assert {"name": "rows", "containerPort": 7600} in worker["ports"]
+    two_gpus, *_ = yaml.safe_load_all((KUBERNETES / "two-gpus" / "qwen3-32b.yaml").read_text("utf-8"))
+    two_pods = read(KUBERNETES / "two-pods" / "qwen3-235b.yaml")["spec"]["leaderWorkerTemplate"]["leaderTemplate"]
+    specs = two_gpus["spec"]["template"]["spec"], two_pods["spec"]
+    for container in (worker, *(spec["containers"][0] for spec in specs)):
+        assert "--direct-address :7600" in " ".join(container["args"])
+        assert {"name": "rows", "containerPort": 7600} in container["ports"]
     (values,) = [rule["values"] for rule in out["to-server"]["podSelector"]["matchExpressions"]]
     pods = {item["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"] for item, _ in workloads()}
     assert set(values) == pods - {"server"}

@@ -244,7 +244,7 @@ class DeadLetters:
             SettingsError: a name matches no dead letter, or several dead letters.
         """
         letters = [await self._find(name) for name in names]
-        return list({letter.entry: letter for letter in letters}.values())
+        return list({(letter.keys, letter.entry): letter for letter in letters}.values())
 
     async def _find(self, name: str) -> DeadLetter:
         if found := await self._at(name):
@@ -269,10 +269,14 @@ class DeadLetters:
                 return letter._replace(keys=keys)
         return None
 
-    async def drop(self, entries: Sequence[str]) -> int:
-        """Delete the dead letters with these ids; return how many existed."""
-        parts = [entries[at : at + _DROPPED_PER_CALL] for at in range(0, len(entries), _DROPPED_PER_CALL)]
-        return sum([await self._redis.xdel(keys.dead, *part) for keys in self._partitions for part in parts])
+    async def drop(self, letters: Sequence[DeadLetter]) -> int:
+        """Delete dead letters; return how many existed. Letters of other partitions may have the same ids."""
+        dropped = 0
+        for keys in self._partitions:
+            entries = [letter.entry for letter in letters if letter.keys == keys]
+            for at in range(0, len(entries), _DROPPED_PER_CALL):
+                dropped += int(await self._redis.xdel(keys.dead, *entries[at : at + _DROPPED_PER_CALL]))
+        return dropped
 
     async def drop_all(self) -> int:
         """Delete all dead letters; return how many existed."""

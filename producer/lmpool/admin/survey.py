@@ -102,12 +102,12 @@ async def _read_model(
 
 
 def _worker(worker: WorkerInfo, lane: int | None) -> dict[str, Any]:
-    fields: dict[str, Any] = {"id": worker.worker_id, "state": None}
+    fields: dict[str, Any] = {"id": None, "state": None}
     for name, text in worker.fields.items():
         fields[name] = text or None
         if name not in _TEXT_FIELDS and _NUMBER.fullmatch(text):
             fields[name] = int(text) if text.lstrip("-").isdecimal() else float(text)
-    fields |= {"lane": lane, "silent_s": worker.silent_s}
+    fields |= {"id": worker.worker_id, "lane": lane, "silent_s": worker.silent_s}
     lease_s = number(worker.fields, "lease_s")
     if worker.silent_s is not None and lease_s is not None and worker.silent_s > _SILENT_SHARE * lease_s:
         fields |= {"state": SILENT, **dict.fromkeys(_INTERVAL_FIELDS)}

@@ -200,7 +200,7 @@ def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> li
     async def drop(request: Request) -> dict[str, Any]:
         chosen = await read_chosen(request)
         async with letters_of(chosen.model) as (letters, _):
-            return {"dropped": await letters.drop([letter.entry for letter in await letters.find(chosen.ids)])}
+            return {"dropped": await letters.drop(await letters.find(chosen.ids))}
 
     return [
         Route("/api/dead", answers(newest)),

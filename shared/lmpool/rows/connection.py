@@ -131,9 +131,13 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
     """A connection that receives large values in place; for MGET, GET and GETRANGE only.
 
     A value is accepted only once the line end after it has arrived. The object owns the redis-py connection.
+
+    Attributes:
+        received: number of received bytes.
     """
 
     def __init__(self, connection: AbstractConnection) -> None:
+        self.received = 0
         self._awaited: deque[_Awaited] = deque()
         self._scratch = bytearray(_WINDOW_BYTES)
         self._view = memoryview(self._scratch)
@@ -166,6 +170,7 @@ class RawRowReceiver(RawConnection, asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Process bytes that have arrived."""
+        self.received += nbytes
         if self._closed is not None:
             return
         try:

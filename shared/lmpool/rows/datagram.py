@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import msgspec
 
@@ -61,8 +61,10 @@ class DatagramSender:
             self._socket.sendto(message.pack(), _address(client))
         except BlockingIOError:
             # Unread datagrams use up the memory of their socket: with a new socket, other clients can be notified.
-            self._socket.close()
-            self._socket = _new_socket()
+            with suppress(OSError):  # Keep the socket if no descriptor is free.
+                made = _new_socket()
+                self._socket.close()
+                self._socket = made
         except OSError:
             pass  # The client has ended, or is in another network namespace.
 
@@ -82,15 +84,19 @@ class DatagramReceiver:
         self.name = b""
 
     def open(self, on_message: Callable[[RowsReady], None]) -> None:
-        """Receive datagrams in the running event loop, if this machine has such sockets."""
+        """Receive datagrams in the running event loop, if this machine lets this process have such a socket."""
         self._on_message, self._loop = on_message, asyncio.get_running_loop()
         if sys.platform != "linux" or not (host := host_token()):
             return
-        self._socket = _new_socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        self.name = host + secrets.token_hex(8).encode()
-        self._socket.bind(_address(self.name))
-        self._loop.add_reader(self._socket, self._receive)
+        name = host + secrets.token_hex(8).encode()
+        # Without a free descriptor, or in a sandbox that forbids the socket, the server's messages suffice.
+        with ExitStack() as cleanup, suppress(OSError):
+            self._socket = cleanup.enter_context(_new_socket())
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            self._socket.bind(_address(name))
+            self._loop.add_reader(self._socket, self._receive)
+            self.name = name
+            cleanup.pop_all()
 
     def _receive(self) -> None:
         data, added, _, _ = self._socket.recvmsg(_MAX_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))

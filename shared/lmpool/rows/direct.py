@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lmpool.broker.connection import Connection
 from lmpool.broker.server import Server
@@ -21,11 +22,15 @@ from lmpool.rows.shared_memory import PLACE_SIZE, ROW_KEY_SIZE, ReadCounts
 _log = logging.getLogger("lmpool")
 
 _CONNECT_S = 2.0  # Max seconds to connect to a row server; a firewall may discard all packets.
+_SILENT_S = 2.0  # Max seconds without a received byte while rows are requested; a frozen worker sends nothing.
 _MAX_PEERS = 128  # Max open connections to row servers; the connection that was used least recently is closed.
 _IDLE_S = 60.0  # Seconds without a request after which a connection is closed.
 _REQUESTS_IN_FLIGHT = 2  # Max requests in flight per row server: the second arrives while the first is decoded.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 5.0, 300.0  # Min and max seconds until the next try after a failure; doubled each time.
 _MAX_PLACES = 65_536  # Max announced rows whose places are recorded.
+# Addresses that every host has, and the text of a server that this client uses over such an address or a Unix socket.
+_LOOPBACK = re.compile(rb"127\.|localhost:|\[::1\]:")
+_LOCAL = re.compile(r"unix:|[a-z+]+://(127\.|localhost:|\[?::1\]?:)")
 _NONCE_SIZE = ROW_KEY_SIZE - DIGEST_SIZE
 
 ReadToken = Callable[[], Awaitable[bytes | None]]
@@ -66,14 +71,13 @@ class DirectReader:
 
     Attributes:
         is_on: whether this client reads rows from row servers at present.
+        next_try_at: loop time until which `try_on` must not be called after a failure, at any address.
         counts: counts the rows that were read.
-        reply_timeout_s: max seconds without a reply before a connection counts as broken.
     """
 
     def __init__(self, server: Server, read_token: ReadToken, on_change: Callable[[], None]) -> None:
-        self.is_on = False
+        self.is_on, self.next_try_at, self._pause_s = False, 0.0, _MIN_PAUSE_S
         self.counts = ReadCounts()
-        self.reply_timeout_s = _IDLE_S
         self._server = server
         self._read_token = read_token
         self._on_change = on_change
@@ -126,7 +130,10 @@ class DirectReader:
                     connection = await self._connect(place.address, peer)
                 raw = await connection.open()
                 request = (b"MGET", *(place.nonce + digest for digest in digests))
-                values: Sequence[Value] = await connection.wait_for(raw, raw.call(request, max_bytes))
+                peer.used_at = loop.time()
+                reply = raw.call(request, max_bytes)
+                await _until_silent(raw, reply)
+                values: Sequence[Value] = await connection.wait_for(raw, reply)
         except LMPoolError as error:
             if peer.connection is connection:  # Otherwise another request on this connection has failed already.
                 self._fail(place.address, peer, error)
@@ -148,6 +155,9 @@ class DirectReader:
         """Connect with the pool's token, and with a new token if the server refuses the token."""
         if peer.connection is not None:
             return peer.connection
+        if _LOOPBACK.match(address) and not _LOCAL.match(str(self._server)):
+            # On this host the address belongs to other programs, which must not get the token.
+            raise ServerUnreachable("its address is a loopback address: start the worker with --direct-address")
         for is_last in (False, True):
             if self._token is None:
                 self._token = await self._read_token()
@@ -159,7 +169,6 @@ class DirectReader:
                 return RawRowReceiver(await server.open())
 
             connection = Connection[RawRowReceiver](server, connect)
-            connection.reply_timeout_s = self.reply_timeout_s
             try:
                 await connection.open()
             except AuthenticationFailed:
@@ -169,10 +178,10 @@ class DirectReader:
             else:
                 break
         peer.connection, peer.used_at = connection, asyncio.get_running_loop().time()
-        self._close_idle()
+        self.close_idle()
         return connection
 
-    def _close_idle(self) -> None:
+    def close_idle(self) -> None:
         """Close connections without requests, and discard row servers that could not be reached for long."""
         now = asyncio.get_running_loop().time()
         peers = sorted((peer for peer in self._peers.values() if peer.connection), key=lambda peer: peer.used_at)
@@ -213,8 +222,11 @@ class DirectReader:
                 await self._connect(address, peer)
             except LMPoolError as error:
                 self._fail(address, peer, error)
+                # A firewall probably blocks all addresses: do not try each of them at once.
+                self.next_try_at = asyncio.get_running_loop().time() + self._pause_s
+                self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
                 return
-        peer.has_answered, peer.pause_s = True, _MIN_PAUSE_S
+        peer.has_answered, peer.pause_s, self._pause_s = True, _MIN_PAUSE_S, _MIN_PAUSE_S
         self._turn(on=True)
 
     def _turn(self, *, on: bool) -> None:
@@ -229,3 +241,12 @@ class DirectReader:
         """Close all connections."""
         for peer in self._peers.values():
             peer.close()
+
+
+async def _until_silent(raw: RawRowReceiver, reply: asyncio.Future[Any]) -> None:
+    """Wait for a reply as long as bytes arrive; then close the connection, so that the rows come through Redis."""
+    while not reply.done():
+        received = raw.received
+        await asyncio.wait([reply], timeout=_SILENT_S)
+        if not reply.done() and raw.received == received:
+            raw.close(ServerUnreachable(f"the row server has sent nothing for {_SILENT_S:g} s"))

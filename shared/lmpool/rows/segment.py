@@ -107,8 +107,9 @@ class SegmentListener:
 class Segment:
     """The rows that one worker wrote last, in sealed memory whose descriptor this object owns.
 
-    The backend's thread calls `new_rows`, any thread `write`, and one other thread all other methods. The constructor
-    raises `OSError` if the folder of sockets cannot be used.
+    The backend's thread calls `new_rows`, any thread `write`, `find` and `row`, and one other thread all other methods.
+    A slot may be reused while `row` is read: the copy is whole if `find` returned its number before and after the copy.
+    The constructor raises `OSError` if the folder of sockets cannot be used.
     """
 
     def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
@@ -210,9 +211,10 @@ class Segment:
                     written.append(None)
                     continue
                 written.append(number)
+                self._write(digest, row, number, is_there=numbers is not None)
+                # Register the row last: `find` takes no lock, and other threads may copy the row that it returns.
                 self._held[number % self.slots] = number, digest
                 self._numbers[digest] = number
-                self._write(digest, row, number, is_there=numbers is not None)
         return written
 
     def _write(self, digest: bytes, row: Encoded, number: int, *, is_there: bool) -> None:
@@ -490,7 +492,7 @@ class SegmentWriter:
         if segment is None or segment.nonce != key[:_NONCE_SIZE] or (number := segment.find(digest)) is None:
             return None
         row = segment.row(number).tobytes()
-        # `find` returns no number from the moment that the slot may change, so this copy is whole.
+        # `find` returns a number only while the slot has the whole row, so this copy is whole.
         return row if segment.find(digest) == number else None
 
     def close(self) -> None:

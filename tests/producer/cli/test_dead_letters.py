@@ -276,7 +276,7 @@ async def test_letters_are_read_in_order_and_in_small_pages(pool: Pool, letters:
         seen.append(letter.entry)
         bury(pool, job([100]))  # Dead letters added now are not listed, so the loop ends.
     assert seen == ids
-    assert await letters.drop(ids) == 30
+    assert await letters.drop(await letters.find(ids)) == 30
     assert await letters.count() == 30
     assert await letters.drop_all() == 30
 

@@ -221,10 +221,11 @@ def test_latencies_of_all_workers_of_a_model_are_merged(pool: Pool) -> None:
     workers = [pool.start("--lease-s", 60, "--step-ms", 5), pool.start("--lease-s", 60, "--step-ms", 400)]
     ids = [worker.text.rpartition("as worker ")[2].strip() for worker in workers]
     for name, counts in zip(ids, ("3:98", "8:2"), strict=True):
-        pool.redis.hset(pool.keys.worker(name), "job_counts", counts)
+        pool.redis.hset(pool.keys.worker(name), mapping={"job_counts": counts, "id": "another"})
     (model,) = json.loads(run_lmpool("top", "--once", "--json", "--redis", pool.url, "--prefix", pool.prefix).stdout)
     assert 0.0005 < model["p50_s"] <= 0.001
     assert 0.025 < model["p99_s"] <= 0.05
+    assert {worker["id"] for worker in model["workers"]} == set(ids)
 
 
 def test_json_of_a_live_view_is_refused(pool: Pool) -> None:

@@ -194,7 +194,7 @@ async def test_the_pages_user_reads_everything_and_cannot_drop_dead_letters(serv
             assert await read_memory(page) is not None
             assert not (refused := server.refusals()), "\n".join(refused)
             with pytest.raises(NoPermissionError):
-                await letters.drop([letter.entry])
+                await letters.drop([letter])
         assert admin.xlen(Keys().model("m").dead) == 1
         admin.delete(Keys().model("m").dead)
 

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -269,3 +270,21 @@ def test_the_socket_of_a_killed_worker_is_removed_by_the_next(place: Path) -> No
         make().close()
     assert not path.exists()
     assert list(place.iterdir()) == []
+
+
+def test_a_row_can_be_found_only_after_the_whole_row_was_written(
+    segment: Segment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(segment, 1)
+    seen: list[int | None] = []
+    write = Segment._write
+
+    def look_up_and_write(self: Segment, digest: bytes, *arguments: Any, **options: Any) -> None:
+        seen.append(self.find(digest))
+        write(self, digest, *arguments, **options)
+        seen.append(self.find(digest))
+
+    monkeypatch.setattr(Segment, "_write", look_up_and_write)
+    number = put(segment, 2).number
+    assert seen == [None, None]
+    assert segment.find(prompt(2)) == number

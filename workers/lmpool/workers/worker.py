@@ -391,6 +391,8 @@ class Worker:
     async def _show_draining(self, serving: Serving) -> None:
         """When a stop is requested, report that the worker drains, and close its lane: this ends a read for jobs."""
         await self._lifecycle.stopping.wait()
+        # Store rows whole from now on, for clients on other hosts: the row server ends with this worker.
+        serving.segment.address = b""
         try:
             # Close the lane after this heartbeat, so that no heartbeat in flight reports "ready" afterwards.
             await self.send_heartbeat(serving)

@@ -212,7 +212,7 @@ async def drop(
     async with _letters_of(model, at) as (letters, discovery, name):
         if entries:
             # Find all dead letters first: an unknown id raises before any dead letter is dropped.
-            dropped = await letters.drop([letter.entry for letter in await letters.find(entries)])
+            dropped = await letters.drop(await letters.find(entries))
         else:
             dropped = await letters.drop_all()
         doubt = "" if dropped or entries else await why_unknown(discovery, name)

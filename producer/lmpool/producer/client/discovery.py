@@ -16,7 +16,6 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
-from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import (
     Alive,
@@ -110,8 +109,6 @@ class Connections(Tasks):
     def adopt(self, info: ModelInfo) -> None:
         """Switch to a model, or to other weights of the same model."""
         self._close_rows()
-        if self.direct is not None:
-            self.direct.reply_timeout_s = reply_timeout(info.lease_s)
         rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
         self.model = AdoptedModel(info, info.fingerprint, self._keys.model(info.name), rows, host)
@@ -140,8 +137,9 @@ class Connections(Tasks):
     def want_direct(self, worker: bytes) -> None:
         """Try to use row servers, because this worker has sent a row through Redis."""
         now, direct = self.loop.time(), self.direct
-        is_late = now - self._direct_checked_at >= _DIRECT_CHECK_S
-        if direct is None or direct.is_on or not is_late or not is_shared(self.model.info.vocab_size):
+        if direct is None or direct.is_on or not is_shared(self.model.info.vocab_size):
+            return
+        if now < max(direct.next_try_at, self._direct_checked_at + _DIRECT_CHECK_S):
             return
         self._direct_checked_at = now
 
@@ -166,12 +164,14 @@ class Connections(Tasks):
             await self.segments.refresh(self.model.fingerprint)
 
     async def follow_segments(self) -> None:
-        """Scan for shared-memory segments once a second, forever.
+        """Scan for shared-memory segments, and close idle connections to row servers, once a second, forever.
 
         The scan has its own task, because it waits for a thread, and the program may keep all threads busy.
         """
         while True:
             await asyncio.sleep(_SCAN_S)
+            if self.direct is not None:
+                self.direct.close_idle()
             # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
             with suppress(RuntimeError):
                 await self.scan_segments()

@@ -32,14 +32,14 @@ _log = logging.getLogger("lmpool.worker")
 _TOKEN_SIZE = 32  # Bytes of a pool's token: 128 random bits as hexadecimal digits.
 _RENEW_S = 600.0  # Seconds between two renewals of the token in Redis, whose lifetime is a day.
 _LOOPBACK = "127.0.0.1"
-_MAX_READERS = 512  # Max open connections: each may take `_MAX_UNSENT_BYTES` of memory, and one file descriptor.
-_MAX_UNSENT_BYTES = 1024 * 1024  # Bytes that wait for a slow reader; then the server copies no more rows for it.
+_MAX_READERS = 512  # Max open connections: each may take 2 MiB of memory and one row, and one file descriptor.
+_MAX_UNSENT_BYTES = 1024 * 1024  # With this many unsent bytes, the server copies no more rows for a slow reader.
 _MAX_WANTED = 4096  # Max rows that one reader may have requested; a client requests at most 1,024 rows.
 _MAX_REQUEST_BYTES = 64 * 1024  # Max bytes of a request: a client requests at most 512 rows, which take 16 KB.
 _MAX_COUNT_DIGITS = 5  # Max digits of the number of words in a request.
 _TICK_BYTES = 1024 * 1024  # Bytes of rows that are copied for one reader before other tasks of the worker run.
 _AUTH_S = 5.0  # Max seconds until a new reader has sent the token.
-_SLOW_S = 30.0  # Max seconds without progress of a slow reader, which must read `_MAX_UNSENT_BYTES` in this time.
+_SLOW_S = 30.0  # Max seconds without progress of a slow reader, which must read all but 256 KiB in this time.
 _IDLE_S = 300.0  # Max seconds between two requests of a reader: its machine may have disappeared.
 _TOKEN_CHECK_S = 1.0  # Min seconds between two reads of the token because of a wrong token.
 _DISCARD, _KEEP = struct.pack("ii", 1, 0), struct.pack("ii", 0, 0)  # Values of SO_LINGER.
@@ -76,6 +76,7 @@ class RowServer:
         self._token_key = Keys(settings.prefix).row_token()
         self._token = b""
         self._token_read_at = 0.0
+        self._token_reading: asyncio.Task[None] | None = None  # The last read of the token because of a wrong token.
         self._server: asyncio.Server | None = None
         self._waiting: deque[_Reader] = deque()  # Readers that can receive rows, in the order of their turns.
 
@@ -94,6 +95,7 @@ class RowServer:
                 await asyncio.sleep(_RENEW_S)
                 await self._renew_token()
         except NoPermissionError as error:
+            self.close()
             user = f"this worker's Redis user may not use {self._token_key.decode()}"
             _log.warning("clients on other hosts read rows through Redis: %s (%s)", user, error)
 
@@ -111,7 +113,10 @@ class RowServer:
         bind_host, bind_port = bind_host or host, port if bind_port is None else bind_port
         try:
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(lambda: _Reader(self), bind_host, bind_port, ssl=tls)
+            limit_s = None if tls is None else _AUTH_S  # A stranger may connect and send nothing.
+            self._server = await loop.create_server(
+                lambda: _Reader(self), bind_host, bind_port, ssl=tls, ssl_handshake_timeout=limit_s
+            )
         except OSError as error:
             advice = "choose --direct-bind HOST:PORT; --no-direct turns this message off"
             text = "clients on other hosts read rows through Redis: the row server cannot listen at %s:%d: %s; %s"
@@ -137,12 +142,11 @@ class RowServer:
                 asyncio.get_running_loop().call_soon(self._turn)
 
     def _turn(self) -> None:
-        reader = self._waiting[0]
-        reader.send()
-        self._waiting.popleft()
+        reader = self._waiting.popleft()
         reader.has_turn = False
         if self._waiting:
             asyncio.get_running_loop().call_soon(self._turn)
+        reader.send()
         if reader.can_send:
             self.give_turn(reader)
 
@@ -152,12 +156,17 @@ class RowServer:
 
     async def accepts_now(self, sent: bytes) -> bool:
         """Whether a reader has sent the token that the pool has now; reads the token at most once a second."""
-        now = asyncio.get_running_loop().time()
-        if now - self._token_read_at >= _TOKEN_CHECK_S:
+        now, reading = asyncio.get_running_loop().time(), self._token_reading
+        if reading is None or (reading.done() and now - self._token_read_at >= _TOKEN_CHECK_S):
             self._token_read_at = now
-            with suppress(RedisError, OSError, LMPoolError):
-                await self._renew_token()
+            reading = self._token_reading = asyncio.create_task(self._try_renew_token())
+        # All readers wait for one read, which also continues if one of the readers is disconnected.
+        await asyncio.shield(reading)
         return self.accepts(sent)
+
+    async def _try_renew_token(self) -> None:
+        with suppress(RedisError, OSError, LMPoolError):
+            await self._renew_token()
 
     def close(self) -> None:
         """Stop listening, and close all connections."""
@@ -267,7 +276,7 @@ class _Reader(asyncio.Protocol):
     @property
     def can_send(self) -> bool:
         """Whether rows are wanted that can be sent now."""
-        return bool(self._wanted) and not self._is_slow
+        return bool(self._wanted) and not self._is_slow and not self._transport.is_closing()
 
     def send(self) -> None:
         """Send wanted rows of up to `_TICK_BYTES`."""
@@ -283,8 +292,9 @@ class _Reader(asyncio.Protocol):
                     self._server.served += 1
                     parts += (b"$%d\r\n" % len(row), row, CRLF)
                     size += len(row)
-            # Send several rows by one system call: a call for each row would take more processor time.
-            self._transport.writelines(parts)
+            # Send several rows by one system call: a call for each row would take more processor time. `writelines` of
+            # Python 3.12.0 to 3.12.8, 3.13.0 and 3.13.1 never calls `pause_writing`.
+            self._transport.write(b"".join(parts))
         if not self._wanted and not self._is_slow:
             self._close_after(_IDLE_S)
 
