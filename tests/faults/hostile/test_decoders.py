@@ -38,7 +38,7 @@ def test_decoded_bytes_are_a_valid_job_or_refused(data: bytes) -> None:
     except ProtocolError:
         return
     assert unpack_job(job.pack()) == job
-    assert list(map(type, msgspec.structs.astuple(job))) == [bytes, str, str, bool, bytes, bytes]
+    assert list(map(type, msgspec.structs.astuple(job))) == [bytes, str, str, bool, bytes, bytes, bytes]
 
 
 @cases(250)

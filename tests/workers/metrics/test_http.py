@@ -64,7 +64,8 @@ async def test_a_scrape_counts_the_jobs_of_the_worker(pool: Pool) -> None:
         seen = await asyncio.to_thread(scrape, port)
         counted = {name: seen.value("lmpool_worker_jobs_total", model="syn", outcome=name) for name in ended}
         queue = (seen.find("lmpool_queue_dead_letters", model="syn"), seen.find("lmpool_queue_jobs", model="syn"))
-        return counted == ended and queue == (1, 0)
+        has_memory = seen.find("lmpool_server_memory_bytes", model="syn") is not None
+        return counted == ended and queue == (1, 0) and has_memory
 
     await until_async(has_ended, "the metrics count every job")
     seen = await asyncio.to_thread(scrape, port)

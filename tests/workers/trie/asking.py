@@ -16,7 +16,7 @@ from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.query import Op
 from lmpool.protocol.row import Values
-from tests.support.pool import Pool, until_async
+from tests.support.pool import Pool, until, until_async
 from tests.support.trie_answers import (
     answers_of,
 )
@@ -98,6 +98,8 @@ async def keep(producer: Producer, prompt: list[int]) -> None:
 def fused_fixture(server_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     """A pool with one model worker that answers trie queries itself, and no trie worker."""
     pool = Pool(server_url, "fused", tmp_path_factory.mktemp("fused"))
-    pool.start(*LEASE, "--vocab-size", V, "--with-trie")
+    worker = pool.start(*LEASE, "--vocab-size", V, "--with-trie")
+    # Rows of queries are kept in shared memory only.
+    until(lambda: "shared memory of" in worker.text, "the worker has shared memory")
     yield pool
     pool.end()
