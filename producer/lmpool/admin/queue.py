@@ -124,7 +124,8 @@ async def _list_prompts(redis: Redis, keys: ModelKeys) -> list[tuple[bytes, byte
     for stream, suffix in await _streams(redis, keys):
         first, newest = "-", cast(Any, await redis.xrevrange(stream, count=1))
         while newest and (page := cast(Any, await redis.xrange(stream, first, newest[0][0], _PAGE))):
-            prompts += [(entry + suffix, read_letter(entry, fields).digest) for entry, fields in page]
+            jobs = [(entry, fields) for entry, fields in page if key_names.WAKE_FIELD not in fields]
+            prompts += [(entry + suffix, read_letter(entry, fields).digest) for entry, fields in jobs]
             first = f"({page[-1][0].decode('ascii')}"
     return prompts
 

@@ -275,6 +275,8 @@ class Worker:
             if await dispatcher.drop_unwanted():
                 serving.fetch_loop.check_now()  # Prompts in the backlog may take the place of dropped prompts.
 
+        # The first claim begins before the first read for jobs: otherwise it would have to end this read.
+        claiming = asyncio.create_task(self._claim(serving), name="claim")
         fetching = asyncio.create_task(serving.fetch_loop.fetch(), name="fetch")
         tasks: list[Any] = [
             fetching,
@@ -288,7 +290,7 @@ class Worker:
             every(settings.heartbeat_s, serving.segments.release_removed),
             self._show_draining(serving),
             every(settings.lease_s / 3, lambda: serving.leases.renew(entry_ids(serving.in_flight))),
-            self._claim(serving),
+            claiming,
             serving.fetch_loop.find_work_when_idle(),
             every(settings.lease_s / 3, partial(self._check_partitions, serving)),
             every(STALE_S, drop_unwanted),
