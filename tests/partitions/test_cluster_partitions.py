@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import redis
@@ -16,19 +14,7 @@ from lmpool.workers.membership.partitions import grown
 from tests.partitions.test_requests import MODEL, ask_all
 from tests.support.pool import DEADLINE_S, Pool
 from tests.support.servers.cluster import LocalCluster
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
-
-
-@pytest.fixture
-def pool(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pool]:
-    pool = Pool(cluster.url, f"p{abs(hash(request.node.name)) % 10**6}", tmp_path)
-    yield pool
-    pool.end()
+from tests.support.servers.cluster_fixtures import cluster_pool, local_cluster  # noqa: F401
 
 
 def queues_on(cluster: LocalCluster, pool: Pool) -> list[int]:

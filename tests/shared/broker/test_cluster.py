@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,9 @@ from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, Pool, V, is_held, until_async
 from tests.support.servers.cluster import LocalCluster
+from tests.support.servers.cluster_fixtures import cluster_pool, local_cluster  # noqa: F401
 
 USERS = Path(__file__).parents[3] / "docker/redis/users.acl"
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    with LocalCluster(tmp_path_factory.mktemp("cluster")) as running:
-        yield running
-
-
-@pytest.fixture
-def pool(cluster: LocalCluster, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Pool]:
-    pool = Pool(cluster.url, f"c{abs(hash(request.node.name)) % 10**6}", tmp_path)
-    yield pool
-    pool.end()
 
 
 async def ask_all(producer: Producer, prompts: list[list[int]]) -> None:

@@ -50,15 +50,13 @@ _QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Ms that the queue of a model without worke
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes.
 LOG_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
-
-
 _REGISTER_BEATS = 16  # Heartbeats after which a worker writes its registration again: about four leases.
 _COMPLETE_LEASES = 4  # Leases after which a worker that has the turn makes a complete check.
 _COMPLETE = 3  # Reply of keep_alive.lua for a turn with a complete check.
 
 
 class Beat(NamedTuple):
-    """What a worker has to do after a heartbeat."""
+    """The result of a heartbeat."""
 
     workers: int  # Number of workers of the model that take jobs.
     has_turn: bool  # This worker must claim the jobs of silent workers, and remove dead workers.
