@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from redis.asyncio import Redis
+from redis.asyncio import Redis, RedisCluster
 from redis.exceptions import NoPermissionError, NoScriptError, RedisError, ResponseError
 
 from lmpool.aio import silence_limit
@@ -62,9 +62,31 @@ class Script:
         try:
             return await self.on(redis.execute_command, keys, args)
         except ResponseError as error:
-            if is_refusal(error):  # Within a script, servers report a refusal as an ordinary error.
-                raise NoPermissionError(str(error)) from error
-            raise
+            raise _refusal_or(error) from error
+
+
+def _refusal_or(error: Exception) -> Exception:
+    """NoPermissionError for a refusal, which servers report as an ordinary error within a script; else the error."""
+    return NoPermissionError(str(error)) if is_refusal(error) else error
+
+
+async def run_in_order(redis: Redis, *calls: tuple[Script, Sequence[bytes], Sequence[Any]]) -> list[Any]:
+    """Run scripts, each with its keys and arguments, and return their replies; on one server with one round trip.
+
+    On a cluster each call is awaited alone: the master of a later call may be down.
+    """
+    replies: list[Any] = [NoScriptError()] * len(calls)
+    if not isinstance(redis, RedisCluster):
+        async with redis.pipeline(transaction=False) as pipe:
+            for script, keys, args in calls:
+                pipe.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            replies = await pipe.execute(raise_on_error=False)
+    for at, (script, keys, args) in enumerate(calls):
+        if isinstance(replies[at], NoScriptError):
+            replies[at] = await script(redis, keys, args)
+        elif isinstance(replies[at], Exception):
+            raise _refusal_or(replies[at])
+    return replies
 
 
 SUBMIT = Script("submit")

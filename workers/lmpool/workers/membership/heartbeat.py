@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -140,7 +140,8 @@ class Heartbeat:
         """
         # Register before comparing infos, so that two workers that start together find each other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
-        await self._write(counters)
+        args = [int(self.info.lease_s * 1000), *_flat(self._fields(counters))]
+        await scripts.HEARTBEAT(self.redis, [self._heartbeat], args)
         await self._register(self.batch)
         await self._keep_texts()
         while (seen := await self.read_info()) != self.info.pack():
@@ -158,9 +159,11 @@ class Heartbeat:
         # A turn lasts a little less than the interval of heartbeats, so that a worker alone gets every turn.
         args = [self.worker_id, lease_ms, GROUP, lease_ms * 9 // 40 if takes_turns else 0, _COMPLETE_LEASES * lease_ms]
         kept = [keys.workers, keys.turn, keys.complete_turn, keys.jobs, keys.capacity]
-        count, turn, now_ms = await scripts.KEEP_ALIVE(self.redis, kept, args)
+        fields = self._fields(counters)
         # Write the heartbeat second: its master may be down while the master of the queue is not.
-        is_lost, is_draining = await self._write(counters) or not count, counters.get("state") == "draining"
+        calls = (scripts.KEEP_ALIVE, kept, args), (scripts.HEARTBEAT, [self._heartbeat], [lease_ms, *_flat(fields)])
+        (count, turn, now_ms), added = await scripts.run_in_order(self.redis, *calls)
+        is_lost, is_draining = added == len(fields) or not count, counters.get("state") == "draining"
         # Register at times even if nothing is lost: another client may have written a wrong length of the lane.
         if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:
             # Another worker that has ended may have claimed jobs in the lane.
@@ -317,8 +320,8 @@ class Heartbeat:
                 for key in (*keys.queue, *lanes):
                     await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
-    async def _write(self, counters: Mapping[str, str | int | float]) -> bool:
-        """Write the heartbeat; return whether the last one had expired."""
+    def _fields(self, counters: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
+        """The fields of the heartbeat."""
         info = self.info
         fields: dict[str, str | int | float] = {
             "model": info.name,
@@ -331,9 +334,7 @@ class Heartbeat:
         if self.files is not None:
             fields["changed_files"] = self.files.changed
             self.files.start_check()
-        lease_ms = int(info.lease_s * 1000)
-        args = [lease_ms, *chain.from_iterable(fields.items())]
-        return int(await scripts.HEARTBEAT(self.redis, [self._heartbeat], args)) == len(fields)
+        return fields
 
     async def _register(self, batch: int) -> int:
         """Register the number of prompts that this worker computes at once (0: it takes no jobs).
@@ -350,6 +351,11 @@ class Heartbeat:
         for value in (self.vocabulary, self.tokenizer):
             if value is not None:
                 await register(self.redis, self.keys, value)
+
+
+def _flat(fields: Mapping[str, str | int | float]) -> Iterator[str | int | float]:
+    """Names and values of fields, as arguments of heartbeat.lua."""
+    return chain.from_iterable(fields.items())
 
 
 def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
@@ -407,8 +413,13 @@ async def send_loading(redis: Redis, settings: WorkerSettings, worker_id: str, m
     """Write the heartbeat of a loading worker. One of the loading workers, drawn at random, removes ended workers."""
     keys, lease_ms = Keys(settings.prefix), int(settings.lease_s * 1000)
     loading = keys.loading()
-    fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
-    await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])
+    fields: dict[str, str | int | float] = {
+        "model": model,
+        "state": "loading",
+        "started": started,
+        "lease_s": settings.lease_s,
+    }
+    await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *_flat(fields)])
     await scripts.HEARTBEAT(redis, [loading], [lease_ms, worker_id, model])
     await scripts.REGISTER(redis, [keys.model(model).loading], [worker_id, lease_ms, lease_ms])
     if random.random() * await redis.hlen(loading) < 1:
