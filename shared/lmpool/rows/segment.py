@@ -483,17 +483,22 @@ class SegmentWriter:
                 return block
         return None
 
-    def copy(self, key: bytes) -> bytes | None:
-        """A copy of an encoded row, for a row server; None if the segment does not have the row.
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of an encoded row."""
+        return encoded_size(self._info.vocab_size, self._info.row_encoding)
+
+    def copy_to(self, memory: memoryview, key: bytes) -> bool:
+        """Copy an encoded row to `memory`, which has `row_bytes` bytes; returns whether the segment has the row.
 
         `key` is the nonce of the segment and the digest of the prompt.
         """
         segment, digest = self.segment, key[_NONCE_SIZE:]
         if segment is None or segment.nonce != key[:_NONCE_SIZE] or (number := segment.find(digest)) is None:
-            return None
-        row = segment.row(number).tobytes()
+            return False
+        memory[:] = segment.row(number).data
         # `find` returns a number only while the slot has the whole row, so this copy is whole.
-        return row if segment.find(digest) == number else None
+        return segment.find(digest) == number
 
     def close(self) -> None:
         """Remove the segment."""

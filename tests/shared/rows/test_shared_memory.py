@@ -226,11 +226,13 @@ def test_a_row_server_gets_whole_rows_of_its_own_segment_only(
     writer, names = writer_of(segment), list(range(64))
     for name in names:
         put(segment, name)
+    memory = memoryview(bytearray(writer.row_bytes))
     for name in names:
         row = RowBlock([prompt(name)], row_of(name)[None], None, Encoding.F32).encode(0)
-        assert writer.copy(segment.nonce + prompt(name)) == row
-        assert writer.copy(bytes(8) + prompt(name)) is None
-    assert writer.copy(segment.nonce + prompt(64)) is None
+        assert writer.copy_to(memory, segment.nonce + prompt(name))
+        assert memory == row
+        assert not writer.copy_to(memory, bytes(8) + prompt(name))
+    assert not writer.copy_to(memory, segment.nonce + prompt(64))
     find_row = segment.row
 
     def reused(number: int) -> Any:
@@ -239,9 +241,9 @@ def test_a_row_server_gets_whole_rows_of_its_own_segment_only(
         return find_row(number)
 
     monkeypatch.setattr(segment, "row", reused)
-    assert writer.copy(segment.nonce + prompt(0)) is None
+    assert not writer.copy_to(memory, segment.nonce + prompt(0))
     writer.segment = None
-    assert writer.copy(segment.nonce + prompt(1)) is None
+    assert not writer.copy_to(memory, segment.nonce + prompt(1))
 
 
 def test_slots_in_use_are_not_reused(segment: Segment, reader: SegmentReader) -> None:
