@@ -73,7 +73,7 @@ async def take(redis: redis_async.Redis, consumer: str = "w1", count: int = 100)
         reply = [(key, entries) for key, (entries,) in reply.items()]
     found = [(key, *entry) for key, entries in reply for entry in entries]
     if wakes := [entry for key, entry, fields in found if key == lane and fields and WAKE_FIELD in fields]:
-        await scripts.FIND_WORK(redis, [JOBS], [consumer, 0, 0, *wakes])
+        await scripts.WAKE(redis, [JOBS], [consumer, *wakes])
     return [
         entry_id + (b" " + consumer.encode() if key == lane else b"")
         for key, entries in reply

@@ -394,7 +394,7 @@ async def test_an_entry_that_wakes_a_worker_is_no_job_for_others(lanes: redis_as
 
 
 async def test_a_worker_can_end_its_own_read(lanes: redis_async.Redis) -> None:
-    await scripts.END_READ(lanes, [JOBS], ["w1"])
+    await scripts.WAKE(lanes, [JOBS], ["w1"])
     assert (await lengths(lanes))["w1"] == 1, "until it has seen the entry"
     assert await take(lanes, "w1") == []
     assert await lengths(lanes) == dict.fromkeys(("", *WORKERS), 0)

@@ -128,7 +128,7 @@ class Consumer:
             return entries
         self.woken_ms = min(int(delay) if delay.isdigit() else 0 for delay in wakes.values())
         try:
-            await scripts.FIND_WORK(self._redis, [self._keys.jobs], [self._worker_id, 0, 0, *wakes])
+            await scripts.WAKE(self._redis, [self._keys.jobs], [self._worker_id, *wakes])
         except (RedisError, OSError):
             self.failed_at = time.monotonic()  # The jobs of this read must not be lost. A claim removes these entries.
         return [entry for entry in entries if entry[0] not in wakes]
@@ -163,4 +163,4 @@ class Consumer:
     async def end_read(self) -> None:
         """End the read of this worker that waits for jobs, if there is one."""
         if self.is_reading:
-            await scripts.END_READ(self._redis, [self._keys.jobs], [self._worker_id])
+            await scripts.WAKE(self._redis, [self._keys.jobs], [self._worker_id])

@@ -28,7 +28,7 @@ local function count_in_lane(worker, more)
   end
 end
 
--- Add an entry to the lane of a worker that ends the worker's read. It counts as a job until the worker removes it (find_work.lua).
+-- Add an entry to the lane of a worker that ends the worker's read. It counts as a job until the worker removes it (wake.lua).
 local function add_wake(worker, delay)
   if type(redis.pcall('XADD', lane_of .. worker, '*', WAKE, delay)) == 'string' then
     count_in_lane(worker, 1)

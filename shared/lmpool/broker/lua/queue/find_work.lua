@@ -3,7 +3,7 @@
 --
 -- KEYS  jobs
 -- ARGV  worker, max jobs to take from a lane (0: none, because the worker holds jobs), patience in ms: a job is taken from its home only
---       if the first job of the lane has waited longer; then ids of entries in the worker's lane that have woken the worker
+--       if the first job of the lane has waited longer
 -- See "Reading" in docs/design/queue.md and "Idle workers" in docs/design/many-workers.md.
 --
 -- Returns {number of prompts that left the backlog, number of jobs that moved to the worker's lane, ms after which the worker must check
@@ -12,14 +12,6 @@
 -- include names
 
 local worker, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-if #ARGV > 3 then
-  local lane = lane_of .. worker
-  redis.pcall('XACK', lane, GROUP, unpack(ARGV, 4))
-  local removed = tonumber(redis.pcall('XDEL', lane, unpack(ARGV, 4))) or 0
-  if type(redis.pcall('ZADD', lanes, 'XX', 'INCR', -removed, worker)) == 'string' then
-    redis.pcall('ZINCRBY', lanes, -removed, '')
-  end
-end
 local in_backlog, watching = redis.call('EXISTS', backlog) == 1, redis.pcall('GET', watcher)
 watching = type(watching) == 'string' and watching
 -- The usual case: no other lane has jobs, or another worker watches the lanes and none is longer than a batch. The highest scores are

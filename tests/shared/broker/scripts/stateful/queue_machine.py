@@ -236,7 +236,7 @@ class QueueMachine(RuleBasedStateMachine):
             suffix = b" " + name.encode() if stream == lane else b""
             wakes = [entry_id for entry_id, fields in entries if WAKE_FIELD in fields]
             if wakes:
-                self.run(scripts.FIND_WORK, [JOBS], name, 0, 0, *wakes)
+                self.run(scripts.WAKE, [JOBS], name, *wakes)
                 entries = [entry for entry in entries if entry[0] not in wakes]
             self.model.taken(name, [entry_id + suffix for entry_id, _ in entries])
             for entry_id, fields in entries:
