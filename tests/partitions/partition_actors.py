@@ -26,6 +26,7 @@ from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.protocol.job import DIGEST_SIZE, encode_prompt
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.workers.execution.in_flight import StreamEntry
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.membership.partitions import PartitionMover
 from lmpool.workers.metrics.counters import WorkerCounters
@@ -61,12 +62,12 @@ class Masters(redis.asyncio.Redis):
 
     def __init__(self, url: str, seen: Counter[str]) -> None:
         super().__init__()
-        self.sync, self._raw = (redis.Redis.from_url(url, protocol=2) for _ in range(2))
+        self.plain, self._raw = (redis.Redis.from_url(url, protocol=2) for _ in range(2))
         self._raw.response_callbacks.clear()
         self.down, self.failing, self.was_down, self.seen = set[int](), set[int](), set[int](), seen
 
     async def execute_command(self, *args: Any, **options: Any) -> Any:
-        return await self.run(self.sync.execute_command, args, options)
+        return await self.run(self.plain.execute_command, args, options)
 
     async def call(self, *args: Any) -> Any:
         """Run a command as `CommandConnection.call`; a read does not block."""
@@ -248,12 +249,13 @@ class Worker:
     """A worker: the real `PartitionMover`, `Heartbeat`, `Consumer` and `Leases`.
 
     Attributes:
-        held: entries that the worker computes -> digest of the prompt.
+        held: id of an entry that the worker computes -> the entry.
+        left: partitions that the worker has left while their masters were down, so that it is still registered there.
     """
 
     def __init__(self, name: str, masters: Masters, rows: Rows, batch: int) -> None:
-        self.name, self._masters, self._rows, self.held = name, masters, rows, dict[bytes, bytes]()
-        self.lock = asyncio.Lock()
+        self.name, self._masters, self._rows = name, masters, rows
+        self.held, self.left, self.lock = dict[bytes, StreamEntry](), set[int](), asyncio.Lock()
         connection = cast(Any, _stand_in(call=masters.call, hang_up=lambda error: None))
         self.reader = JobReader(masters, PARTITIONS[0], INFO, name, WorkerCounters())
         self.heartbeat = Heartbeat(masters, KEYS, INFO, name, batch)
@@ -271,32 +273,74 @@ class Worker:
         await self.heartbeat.register()
         await self.consumer.open_lane()
 
-    async def take(self, count: int, *, is_lost: bool = False) -> int:
+    async def move(self, number: int) -> None:
+        """Move, as an idle worker does, to a partition whose master answers."""
+        own, masters = self.partition, self._masters
+        if self.held or number == own or number in masters.down:
+            return
+        masters.seen["moves"] += 1
+        try:
+            await self.mover.move(number)
+        finally:
+            self.left.discard(number)
+            if own in masters.was_down:
+                masters.seen["moves away from a master that was down"] += 1
+                self.left.add(own)
+
+    async def balance(self) -> None:
+        """Move if the loads of the partitions require a move (`PartitionMover.better_partition`)."""
+        loads = await self.mover.read_loads()
+        if not self.held and (number := self.mover.better_partition(loads, was_idle=True)) is not None:
+            self._masters.seen["moves by load"] += 1
+            await self.move(number)
+
+    def wait_for_a_lease(self) -> None:
+        """Let a lease pass for the decisions of the worker about moves."""
+        self.mover._moved_at -= 2 * INFO.lease_s
+        self.mover._silent_since -= 2 * INFO.lease_s
+
+    async def beat(self) -> None:
+        """Register again, as a worker does at times."""
+        await self.heartbeat.register()
+
+    async def sweep(self, is_complete: bool) -> None:
+        await self.heartbeat.sweep(is_complete=is_complete)
+
+    async def drop(self) -> None:
+        """Drop the held jobs for which no client waits."""
+        for entry in await self.reader.remove_unwanted(list(self.held.values())):
+            del self.held[entry]
+            self._masters.seen["dropped"] += 1
+
+    async def take(self, count: int, is_lost: bool = False) -> int:
         """Take new jobs; without a new job, an idle worker finds work. If the reply is lost, the worker holds none."""
         taken = await self.consumer.take(count, 0)
         if not is_lost:
             self._hold(taken)
         if not taken and not self.held:
             await self.consumer.find_work(count, 0.0)
+        self._masters.seen["taken"] += len(taken.prompts)
         return len(taken.prompts)
 
     async def claim(self) -> int:
         taken, _, _ = await self.leases.claim(2, self.held)
         self._hold(taken)
+        self._masters.seen["claimed"] += len(taken.prompts)
         return len(taken.prompts)
 
     def _hold(self, taken: Taken) -> None:
         assert not taken.refused
-        self.held |= {entry: prompt.digest for prompt in taken.prompts for entry in prompt.entries}
+        for prompt in taken.prompts:
+            self.held |= prompt.entries
 
-    async def finish(self, count: int, *, has_failed: bool = False) -> None:
+    async def finish(self, count: int, has_failed: bool = False) -> None:
         """End some of the held jobs, each with a row or with a failure."""
         if not (ended := dict(list(self.held.items())[:count])):
             return
         if not has_failed:
-            self._rows.stored |= set(ended.values())
+            self._rows.stored |= {entry.digest for entry in ended.values()}
         keys = [self.reader.keys.jobs, self.reader.keys.dead]
-        keys += [self.reader.keys.waiting + digest for digest in ended.values()]
+        keys += [self.reader.keys.waiting + entry.digest for entry in ended.values()]
         endings = [(entry, FAILURE if has_failed else b"", False) for entry in ended]
         args = finish_args(*endings, mark_ms=_MARK_MS, consumer=self.name)
         await scripts.FINISH.on(self._masters.call, keys, args)

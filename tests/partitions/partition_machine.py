@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from lmpool.producer.client.discovery import TROUBLE
+from lmpool.producer.client.partitions import _of_digest
 from lmpool.producer.client.requests import Stage
 from lmpool.protocol.job import digest_of, unpack_job
 from lmpool.protocol.keys import GROUP, JOB_FIELD
@@ -25,14 +26,16 @@ from tests.partitions.partition_actors import INFO, NUMBERS, PARTITIONS, PROMPTS
 
 LEASE_MS = int(1000 * INFO.lease_s)
 CLIENTS = ("a", "b", "bulk")
-SLOTS = range(4)
+MAX_WORKERS = 4
 MAX_ROUNDS = 40
 PAST_MS = 1  # A deadline that has passed.
 
 # This script reads all keys: key, content, and the delivered entries of a stream.
 _LOOK = """
 local found = {}
-local reads = {zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, hash = {'HGETALL'}, string = {'GET'}, stream = {'XRANGE', '-', '+'}}
+local reads = {
+  zset = {'ZRANGE', 0, -1, 'WITHSCORES'}, hash = {'HGETALL'}, string = {'GET'}, stream = {'XRANGE', '-', '+'},
+}
 for _, key in ipairs(redis.call('KEYS', '*')) do
   local kind = redis.call('TYPE', key).ok
   local held = kind == 'stream' and redis.pcall('XPENDING', key, ARGV[1], '-', '+', 10000) or {}
@@ -108,35 +111,51 @@ def _pairs(flat: list[Any]) -> Iterable[tuple[Any, Any]]:
     return zip(flat[::2], flat[1::2], strict=True)
 
 
-_CLIENT, _SLOT, _NUMBER = st.sampled_from(CLIENTS), st.sampled_from(SLOTS), st.sampled_from(NUMBERS)
-_COUNT = st.sampled_from([1, 2, 100])
+_NUMBER, _COUNT = st.sampled_from(NUMBERS), st.sampled_from([1, 2, 100])
+_PICK = st.integers(0, MAX_WORKERS - 1)
 _PROMPTS = st.lists(st.sampled_from(range(len(PROMPTS))), min_size=1, max_size=4)
 _RARELY = st.sampled_from([False, False, False, True])
-# (weight of a step, name of a method of `PartitionMachine`, strategies for the method's arguments)
-_STEPS: list[tuple[int, str, tuple[st.SearchStrategy[Any], ...]]] = [
-    (8, "submit", (_CLIENT, _PROMPTS)),
-    (2, "ask_again", (_CLIENT,)),
-    (2, "resend", (_CLIENT,)),
-    (2, "cancel", (_CLIENT, _PROMPTS)),
-    (4, "read", (_CLIENT,)),
-    (3, "poll", (_CLIENT,)),
-    (2, "start", (_SLOT, _NUMBER)),
-    (6, "take", (_SLOT, _COUNT, _RARELY)),
-    (5, "finish", (_SLOT, _COUNT, _RARELY)),
-    (4, "move", (_SLOT, _NUMBER)),
-    (2, "claim", (_SLOT,)),
-    (2, "sweep", (_SLOT, st.booleans())),
-    (1, "beat", (_SLOT,)),
-    (1, "crash", (_SLOT,)),
-    (1, "freeze", (_SLOT,)),
+# (weight of a step, name of a method, strategies for the method's arguments)
+_Steps = list[tuple[int, str, tuple[st.SearchStrategy[Any], ...]]]
+_OF_CLIENTS: _Steps = [
+    (6, "submit", (_PROMPTS,)),
+    (2, "ask_again", ()),
+    (2, "resend", ()),
+    (2, "cancel", (_PROMPTS,)),
+    (4, "read", ()),
+    (3, "poll", ()),
+]
+_OF_WORKERS: _Steps = [
+    (6, "take", (_COUNT, _RARELY)),
+    (6, "finish", (_COUNT, _RARELY)),
+    (3, "move", (_NUMBER,)),
+    (3, "balance", ()),
+    (2, "claim", ()),
+    (2, "sweep", (st.booleans(),)),
+    (1, "beat", ()),
+    (1, "drop", ()),
+]
+_OF_MACHINE: _Steps = [
+    (2, "start", (_NUMBER,)),
+    (1, "crash", (_PICK,)),
+    (1, "freeze", (_PICK,)),
     (2, "lapse", ()),
-    (1, "evict", ()),
-    (1, "lose_record", (_NUMBER,)),
+    (2, "evict", ()),
+    (1, "lose_records", (_NUMBER,)),
     (1, "go_down", (_NUMBER, st.booleans())),
     (3, "come_up", (_NUMBER,)),
 ]
+
+
+def _some(actors: st.SearchStrategy[Any], steps: _Steps) -> list[st.SearchStrategy[Any]]:
+    return [
+        st.tuples(actors, st.just(name), st.tuples(*values)) for weight, name, values in steps for _ in range(weight)
+    ]
+
+
+# An actor is the name of a client, the number of a worker, or None for a step of the machine.
 STEPS = st.one_of(
-    [st.tuples(st.just(name), st.tuples(*values)) for weight, name, values in _STEPS for _ in range(weight)]
+    _some(st.sampled_from(CLIENTS), _OF_CLIENTS) + _some(_PICK, _OF_WORKERS) + _some(st.none(), _OF_MACHINE)
 )
 
 
@@ -152,144 +171,83 @@ class PartitionMachine(RuleBasedStateMachine):
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop, seen: Counter[str]) -> None:
         super().__init__()
         self.masters, self.rows, self.loop, self.seen = Masters(url, seen), Rows(), loop, seen
-        self.masters.sync.flushall()
-        self.look_up = self.masters.sync.register_script(_LOOK)
+        self.masters.plain.flushall()
+        self.look_up = self.masters.plain.register_script(_LOOK)
         self.clients: dict[str, Client] = {}
-        self.workers: dict[int, Worker] = {}
-        self.has_downs, self.is_sound, self.started = False, False, 0
-        self.stale = set[tuple[str, int]]()  # Workers that could not deregister from a partition whose master was down.
+        self.workers: list[Worker] = []
+        self.has_downs, self.is_sound, self.is_alone, self.started = False, False, False, 0
         self.free = set[bytes]()  # Prompts that may have several jobs.
         self.queues = [Queue() for _ in NUMBERS]
 
-    @initialize(number=st.integers(0, 2**16), places=st.lists(_NUMBER, max_size=4), has_downs=st.booleans())
+    @initialize(number=st.integers(0, 2**16), places=st.lists(_NUMBER, max_size=MAX_WORKERS), has_downs=st.booleans())
     def begin(self, number: int, places: list[int], has_downs: bool) -> None:
         """Draw the order of concurrent calls, the first workers, and whether masters go down."""
 
         async def begin() -> None:
             self.clients = {name: Client(name, self.masters, self.rows) for name in CLIENTS}
-            for slot, place in enumerate(places):
-                await self.start(slot, place)
-            for name in CLIENTS:
-                await self.poll(name)
+            for place in places:
+                await self.start(place)
+            for client in self.clients.values():
+                await client.poll()
 
         random.seed(number)
         self.has_downs = has_downs
         self.loop.run_until_complete(begin())
 
     @rule(steps=st.lists(STEPS, min_size=1, max_size=3))
-    def act(self, steps: list[tuple[str, tuple[Any, ...]]]) -> None:
-        """Run steps at the same time."""
-        self.is_sound = False
+    def act(self, steps: list[tuple[str | int | None, str, tuple[Any, ...]]]) -> None:
+        """Run steps at the same time; each client and each worker runs one step at a time."""
+        self.is_sound, self.is_alone = False, len(steps) == 1
 
         async def act() -> None:
-            await asyncio.gather(*(self._act(name, values) for name, values in steps))
+            await asyncio.gather(*(self._act(*step) for step in steps))
 
         self.loop.run_until_complete(act())
 
-    async def _act(self, name: str, values: tuple[Any, ...]) -> None:
-        # Callers run the steps of the product again after an error of the server.
-        with suppress(*TROUBLE):
-            await getattr(self, name)(*values)
+    async def _act(self, actor: str | int | None, name: str, values: tuple[Any, ...]) -> None:
+        with suppress(*TROUBLE):  # Clients and workers repeat their work after an error of the server.
+            if actor is None:
+                await getattr(self, name)(*values)
+            elif by := self.clients[actor] if isinstance(actor, str) else self._worker(actor):
+                async with by.lock:
+                    await getattr(by, name)(*values)
 
-    # Steps of clients
+    def _worker(self, pick: int) -> Worker | None:
+        return self.workers[pick % len(self.workers)] if self.workers else None
 
-    async def submit(self, name: str, numbers: list[int]) -> None:
-        client = self.clients[name]
-        async with client.lock:
-            await client.submit(numbers)
+    # Faults, and time
 
-    async def ask_again(self, name: str) -> None:
-        async with self.clients[name].lock:
-            await self.clients[name].ask_again()
-
-    async def resend(self, name: str) -> None:
-        async with self.clients[name].lock:
-            await self.clients[name].resend()
-
-    async def cancel(self, name: str, numbers: list[int]) -> None:
-        async with self.clients[name].lock:
-            await self.clients[name].cancel(numbers)
-
-    async def read(self, name: str) -> None:
-        async with self.clients[name].lock:
-            await self.clients[name].read()
-
-    async def poll(self, name: str) -> None:
-        async with self.clients[name].lock:
-            await self.clients[name].poll()
-
-    # Steps of workers
-
-    async def start(self, slot: int, number: int) -> None:
-        if slot not in self.workers:
+    async def start(self, number: int, most: int = MAX_WORKERS) -> None:
+        """Start a worker, unless there are `most` workers."""
+        if len(self.workers) < most:
             self.started += 1
-            worker = self.workers[slot] = Worker(f"w{self.started}", self.masters, self.rows, 1 + slot % 2)
+            worker = Worker(f"w{self.started}", self.masters, self.rows, batch=1 + self.started % 2)
+            self.workers.append(worker)
             async with worker.lock:
                 await worker.start(number)
 
-    async def take(self, slot: int, count: int, is_lost: bool) -> None:
-        if worker := self.workers.get(slot):
+    async def crash(self, pick: int) -> None:
+        if worker := self._worker(pick):
             async with worker.lock:
-                self.seen["taken"] += await worker.take(count, is_lost=is_lost)
+                if worker in self.workers:
+                    self.workers.remove(worker)
 
-    async def finish(self, slot: int, count: int, has_failed: bool) -> None:
-        if worker := self.workers.get(slot):
-            async with worker.lock:
-                await worker.finish(count, has_failed=has_failed)
-
-    async def claim(self, slot: int) -> None:
-        if worker := self.workers.get(slot):
-            async with worker.lock:
-                self.seen["claimed"] += await worker.claim()
-
-    async def sweep(self, slot: int, is_complete: bool) -> None:
-        if worker := self.workers.get(slot):
-            async with worker.lock:
-                await worker.heartbeat.sweep(is_complete=is_complete)
-
-    async def beat(self, slot: int) -> None:
-        """Register again, as a worker does at times."""
-        if worker := self.workers.get(slot):
-            async with worker.lock:
-                await worker.heartbeat.register()
-
-    async def move(self, slot: int, number: int) -> None:
-        """Move a worker that holds no job, to a partition whose master answers."""
-        if worker := self.workers.get(slot):
-            async with worker.lock:
-                own = worker.partition
-                if worker.held or number == own or number in self.masters.down:
-                    return
-                self.seen["moves"] += 1
-                self.stale.discard((worker.name, number))
-                try:
-                    await worker.mover.move(number)
-                finally:
-                    if own in self.masters.was_down:
-                        self.seen["moves away from a master that is down"] += 1
-                        self.stale.add((worker.name, own))
-
-    async def crash(self, slot: int) -> None:
-        if worker := self.workers.get(slot):
-            async with worker.lock:
-                self.workers.pop(slot, None)
-
-    async def freeze(self, slot: int) -> None:
+    async def freeze(self, pick: int) -> None:
         """A worker misses a lease and continues: other workers take over its jobs, and may remove it."""
-        if worker := self.workers.get(slot):
-            self.masters.sync.zadd(PARTITIONS[worker.partition].workers, {worker.name: 1}, xx=True)
+        if worker := self._worker(pick):
+            self.masters.plain.zadd(PARTITIONS[worker.partition].workers, {worker.name: PAST_MS}, xx=True)
             for entry, (name, _) in self._look()[worker.partition].held.items():
                 if name == worker.name:
                     self._end_lease(worker.partition, entry, name)
 
-    # Faults, and time
-
     async def lapse(self) -> None:
         """A lease passes: live workers renew only their registrations, and the leases of the jobs that they compute."""
-        live = {(worker.name, worker.partition): worker.held for worker in self.workers.values()}
+        for worker in self.workers:
+            worker.wait_for_a_lease()
+        live = {(worker.name, worker.partition): worker.held for worker in self.workers}
         for number, queue in enumerate(self._look()):
             for name in queue.deadlines.keys() - {name for name, place in live if place == number}:
-                self.masters.sync.zadd(PARTITIONS[number].workers, {name: PAST_MS}, xx=True)
+                self.masters.plain.zadd(PARTITIONS[number].workers, {name: PAST_MS}, xx=True)
             for entry, (name, _) in queue.held.items():
                 if entry not in live.get((name, number), ()):
                     self._end_lease(number, entry, name)
@@ -297,20 +255,21 @@ class PartitionMachine(RuleBasedStateMachine):
     def _end_lease(self, number: int, entry: bytes, name: str) -> None:
         entry_id, _, lane = entry.partition(b" ")
         stream = PARTITIONS[number].lane(lane) if lane else PARTITIONS[number].jobs
-        self.masters.sync.xclaim(stream, GROUP, name, 0, [entry_id], idle=2 * LEASE_MS, justid=True)
+        self.masters.plain.xclaim(stream, GROUP, name, 0, [entry_id], idle=2 * LEASE_MS, justid=True)
 
     async def evict(self) -> None:
         """Let the server evict all rows."""
         self.rows.stored.clear()
 
-    async def lose_record(self, number: int) -> None:
+    async def lose_records(self, number: int) -> None:
         """Let the records of a partition expire."""
-        records = self._look()[number].records
-        self.free |= records.keys()
-        self.masters.sync.delete(PARTITIONS[number].jobs + b":none", *(PARTITIONS[number].partition + d for d in records))
+        if records := self._look()[number].records:
+            self.seen["records lost"] += len(records)
+            self.free |= records.keys()
+            self.masters.plain.delete(*(PARTITIONS[number].partition + digest for digest in records))
 
     async def go_down(self, number: int, is_late: bool) -> None:
-        """A master stops to answer; if it is late, it executes one more command and its reply is lost."""
+        """A master does not answer any more. If it fails late, it executes one more command without a reply."""
         if self.has_downs and is_late:
             self.masters.failing.add(number)
         elif self.has_downs:
@@ -371,10 +330,14 @@ class PartitionMachine(RuleBasedStateMachine):
             jobs.update({digest: len(entries) for digest, entries in queue.jobs.items()})
         for client in self.clients.values():
             for digest, usable in client.submitter.views:
+                registry = _of_digest(digest, client.partitions.current).number
                 known = {number for number in NUMBERS if digest in queues[number].jobs}
-                known |= {queue.records[digest] for queue in (*before, *queues) if digest in queue.records}
-                if not known <= usable:
+                recorded = {each[registry].records.get(digest) for each in (before, queues)} - {None}
+                if not known | recorded <= usable:
                     self.free.add(digest)
+                record = queues[registry].records.get(digest)
+                is_agreed = record in usable or record is None or not usable
+                assert is_agreed or not self.is_alone, f"a client has sent {digest!r} elsewhere than to {record}"
             client.submitter.views.clear()
         for prompt in PROMPTS:
             digest = prompt.digest
@@ -390,17 +353,17 @@ class PartitionMachine(RuleBasedStateMachine):
 
     def _check_members(self) -> None:
         """A worker that has left a partition takes no jobs there, and other workers may claim what is left."""
-        live = {worker.name: worker.partition for worker in self.workers.values()}
-        for number, queue in enumerate(self.queues):
-            names = queue.serving | queue.deadlines.keys()
-            self.stale = {(name, place) for name, place in self.stale if place != number or name in names}
-            owners = {name for name, entries in queue.lanes.items() if entries}
-            holders = {name for name, _ in queue.held.values()}
-            for name in (names | owners | holders) & live.keys():
-                if live[name] == number or (name, number) in self.stale:
+        for worker in self.workers:
+            name = worker.name
+            for number, queue in enumerate(self.queues):
+                if name not in queue.serving | queue.deadlines.keys():
+                    worker.left.discard(number)
+                if number == worker.partition or number in worker.left:
                     continue
                 assert name not in queue.serving, f"{name} has left partition {number} and takes jobs there"
-                assert queue.deadlines.get(name, 0) <= PAST_MS, f"{name} has left partition {number}, and is listed there"
+                assert queue.deadlines.get(name, 0) <= PAST_MS, (
+                    f"{name} has left partition {number}, and is listed there"
+                )
                 left = [entry for entry in queue.lanes.get(name, []) if entry not in queue.held]
                 assert not left, f"{name} has left partition {number}, and {left} stay in its lane"
                 late = [idle for holder, idle in queue.held.values() if holder == name and idle < LEASE_MS]
@@ -415,15 +378,14 @@ class PartitionMachine(RuleBasedStateMachine):
                 self.loop.run_until_complete(self._end())
                 self.seen["examples"] += 1
         finally:
-            self.masters.sync.close()
+            self.masters.plain.close()
 
     async def _end(self) -> None:
         self.masters.down.clear()
         self.masters.failing.clear()
         self.rows.stored.clear()
-        for number in NUMBERS:
-            await self.start(len(SLOTS) + number, number)
-        for worker in self.workers.values():
+        await self.start(0, most=1)
+        for worker in self.workers:
             await worker.heartbeat.register()
         for client in self.clients.values():
             await client.poll()
@@ -431,11 +393,12 @@ class PartitionMachine(RuleBasedStateMachine):
             await client.ask_again(fetches=False)
         for _ in range(MAX_ROUNDS):
             await self.lapse()
-            for worker in self.workers.values():
+            for worker in self.workers:
                 await worker.heartbeat.sweep(is_complete=True)
                 await worker.finish(100)
                 while await worker.claim() or await worker.take(100):
                     await worker.finish(100)
+                await worker.balance()
             for client in self.clients.values():
                 await client.read()
             self.check()
