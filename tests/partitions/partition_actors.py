@@ -250,11 +250,13 @@ class Worker:
 
     Attributes:
         held: id of an entry that the worker computes -> the entry.
+        has_moved: whether the worker has moved in the current step.
         left: partitions that the worker has left while their masters were down, so that it is still registered there.
     """
 
     def __init__(self, name: str, masters: Masters, rows: Rows, batch: int) -> None:
         self.name, self._masters, self._rows = name, masters, rows
+        self.has_moved = False
         self.held, self.left, self.lock = dict[bytes, StreamEntry](), set[int](), asyncio.Lock()
         connection = cast(Any, _stand_in(call=masters.call, hang_up=lambda error: None))
         self.reader = JobReader(masters, PARTITIONS[0], INFO, name, WorkerCounters())
@@ -279,6 +281,7 @@ class Worker:
         if self.held or number == own or number in masters.down:
             return
         masters.seen["moves"] += 1
+        self.has_moved = True
         try:
             await self.mover.move(number)
         finally:
