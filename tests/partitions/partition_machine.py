@@ -126,9 +126,9 @@ _OF_CLIENTS: _Steps = [
     (3, "poll", ()),
 ]
 _OF_WORKERS: _Steps = [
-    (6, "take", (_COUNT, _RARELY)),
+    (8, "take", (_COUNT, st.booleans())),
     (6, "finish", (_COUNT, _RARELY)),
-    (3, "move", (_NUMBER,)),
+    (5, "move", (_NUMBER,)),
     (3, "balance", ()),
     (2, "claim", ()),
     (2, "sweep", (st.booleans(),)),
@@ -139,7 +139,7 @@ _OF_MACHINE: _Steps = [
     (2, "start", (_NUMBER,)),
     (1, "crash", (_PICK,)),
     (1, "freeze", (_PICK,)),
-    (2, "lapse", ()),
+    (1, "lapse", ()),
     (2, "evict", ()),
     (1, "lose_records", (_NUMBER,)),
     (1, "lose_jobs", (_NUMBER,)),

@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 from lmpool.embedded import EmbeddedServer
 from tests.partitions.partition_machine import PartitionMachine
 
-STEPS = int(os.environ.get("LMPOOL_FUZZ_STEPS", 1000))
+STEPS = int(os.environ.get("LMPOOL_FUZZ_STEPS", 2000))
 SEED = int(os.environ.get("LMPOOL_FUZZ_SEED", 0))
 STEPS_OF_ONE = 50
 # Max steps of one seed, because Hypothesis keeps all steps of a seed in memory.
