@@ -151,16 +151,20 @@ test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3) $(ARQ)
 		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)
 
-## fuzz: send 120,000 hostile jobs, replies, model infos and rows to a pool, and 1,000,000 random operations to a queue
-# `make test` runs 2,000 of each. Every run draws new cases; FUZZ_CASES and FUZZ_STEPS set their numbers. FUZZ_SEED repeats
-# the operations on a queue: the printed command has the first seed, and the names of its tests have all seeds.
+## fuzz: send 120,000 hostile messages to a pool, 1,000,000 random operations to a queue, and 100,000 to partitions
+# `make test` runs up to 2,000 of each. Every run draws new cases; FUZZ_CASES, FUZZ_STEPS and FUZZ_PARTITION_STEPS set their
+# numbers. FUZZ_SEED repeats the operations: the printed commands have the first seed, and the names of tests have all seeds.
 FUZZ_CASES ?= 120000
 FUZZ_STEPS ?= 1000000
+# A step of clients and workers takes ten times as long as an operation on a queue.
+FUZZ_PARTITION_STEPS ?= 100000
 FUZZ_SEED := $(or $(FUZZ_SEED),$(shell date +%s))
 fuzz: $(INSTALLED)
 	LMPOOL_FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/faults/hostile -n 2 --dist loadfile --timeout 3600
 	LMPOOL_FUZZ_STEPS=$(FUZZ_STEPS) LMPOOL_FUZZ_SEED=$(FUZZ_SEED) \
 		$(BIN)/python -m pytest tests/shared/broker/scripts/stateful/test_queue_protocol.py -n 2 --timeout 3600
+	LMPOOL_FUZZ_STEPS=$(FUZZ_PARTITION_STEPS) LMPOOL_FUZZ_SEED=$(FUZZ_SEED) \
+		$(BIN)/python -m pytest tests/partitions/test_partition_protocol.py -n 2 --timeout 3600
 
 ## test-vllm: the backend contract and the engine tests, with vLLM, also with a model in two processes
 # Both model runners of vLLM, each with synchronous and with asynchronous scheduling. Triton reads TRITON_INTERPRET when

@@ -163,8 +163,7 @@ class Partitions:
         """Choose a partition for each request, so that all clients that request a prompt choose the same partition."""
         if len(self.current) == 1:
             return [Placed(self.current[0], requests, False)]
-        if len(usable := self.usable) == 1:
-            return [Placed(usable[0], requests, False)]
+        usable = self.usable
         own, others, families = defaultdict(list), dict[PendingRequest, Partition](), dict[int, Partition]()
         for request in requests:
             registry = _of_digest(request.prompt.digest, self.current)

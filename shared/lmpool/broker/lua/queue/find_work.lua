@@ -27,7 +27,7 @@ end
 local check_again -- Ms until the first job of a lane may be taken.
 
 local function wait_for(ms)
-  check_again = math.min(check_again or ms, math.max(1, ms))
+  check_again = math.min(check_again or ms, ms)
   return {}
 end
 
@@ -47,7 +47,8 @@ local function jobs_to_take(other, batch)
   local found = find_to_move(other, math.min(half, max_taken, MAX_MOVED), true, function(job)
     return waited < patience and job.home == other
   end)
-  return #found > 0 and found or wait_for(patience - waited)
+  -- If nothing is found after that time, the lane has no job, only entries that wake its worker.
+  return waited < patience and #found == 0 and wait_for(patience - waited) or found
 end
 
 if in_backlog then
