@@ -62,31 +62,25 @@ class Script:
         try:
             return await self.on(redis.execute_command, keys, args)
         except ResponseError as error:
-            raise _refusal_or(error) from error
-
-
-def _refusal_or(error: Exception) -> Exception:
-    """NoPermissionError for a refusal, which servers report as an ordinary error within a script; else the error."""
-    return NoPermissionError(str(error)) if is_refusal(error) else error
+            if is_refusal(error):  # Within a script, servers report a refusal as an ordinary error.
+                raise NoPermissionError(str(error)) from error
+            raise
 
 
 async def run_in_order(redis: Redis, *calls: tuple[Script, Sequence[bytes], Sequence[Any]]) -> list[Any]:
     """Run scripts, each with its keys and arguments, and return their replies; on one server with one round trip.
 
-    On a cluster each call is awaited alone: the master of a later call may be down.
+    On a cluster each call is awaited alone: the master of a later call may be down. A script that fails runs twice.
     """
-    replies: list[Any] = [NoScriptError()] * len(calls)
-    if not isinstance(redis, RedisCluster):
-        async with redis.pipeline(transaction=False) as pipe:
-            for script, keys, args in calls:
-                pipe.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
-            replies = await pipe.execute(raise_on_error=False)
-    for at, (script, keys, args) in enumerate(calls):
-        if isinstance(replies[at], NoScriptError):
-            replies[at] = await script(redis, keys, args)
-        elif isinstance(replies[at], Exception):
-            raise _refusal_or(replies[at])
-    return replies
+    if isinstance(redis, RedisCluster):
+        return [await script(redis, keys, args) for script, keys, args in calls]
+    async with redis.pipeline(transaction=False) as pipe:
+        for script, keys, args in calls:
+            pipe.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+        replies = await pipe.execute(raise_on_error=False)
+    # The server may have lost a script. The second run sends the text of the script, or raises the error.
+    failed = [isinstance(reply, ResponseError) for reply in replies]
+    return [await call[0](redis, *call[1:]) if failed[at] else replies[at] for at, call in enumerate(calls)]
 
 
 SUBMIT = Script("submit")

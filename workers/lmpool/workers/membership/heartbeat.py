@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -140,8 +140,7 @@ class Heartbeat:
         """
         # Register before comparing infos, so that two workers that start together find each other. Write the
         # heartbeat before the consumer exists: other workers remove consumers without a heartbeat.
-        args = [int(self.info.lease_s * 1000), *_flat(self._fields(counters))]
-        await scripts.HEARTBEAT(self.redis, [self._heartbeat], args)
+        await scripts.HEARTBEAT(self.redis, [self._heartbeat], self._fields(counters))
         await self._register(self.batch)
         await self._keep_texts()
         while (seen := await self.read_info()) != self.info.pack():
@@ -161,9 +160,9 @@ class Heartbeat:
         kept = [keys.workers, keys.turn, keys.complete_turn, keys.jobs, keys.capacity]
         fields = self._fields(counters)
         # Write the heartbeat second: its master may be down while the master of the queue is not.
-        calls = (scripts.KEEP_ALIVE, kept, args), (scripts.HEARTBEAT, [self._heartbeat], [lease_ms, *_flat(fields)])
+        calls = (scripts.KEEP_ALIVE, kept, args), (scripts.HEARTBEAT, [self._heartbeat], fields)
         (count, turn, now_ms), added = await scripts.run_in_order(self.redis, *calls)
-        is_lost, is_draining = added == len(fields) or not count, counters.get("state") == "draining"
+        is_lost, is_draining = added == len(fields) // 2 or not count, counters.get("state") == "draining"
         # Register at times even if nothing is lost: another client may have written a wrong length of the lane.
         if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:
             # Another worker that has ended may have claimed jobs in the lane.
@@ -320,8 +319,8 @@ class Heartbeat:
                 for key in (*keys.queue, *lanes):
                     await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
 
-    def _fields(self, counters: Mapping[str, str | int | float]) -> dict[str, str | int | float]:
-        """The fields of the heartbeat."""
+    def _fields(self, counters: Mapping[str, str | int | float]) -> list[str | int | float]:
+        """The arguments of heartbeat.lua: the lease in ms, and the names and values of the fields."""
         info = self.info
         fields: dict[str, str | int | float] = {
             "model": info.name,
@@ -334,7 +333,7 @@ class Heartbeat:
         if self.files is not None:
             fields["changed_files"] = self.files.changed
             self.files.start_check()
-        return fields
+        return [int(info.lease_s * 1000), *chain.from_iterable(fields.items())]
 
     async def _register(self, batch: int) -> int:
         """Register the number of prompts that this worker computes at once (0: it takes no jobs).
@@ -351,11 +350,6 @@ class Heartbeat:
         for value in (self.vocabulary, self.tokenizer):
             if value is not None:
                 await register(self.redis, self.keys, value)
-
-
-def _flat(fields: Mapping[str, str | int | float]) -> Iterator[str | int | float]:
-    """Names and values of fields, as arguments of heartbeat.lua."""
-    return chain.from_iterable(fields.items())
 
 
 def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
@@ -413,13 +407,8 @@ async def send_loading(redis: Redis, settings: WorkerSettings, worker_id: str, m
     """Write the heartbeat of a loading worker. One of the loading workers, drawn at random, removes ended workers."""
     keys, lease_ms = Keys(settings.prefix), int(settings.lease_s * 1000)
     loading = keys.loading()
-    fields: dict[str, str | int | float] = {
-        "model": model,
-        "state": "loading",
-        "started": started,
-        "lease_s": settings.lease_s,
-    }
-    await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *_flat(fields)])
+    fields = {"model": model, "state": "loading", "started": started, "lease_s": settings.lease_s}
+    await scripts.HEARTBEAT(redis, [keys.worker(worker_id)], [lease_ms, *chain.from_iterable(fields.items())])
     await scripts.HEARTBEAT(redis, [loading], [lease_ms, worker_id, model])
     await scripts.REGISTER(redis, [keys.model(model).loading], [worker_id, lease_ms, lease_ms])
     if random.random() * await redis.hlen(loading) < 1:
