@@ -76,6 +76,8 @@ async def test_a_producers_poll_costs_the_server_the_same_with_many_workers(
     discovery = Discovery(redis, KEYS)
 
     async def look() -> None:
+        # Without this key, each submission wakes an idle worker, however long ago the last one was woken.
+        await redis.delete(MODEL.jobs.replace(b":jobs", b":watcher"))
         await discovery.info(INFO.name)
         await discovery.alive(INFO.name)
         await submit(redis, 1, 2)
