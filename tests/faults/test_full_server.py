@@ -37,6 +37,12 @@ def leave_room(pool: Pool, policy: str, size: int) -> None:
     pool.redis.config_set("maxmemory", int(pool.redis.info("memory")["used_memory"]) + size)
 
 
+def leave_no_room(pool: Pool, policy: str) -> None:
+    """Limit the server's memory to 1 byte: buffers that shrink later cannot make room for a submission."""
+    pool.redis.config_set("maxmemory-policy", policy)
+    pool.redis.config_set("maxmemory", 1)
+
+
 def give_memory(pool: Pool) -> None:
     """Raise the server's memory limit to 256 MiB, which is enough for all rows."""
     pool.redis.config_set("maxmemory", 1 << 28)
@@ -79,7 +85,7 @@ async def test_requests_to_an_unreachable_server_wait_until_their_deadlines(
     full: Pool, policy: str, when_full: WhenFull
 ) -> None:
     async with full.producer(cache_bytes=0, when_full=when_full) as producer:
-        leave_room(full, policy, -100_000)
+        leave_no_room(full, policy)
         asked = asyncio.ensure_future(assert_answered(producer))
         with pytest.raises(ServerError, match=f"no row within 3 s: .* {NO_MEMORY}"):
             await producer.positions(TEXT, 1, full=True, timeout=3)
