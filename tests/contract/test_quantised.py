@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -48,6 +49,10 @@ LABELS = {
     "torchao": "torchao, int8",
     "gguf": "GGUF, Q8_0",
 }
+# Formats that vLLM computes on an x86 CPU only with AVX-512 VNNI, and the error on other x86 CPUs.
+NEED_VNNI = ("w8a8", "w4a16", "gptq", "awq") if ENGINE == "vllm" else ()
+HAS_VNNI = platform.machine() != "x86_64" or torch.cpu._is_vnni_supported()
+NO_VNNI = r"model: vLLM .* computes integer weights \(.*\) on a CPU only with AVX-512 VNNI, which .*; use --backend hf"
 # Max difference of a prompt's row alone and with other prompts: some kernels compute in float16 or bfloat16.
 ALONE = {"float32": 5e-3, "bfloat16": 0.15}
 # Max difference of a row from the float64 log-softmax of its logits, if the row holds the logits without loss.
@@ -159,6 +164,9 @@ def test_a_quantised_checkpoint_is_served_or_refused_as_the_documentation_says(e
     if os.environ.get("LMPOOL_WRITE_TABLE"):
         write(name, cell)
     stated = cells()[LABELS[name]][cells()["format"].index(ENGINE or "")]
+    if name in NEED_VNNI and not HAS_VNNI:
+        assert re.fullmatch(NO_VNNI, cell)
+        return
     pattern = r"yes, (\S+) in (\w+)"
     if (found := re.fullmatch(pattern, cell)) and (said := re.fullmatch(pattern, stated)):
         assert found[2] == said[2]
@@ -245,12 +253,25 @@ def test_a_quantisation_that_cannot_be_is_refused_in_one_line(
 
 
 @pytest.mark.skipif(ENGINE != "vllm", reason="a limit of vLLM's kernels")
-def test_a_dtype_that_a_kernel_cannot_compute_is_named(engine: Subject) -> None:
+def test_a_dtype_that_a_kernel_cannot_compute_is_named(engine: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: True)
     with pytest.raises(SettingsError, match=r"^model: vLLM .* in float32 \(try --dtype bfloat16 for quantised weights"):
         Opened(engine, FOLDER / "w4a16", "float32", {}).__enter__()
 
 
+@pytest.mark.skipif(ENGINE != "vllm", reason="a limit of vLLM's kernels")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="a limit of x86 CPUs")
+@pytest.mark.parametrize("name", NEED_VNNI)
+def test_integer_weights_are_refused_on_a_cpu_that_computes_them_wrongly(
+    engine: Subject, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_vnni_supported", lambda: False)
+    with pytest.raises(SettingsError, match=f"^{NO_VNNI}$"):
+        Opened(engine, FOLDER / name, "bfloat16", {}).__enter__()
+
+
 @pytest.mark.skipif(ENGINE != "vllm", reason="vLLM's kernel for int8 drops weights on CPUs without AMX")
+@pytest.mark.skipif(not HAS_VNNI, reason="vLLM computes integer weights on an x86 CPU only with AVX-512 VNNI")
 def test_an_adapter_of_int8_weights_has_the_rows_of_the_merged_model(engine: Subject, tmp_path: Path) -> None:
     draw, adapter = random.Random(1), ADAPTERS[0]
     prompts = [prompt(draw, length) for length in (3, 33, MAX_BATCH_TOKENS)]

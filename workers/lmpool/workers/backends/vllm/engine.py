@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import platform
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -205,6 +206,11 @@ def make_config(settings: VllmSettings, folder: Path, arguments: dict[str, Any])
     if current_platform.is_cpu() and _NARROW_KV.match(kv_dtype):
         remedy = "Leave it out; if the checkpoint sets it, use kv_cache_dtype=bfloat16"
         raise SettingsError(f"engine_args: kv_cache_dtype={kv_dtype} gives wrong rows on a CPU. {remedy}")
+    lacks_vnni = platform.machine() == "x86_64" and not torch.cpu._is_vnni_supported()
+    if current_platform.is_cpu() and lacks_vnni and _has_integers(config.quant_config):
+        # vLLM 0.32.0 has no kernels for 4 bits without AVX-512, and without VNNI its sums for 8 bits overflow.
+        text = f"vLLM {vllm_version} computes integer weights ({model.quantization}) on a CPU only with AVX-512 VNNI"
+        raise SettingsError(f"model: {text}, which this CPU does not have; use --backend hf")
     if model.quantization in _EXPERTS_ONLY and not model.is_moe:
         text = f"{model.quantization} quantises only experts, and {settings.model} has none"
         raise SettingsError(f"quantization: {text}; use fp8_per_channel, or leave it out")
@@ -212,6 +218,13 @@ def make_config(settings: VllmSettings, folder: Path, arguments: dict[str, Any])
         text = "kv_transfer_config, ec_transfer_config and kv_offloading_size need a model in one process"
         raise SettingsError(f"engine_args: {text}: leave them out, or leave out the parallel sizes")
     return config
+
+
+def _has_integers(quantization: Any) -> bool:
+    """Whether vLLM's config of a quantisation has integer weights."""
+    schemes = getattr(quantization, "target_scheme_map", {}).values()  # In configs of compressed-tensors.
+    types = [getattr(scheme["weights"], "type", "") for scheme in schemes]
+    return "int" in types or hasattr(quantization, "weight_bits")
 
 
 def follow(settings: VllmSettings, on_ready: Callable[[], object]) -> None:
