@@ -391,12 +391,12 @@ class RowCache:
         return sum(len(value) for value in values if isinstance(value, (bytes, np.ndarray)))
 
     async def _get_placed(self, place: RowPlace, digests: Sequence[bytes], deliver: Deliver) -> int:
-        """Fetch rows from a row server and deliver them; rows that cannot be read are removed from Redis."""
+        """Fetch rows from a row server and deliver them; fetch rows that it does not have from Redis."""
         rows = await self._read_direct(place, digests)
-        deliver(digests, rows)
-        if missing := [digest for digest, row in zip(digests, rows, strict=True) if row is None]:
-            await self.drop(self.keys_of(missing))
-        return sum(row.nbytes for row in rows if row is not None)
+        found = {digest: row for digest, row in zip(digests, rows, strict=True) if row is not None}
+        deliver(list(found), list(found.values()))
+        missing = [digest for digest in digests if digest not in found]
+        return sum(row.nbytes for row in found.values()) + (await self.get_many(missing, deliver) if missing else 0)
 
     async def _read_direct(self, place: RowPlace, digests: Sequence[bytes]) -> list[Row | None]:
         if self._direct is None:

@@ -1,7 +1,7 @@
 """Read rows from the row servers of workers on other hosts, and through Redis while no row server can be reached.
 
 A client begins with rows through Redis. It uses row servers as soon as it has connected to one. While it uses row
-servers, its token in jobs and reply keys says so (`shared_memory.reader_token`).
+servers, its token in jobs and reply keys has a mark (`shared_memory.reader_token`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from lmpool.broker.connection import Connection
@@ -50,6 +50,7 @@ class _Peer:
         self.connection: Connection[RawRowReceiver] | None = None
         self.connecting = asyncio.Lock()
         self.turns = asyncio.Semaphore(_REQUESTS_IN_FLIGHT)
+        self.requests = 0  # Requests that wait or are in flight.
         self.used_at = asyncio.get_running_loop().time()  # Loop time of the last request.
         self.has_answered = False
         self.next_try_at = 0.0  # Loop time until which no connection is opened after a failure.
@@ -89,11 +90,14 @@ class DirectReader:
 
     # Places of announced rows
 
-    def note(self, address: bytes, digests: Iterable[bytes], places: bytes) -> None:
-        """Record where announced rows are; `places` are the places in a notification, in the order of `digests`."""
+    def note(self, address: bytes, digests: Iterable[bytes], places: bytes, awaited: Container[bytes]) -> None:
+        """Record where announced rows are, of the digests that are `awaited`.
+
+        `places` are the places in a notification, in the order of `digests`.
+        """
         for at, digest in enumerate(digests):
             nonce = places[PLACE_SIZE * at :][:_NONCE_SIZE]
-            if any(nonce):  # Zeros stand for a row that is not in shared memory.
+            if digest in awaited and any(nonce):  # Zeros stand for a row that is not in shared memory.
                 self._places[digest] = RowPlace(address, nonce)
         while len(self._places) > _MAX_PLACES:  # The first places belong to requests that were cancelled.
             del self._places[next(iter(self._places))]
@@ -121,6 +125,7 @@ class DirectReader:
         """Read rows of one row server; a value is None if the server does not have the row or cannot be reached."""
         peer, loop = self._peer(place.address), asyncio.get_running_loop()
         connection = None
+        peer.requests += 1
         try:
             async with peer.turns:
                 async with peer.connecting:  # Let one caller find out that the address cannot be reached.
@@ -139,6 +144,8 @@ class DirectReader:
                 self._fail(place.address, peer, error)
             self._miss(digests)
             return [None] * len(digests)
+        finally:
+            peer.requests -= 1
         peer.has_answered, peer.pause_s, peer.used_at = True, _MIN_PAUSE_S, loop.time()
         found = [value for value in values if value is not None]
         self.counts.direct += len(found)
@@ -187,7 +194,7 @@ class DirectReader:
         peers = sorted((peer for peer in self._peers.values() if peer.connection), key=lambda peer: peer.used_at)
         for at, peer in enumerate(peers):
             is_surplus = len(peers) - at > _MAX_PEERS
-            if (is_surplus or now - peer.used_at > _IDLE_S) and not peer.turns.locked():
+            if (is_surplus or now - peer.used_at > _IDLE_S) and not peer.requests:
                 peer.close()
         for address, peer in list(self._peers.items()):
             if peer.connection is None and now - max(peer.used_at, peer.next_try_at) > _MAX_PAUSE_S:
@@ -199,15 +206,16 @@ class DirectReader:
         peer.next_try_at = asyncio.get_running_loop().time() + peer.pause_s
         peer.pause_s = min(2 * peer.pause_s, _MAX_PAUSE_S)
         had_answered, peer.has_answered = peer.has_answered, False
-        # A worker that has answered has probably ended; the other workers can still be reached.
-        if not had_answered and not any(other.has_answered for other in self._peers.values()):
-            self._warn(address, error)
+        if had_answered:
+            return  # The worker has probably ended.
+        self._warn(address, error)
+        if not any(other.has_answered for other in self._peers.values()):
             self._turn(on=False)
 
     def _warn(self, address: bytes, error: LMPoolError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = "rows come through Redis: the row server of a worker at %s cannot be reached: %s"
+            text = "rows of some workers come through Redis: the row server of a worker at %s cannot be reached: %s"
             _log.warning(text, address.decode("ascii", "replace"), error.__cause__ or error)
 
     # Turning on and off

@@ -241,7 +241,7 @@ def test_a_lane_whose_ids_are_ahead_of_the_clock_is_replaced(
     assert_serves(pool, worker)
 
 
-@pytest.mark.parametrize("length", [1e6, -1e6, float("inf")])
+@pytest.mark.parametrize("length", [1e6, -1e6, 0.5, float("inf")])
 def test_invented_lengths_of_lanes_block_no_client(pool: Pool, worker: WorkerProcess, length: float) -> None:
     """Clients write the lengths of lanes (workers' own streams) in Redis themselves, so lengths may be wrong."""
     lanes = pool.keys.model("syn").lanes

@@ -142,6 +142,7 @@ class FetchLoop:
         self._max_job_bytes = float("inf") if info.is_trie else 4 * info.max_prompt_tokens
         # Locked from the read of jobs until they are in `in_flight`: the worker renews leases only of jobs in flight.
         self._taking = asyncio.Lock()
+        self._pausing = 0  # Number of callers of `paused` that wait for the lock.
         # Ms for which a read for jobs blocks. The reply must come before the connection counts as broken.
         self._block_ms = int(min(_MAX_BLOCK_MS, 1000 * reply_timeout(info.lease_s) * 2 / 3))
         self._check_at = -math.inf  # Loop time at which the worker checks for jobs, if it is idle.
@@ -157,7 +158,8 @@ class FetchLoop:
         """Take new jobs."""
         async with self._taking:
             # Check the capacity again: a prompt that must run alone may have begun while this task waited for the lock.
-            if self.lifecycle.stopping.is_set() or (capacity := self._capacity_for_new()) <= 0:
+            is_wanted = not self.lifecycle.stopping.is_set() and not self._pausing
+            if not is_wanted or (capacity := self._capacity_for_new()) <= 0:
                 return
             taken = await self.consumer.take(self._count_to_take(capacity), self._block_ms)
             if (delay_ms := self.consumer.woken_ms) is not None or not taken:
@@ -194,15 +196,22 @@ class FetchLoop:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Take no new jobs during the block; end a read that waits for jobs."""
-        # The read ends when this task already waits for the lock, so that no other read begins.
-        ending = asyncio.create_task(self.consumer.end_read())
-        async with self._taking:
+        # No other read begins while this task waits for the lock.
+        self._pausing += 1
+        try:
+            ending = asyncio.create_task(self.consumer.end_read())
+            await self._taking.acquire()
+        finally:
+            self._pausing -= 1
+        try:
             await ending
             yield
+        finally:
+            self._taking.release()
 
     @property
     def is_idle(self) -> bool:
-        """Whether the worker holds no job, and is not asked to stop."""
+        """Whether the worker holds no job, and no stop is requested."""
         return not self.in_flight and not self.lifecycle.stopping.is_set()
 
     def check_now(self) -> None:

@@ -368,8 +368,9 @@ class Worker:
                 await serving.consumer.keep_queue()
             # Only the metrics show the state of the queue, and the server's memory use.
             if self.settings.metrics_port and time.monotonic() >= self._measure_at:
-                self._measure_at = time.monotonic() + self.counters.serving / MEASURES_PER_S
-                await serving.consumer.measure()
+                partitions = Keys(self.settings.prefix).partitions(serving.heartbeat.info)
+                self._measure_at = time.monotonic() + self.counters.serving * len(partitions) / MEASURES_PER_S
+                await serving.consumer.measure(partitions)
                 self.counters.memory = await read_memory(serving.redis)
         except (RedisError, OSError, LMPoolError) as error:
             self.health.trouble = str(self.server.explain(error))
@@ -382,7 +383,8 @@ class Worker:
         fields = self._heartbeat_fields(serving)
         beat = await serving.heartbeat.send(fields, takes_turns=not self._lifecycle.stopping.is_set())
         self.counters.note_clock(beat.server_time, sent_at)
-        self.counters.serving = beat.workers
+        if serving.partitions.is_single:  # Otherwise the measurement counts the workers of all partitions.
+            self.counters.serving = beat.workers
         # The jobs of a read without a reply stay with this worker: only this worker claims them, after a lease.
         has_lost_jobs = time.monotonic() - consumer.failed_at < 2 * self.settings.lease_s
         self._is_complete |= beat.is_complete

@@ -130,7 +130,7 @@ class Connections(Tasks):
             partition.reader.hang_up(errors.ServerUnreachable("the client changes its reply key"))
 
     async def _read_row_token(self) -> bytes | None:
-        with self.noting():
+        with suppress(*TROUBLE):  # Do not record the error: rows still come through Redis.
             return cast(bytes | None, await self.redis.get(self._keys.row_token()))
         return None
 
@@ -144,7 +144,7 @@ class Connections(Tasks):
         self._direct_checked_at = now
 
         async def try_worker() -> None:
-            with self.noting():
+            with suppress(*TROUBLE):  # Do not record the error: rows still come through Redis.
                 key = self._keys.worker(worker.decode("utf-8", "replace"))
                 if address := cast(bytes | None, await cast(Any, self.redis.hget(key, "direct"))):
                     await direct.try_on(address)

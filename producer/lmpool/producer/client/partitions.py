@@ -9,7 +9,7 @@ import asyncio
 import math
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,6 +29,8 @@ _FACTOR, _SLACK = 1.25, 1.0
 _MEETING_LEASES = 2
 # Additional lifetime of this record in seconds, because a client on a busy machine may renew it late.
 _MEETING_MARGIN_S = 5.0
+# Seconds after which the loads are polled before prompts are sent: the session polls them while requests are pending.
+_OLD_S = 10.0
 _UNKNOWN = Load(0, 0, 0)  # The load of a partition before its first poll.
 
 FindHome = Callable[[Prompt], tuple[int | None, int]]
@@ -89,7 +91,10 @@ class Partitions:
     Attributes:
         current: the partitions that the model info names; the first is partition 0.
         opened: queue of the partitions whose reply streams the session must begin to read.
+        poll: records the load of each partition; it raises no error of the server.
     """
+
+    poll: Callable[[], Awaitable[None]]
 
     def __init__(self, server: Server, keys: Keys) -> None:
         self._server, self._keys, self._loop = server, keys, asyncio.get_running_loop()
@@ -97,6 +102,7 @@ class Partitions:
         self._lease_s = 0.0
         self.current: list[Partition] = []
         self.opened: asyncio.Queue[Partition] = asyncio.Queue()
+        self._polled_at = -math.inf  # Loop time of the last poll.
 
     def adopt(self, info: ModelInfo, reply_name: str, *, is_bulk: bool) -> None:
         """Use the partitions of a model; `reply_name` is the name of this client's reply streams."""
@@ -142,6 +148,7 @@ class Partitions:
             self.refuse(partition)
         else:
             partition.load, partition.jobs, partition.refused_until = load, load.jobs, -math.inf
+        self._polled_at = self._loop.time()
 
     def refuse(self, partition: Partition) -> None:
         """Send no prompts to a partition for a lease, or until its master answers a poll."""
@@ -163,6 +170,9 @@ class Partitions:
         """Choose a partition for each request, so that all clients that request a prompt choose the same partition."""
         if len(self.current) == 1:
             return [Placed(self.current[0], requests, False)]
+        if self._loop.time() - self._polled_at > _OLD_S:
+            self._polled_at = self._loop.time()
+            await self.poll()
         usable = self.usable
         own, others, families = defaultdict(list), dict[PendingRequest, Partition](), dict[int, Partition]()
         for request in requests:

@@ -405,7 +405,8 @@ class Receiver:
                 self._requests.resolve_found(digests, read_values(digests, parts, lengths, model.info.vocab_size))
                 self._requests.counters.fetched_bytes += len(carried)
         elif (address := fields.get(b"a")) and direct is not None:
-            direct.note(address, digests, fields.get(b"s", b""))
+            awaited = {request.prompt.digest for request in requests if not request.warm}
+            direct.note(address, digests, fields.get(b"s", b""), awaited)
         elif len(places := fields.get(b"s", b"")) == len(joined):
             place_of = {
                 joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)

@@ -64,6 +64,7 @@ class Session(Requester):
     def __init__(self, server: Server, settings: SessionSettings) -> None:
         super().__init__(server, settings)
         self.closed = False
+        self._connections.partitions.poll = self._poll_loads
         self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
         self.vocabularies = Vocabularies(self._connections, settings.keys)
         self.adapters = Adapters(self._connections)
@@ -193,6 +194,10 @@ class Session(Requester):
                     homes.forget(await self._discovery.gone(info.name, workers, partition))
 
         await asyncio.gather(*(check(*part) for part in homes.sample(_MAX_WORKERS_CHECKED).items()))
+
+    async def _poll_loads(self) -> None:
+        with suppress(*TROUBLE):
+            await self._liveness.poll()
 
     async def _recheck(self) -> None:
         """Fetch rows whose notifications were lost; submit requests again that got no reply within a lease."""

@@ -267,8 +267,9 @@ class Submitter:
         if not rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
             await self.fetch(await rows.existing(warmed), are_stored=True)
+        is_single = len(self._connections.partitions.current) == 1
         placed = await self._connections.partitions.place(requests, self.homes.find_partition)
-        if len(self._connections.partitions.current) == 1:
+        if is_single:
             stored = await self._submit_to(placed[0], again)
         else:
             parts = (self._try_to_submit(part, again) for part in placed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,13 +116,30 @@ async def test_measuring_the_queue_in_a_heartbeat_counts_no_workers(redis: redis
     await register(redis)
     nothing: Any = None
     consumer = Consumer(JobReader(redis, MODEL, INFO, "w1", counters := WorkerCounters()), nothing)
-    await consumer.measure()
-    commands = await commands_of(redis, consumer.measure)
+    measure = partial(consumer.measure, [MODEL])
+    await measure()
+    commands = await commands_of(redis, measure)
     assert "cmdstat_zcount" not in commands
     assert commands["cmdstat_evalsha"] == 1
     assert counters.queue is not None
     await register(redis, "w2")
     assert (await heartbeat(redis).send({}, takes_turns=False)).workers == 2
+
+
+@pytest.mark.parametrize("redis", ["real"], indirect=True)
+async def test_metrics_describe_the_queue_in_all_partitions(redis: redis_async.Redis) -> None:
+    other = KEYS.model(INFO.name, 1)
+    for keys, jobs in ((MODEL, 2), (other, 3)):
+        await redis.xgroup_create(keys.jobs, GROUP, id="0", mkstream=True)
+        registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane("w1")]
+        await scripts.REGISTER(redis, registered, ["w1", 60_000, 60_000, GROUP, 1])
+        for _ in range(jobs):
+            await redis.xadd(keys.jobs, {"m": b"job"})
+    nothing: Any = None
+    consumer = Consumer(JobReader(redis, MODEL, INFO, "w1", counters := WorkerCounters()), nothing)
+    await consumer.measure([MODEL, other])
+    assert counters.queue is not None
+    assert (counters.queue.depth, counters.serving) == (5, 2)
 
 
 async def load(redis: redis_async.Redis, name: str, model: str) -> None:

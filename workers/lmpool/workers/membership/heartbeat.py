@@ -288,13 +288,13 @@ class Heartbeat:
         """Add the partitions that other workers have added to the model's info."""
         self._adopt_partitions(await self.read_info())
 
-    async def leave_partition(self) -> None:
-        """Deregister the worker from the partition that it serves, and keep its heartbeat."""
-        await self._drop(self.worker_id)
+    async def leave_partition(self, number: int) -> None:
+        """Deregister the worker from a partition, and keep its heartbeat."""
+        await self._drop(self.worker_id, keys=self.keys.model(self.info.name, number))
 
-    async def _drop(self, *worker_ids: str, is_checker: bool = False) -> None:
+    async def _drop(self, *worker_ids: str, is_checker: bool = False, keys: ModelKeys | None = None) -> None:
         """Drop the consumers of workers whose deadline has passed, and of `worker_ids`; see `sweep`."""
-        keys = self._model
+        keys = keys or self._model
         swept = [keys.jobs, keys.workers, keys.capacity, keys.virtual_time]
         args = [GROUP, _MAX_SWEPT, _MEMBERS_TTL_MS, int(is_checker), *worker_ids]
         has_unknown, moved = False, 1

@@ -36,6 +36,8 @@ _REST_LEASES = 1.0
 _RESCUERS = 2.0
 # Checks, three per lease, after which a worker reads whether the queue has got a second partition.
 _SINGLE_CHECKS = 3
+# Other partitions that an idle worker compares with its own: the cost of a check does not grow with the partitions.
+_COMPARED = 2
 # Share of the idle workers that move at one decision to a partition in which jobs wait.
 _MOVING_SHARE = 0.5
 
@@ -112,7 +114,7 @@ class PartitionMover:
         # The partitions of an info stay, because clients may use them. The last worker that stops removes the info.
         numbers = await grown(self._server, self._keys, name, partitions_in(seen), count)
         self._heartbeat.info = replace(self._info, partitions=numbers)
-        loads = await self.read_loads() if len(numbers) > 1 else {}
+        loads = await self.read_loads(MAX_PARTITIONS) if len(numbers) > 1 else {}
         if not loads:
             return
         # If several workers start together, let them start in different partitions.
@@ -122,11 +124,16 @@ class PartitionMover:
         fewest = min(reachable, key=lambda number: (loads[number].workers, -loads[number].jobs, order[number]))
         self._use(fewest)
 
-    async def read_loads(self) -> dict[int, Load]:
-        """How busy each partition is; leaves out partitions whose masters do not answer."""
-        numbers = self._info.partitions
-        loads = await read_loads(self._redis, self._keys.partitions(self._info), self._info.lease_s)
+    async def read_loads(self, others: int = _COMPARED) -> dict[int, Load]:
+        """How busy this worker's partition is, and up to `others` partitions, which are drawn at random.
+
+        Leaves out partitions whose masters do not answer.
+        """
         now, own = time.monotonic(), self._heartbeat.partition
+        rest = [number for number in self._info.partitions if number != own]
+        numbers = [own, *random.sample(rest, min(others, len(rest)))]
+        queues = [self._keys.model(self._info.name, number) for number in numbers]
+        loads = await read_loads(self._redis, queues, self._info.lease_s)
         known = {number: load for number, load in zip(numbers, loads, strict=True) if isinstance(load, Load)}
         self._silent_since = math.inf if own in known else min(self._silent_since, now)
         return known
@@ -156,7 +163,7 @@ class PartitionMover:
         busiest = max(others, key=lambda number: others[number].jobs / max(1, others[number].batch))
         is_starved = others[busiest].jobs > _STARVED_BATCHES * others[busiest].batch
         # Every partition keeps a worker, unless there are fewer workers than partitions.
-        is_free = here.workers > 1 or sum(load.workers for load in loads.values()) < len(self._info.partitions)
+        is_free = here.workers > 1 or sum(load.workers for load in loads.values()) < len(loads)
         return busiest if is_starved and is_free and random.random() < _MOVING_SHARE else None
 
     async def move(self, number: int) -> None:
@@ -169,15 +176,19 @@ class PartitionMover:
             await self._consumer.close_lane()
             # Jobs of this worker that it never received, because the connection broke, go to other workers.
             await self._leases.release_all("its worker moved to another partition", ())
-            await self._heartbeat.leave_partition()
         except (RedisError, OSError, LMPoolError) as error:
             # The master does not answer. After a lease, other workers remove this worker and take over its jobs.
-            _log.warning("cannot deregister: %s", self._server.explain(error))
+            _log.warning("cannot close the lane: %s", self._server.explain(error))
         self._use(number)
         _log.info("moved from partition %d of the queue to partition %d", own, number)
-        await self._consumer.ensure_group()
-        await self._heartbeat.register()
-        await self._consumer.open_lane()
+        try:
+            await self._consumer.ensure_group()
+            await self._heartbeat.register()
+            await self._consumer.open_lane()
+        finally:
+            # Leave last: a worker that is registered nowhere looks dead, and others would remove the model's info.
+            with suppress(RedisError, OSError, LMPoolError):  # After a lease, other workers remove this worker there.
+                await self._heartbeat.leave_partition(own)
 
     def _use(self, number: int) -> None:
         """Use the keys and the master of a partition from now on."""

@@ -79,11 +79,6 @@ class WorkerCounters:
     _at_log: tuple[BackendStats, float] = field(default_factory=lambda: (BackendStats(), time.monotonic()))
     _moved: tuple[int, int] = 0, 0
 
-    def note_queue(self, queue: QueueState, sent_at: float) -> None:
-        """Record the state of the queue, which was requested at the local time `sent_at`."""
-        self.note_clock(queue.server_time, sent_at)
-        self.queue = queue
-
     def note_clock(self, server_time: float, sent_at: float) -> None:
         """Record the server's time, which was requested at the local time `sent_at`.
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.scripts import Entries, entries_by_stream, read_queue
-from lmpool.errors import ProtocolError, ServerError
+from lmpool.broker.scripts import Entries, entries_by_stream, read_alive_in, read_queue, read_queue_in
+from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.protocol.keys import GROUP, WAKE_FIELD, ModelKeys
 from lmpool.workers.queue.jobs import JobReader, Taken
 
@@ -19,6 +21,7 @@ _log = logging.getLogger("lmpool.worker")
 
 # Max ms by which entry ids may be ahead of the server's clock: an hour, because a clock may be set back.
 _MAX_AHEAD_MS = 3_600_000
+_MAX_DELAY_DIGITS = 5  # Max digits of the delay in a wake-up, in ms; clients may write to lanes, too.
 # Steps that a prompt waits in the lane of its home (the worker that computed a prefix) before another worker steals it.
 _PATIENCE_STEPS = 4
 _MIN_PATIENCE_S = 0.25  # Min seconds that a prompt waits for its home worker, however short the steps are.
@@ -82,11 +85,20 @@ class Consumer:
                 text = "the job stream of %r was replaced: an id was in the future; clients send %d prompts again"
                 _log.warning(text, self.reader.info.name, dropped)
 
-    async def measure(self) -> None:
-        """Record the lengths of the queue and of the worker's lane in the counters."""
-        sent_at = time.time()
-        self.reader.counters.lane = await self._redis.xlen(self._lane)
-        self.reader.counters.note_queue(await read_queue(self._redis, self._keys), sent_at)
+    async def measure(self, partitions: Sequence[ModelKeys]) -> None:
+        """Record the length of the worker's lane, and the model's queue in these partitions, in the counters."""
+        counters, sent_at = self.reader.counters, time.time()
+        counters.lane = await self._redis.xlen(self._lane)
+        queue = await read_queue(self._redis, self._keys)
+        counters.note_clock(queue.server_time, sent_at)
+        if len(partitions) > 1:
+            # While the master of another partition does not answer, the counters keep their values.
+            with suppress(RedisError, OSError, LMPoolError):
+                queue = await read_queue_in(self._redis, partitions)
+                counters.serving = (await read_alive_in(self._redis, partitions)).serving
+                counters.queue = queue
+        else:
+            counters.queue = queue
 
     async def take(self, count: int, block_ms: int) -> Taken:
         """Read up to `count` new jobs per stream, except jobs that no client waits for; block up to `block_ms` ms.
@@ -126,7 +138,8 @@ class Consumer:
         wakes = {entry_id: fields[WAKE_FIELD] for entry_id, fields in entries if WAKE_FIELD in fields}
         if not wakes:
             return entries
-        self.woken_ms = min(int(delay) if delay.isdigit() else 0 for delay in wakes.values())
+        delays = [delay for delay in wakes.values() if delay.isdigit() and len(delay) <= _MAX_DELAY_DIGITS]
+        self.woken_ms = min(map(int, delays), default=0)
         try:
             await scripts.WAKE(self._redis, [self._keys.jobs], [self._worker_id, *wakes])
         except (RedisError, OSError):

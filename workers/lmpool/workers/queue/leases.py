@@ -52,8 +52,7 @@ class Leases:
 
         Returns:
             the jobs; whether a job must run alone in this worker (the returned job, or a job that waits until a worker
-            holds no other jobs); the number of claims that this worker must still make, so that all workers together
-            check all held entries.
+            holds no other jobs); the number of claims that check the rest of the held entries.
         """
         args = [GROUP, self._worker_id, self._lease_ms, self._max_deliveries, count, int(not in_flight)]
         args += [MAX_JOB_BYTES, _MAX_CLAIMED_BYTES, _CURSOR_TTL_MS, *in_flight]

@@ -92,7 +92,7 @@ class RowServer:
             await self._renew_token()
             if self._server is None:
                 await self._listen()
-            while True:
+            while self._server is not None:
                 await asyncio.sleep(_RENEW_S)
                 await self._renew_token()
         except NoPermissionError as error:
@@ -305,7 +305,9 @@ class _Reader(asyncio.Protocol):
                 else:
                     end = _put(memory, end, b"$-1\r\n")
             # Send several rows by one system call: a call for each row would take more processor time.
-            self._transport.write(memory[:end])
+            # A transport keeps the memory of bytes that it cannot send now: copy the bytes for a slow reader.
+            is_slow = self._transport.get_write_buffer_size() > 0
+            self._transport.write(bytes(memory[:end]) if is_slow else memory[:end])
         if not self._wanted and not self._is_slow:
             self._close_after(_IDLE_S)
 

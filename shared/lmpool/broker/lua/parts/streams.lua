@@ -23,7 +23,7 @@ local jobs_in_lanes = 0 -- The number of jobs in all lanes, after the last call 
 -- Add `more` to the length of a lane that `lanes` lists, and to the sum; negative if jobs were removed.
 local function count_in_lane(worker, more)
   if more ~= 0 and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', more, worker)) == 'string' then
-    local sum = tonumber(redis.pcall('ZINCRBY', lanes, more, '')) or 0
+    local sum = math.floor(tonumber(redis.pcall('ZINCRBY', lanes, more, '')) or 0)
     jobs_in_lanes = sum < 1e9 and sum or 0 -- Clients may write to the set.
   end
 end

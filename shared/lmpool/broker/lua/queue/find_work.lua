@@ -18,8 +18,10 @@ watching = type(watching) == 'string' and watching
 -- those of the sum and of the longest lane. Defining the functions below would take longer than this case.
 local top = redis.pcall('ZREVRANGE', lanes, 0, 1, 'WITHSCORES')
 local longest = tonumber(top[1] == '' and top[4] or top[2]) or 0
+-- While a worker is recorded as the watcher, submissions wake no other worker: it checks once more when this record has expired.
+local watch_ms = watching == worker and math.max(1, redis.call('PTTL', watcher)) or 0
 if not in_backlog and (longest <= 0 or longest <= max_taken and watching and watching ~= worker) then
-  return {0, 0, 0}
+  return {0, 0, watch_ms}
 end
 
 -- include fair_queue
@@ -85,7 +87,7 @@ for at, other in ipairs(others) do
 end
 -- One idle worker watches: it checks again when the first job may be taken. The others wait until they are woken.
 if watching == worker and not check_again or watching and watching ~= worker or not has_jobs then
-  return {0, 0, 0}
+  return {0, 0, watch_ms}
 end
 check_again = math.ceil(check_again or LATE_MS)
 redis.call('SET', watcher, worker, 'PX', math.min(check_again, LATE_MS) + WATCH_MS)

@@ -53,7 +53,7 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
       redis.pcall('XACK', stream, ARGV[1], id or entry)
       local is_counted = redis.pcall('XDEL', stream, id or entry) == 1 and worker
         and type(redis.pcall('ZADD', lanes, 'XX', 'INCR', -1, worker)) == 'string'
-      local left = is_counted and tonumber(redis.pcall('ZINCRBY', lanes, -1, '')) or 0
+      local left = is_counted and math.floor(tonumber(redis.pcall('ZINCRBY', lanes, -1, '')) or 0) or 0
       return left > 0 and left < 1e9 and '1 =' .. left or '1'
     end
   end
