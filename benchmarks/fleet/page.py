@@ -84,7 +84,7 @@ def write(
         run: facts about the run.
         notes: the notes of the previous page.
     """
-    costs, plan = _costs(at_rate, saturated), at_rate[0].plan
+    costs, plan = _costs(at_rate, saturated, masters), at_rate[0].plan
     parts = [
         "# A simulated fleet",
         _INTRODUCTION.format(rate=plan.rate, seconds=plan.seconds, step_ms=plan.step_ms),
@@ -146,15 +146,16 @@ def _pairs(fleets: Sequence[Fleet]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} | {lost:,} | {wrong:,} |"
 
 
-def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet]) -> Costs:
+def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet], masters: Sequence[Fleet]) -> Costs:
     """The costs that the arithmetic uses: idle costs of the largest fleet, and costs per request at saturation."""
+    spread = min(masters[1::2], key=lambda fleet: fleet.plan.vocab_size)
     largest = max(at_rate, key=lambda fleet: fleet.workers * fleet.clients)
     many = max(saturated, key=lambda fleet: fleet.workers)
     large = max(saturated, key=lambda fleet: fleet.plan.vocab_size)
     small = next(fleet for fleet in saturated if fleet.workers == large.workers)
     more_bytes = (large.loaded.received / large.sent) - (small.loaded.received / small.sent)
     return Costs(
-        many.processor_us(net=False),
+        1e6 * sum(spread.loaded.processor_s) / spread.sent,
         (large.processor_us(net=False) - small.processor_us(net=False)) / more_bytes,
         largest.idle_worker_us,
         largest.idle_client_us,
@@ -165,8 +166,8 @@ def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet]) -> Costs:
 
 
 _CONSTANTS = """\
-- q = {request} µs: processor time of the masters per request with a small result, from the fleet with the most workers
-  in the table of as many requests as possible.
+- q = {request} µs: processor time of all masters together per request with a small result, on the cluster of three
+  masters. A request costs one server alone less.
 - b = {kib:.3g} µs per KiB: processor time of the masters for a row that goes through them, from the smallest and the
   largest V with equal numbers of workers.
 - w = {worker} µs/s and c = {client} µs/s: processor time of the master for an idle worker and an idle client.
@@ -184,8 +185,12 @@ one partition is on one master."""
 
 _LIMITS = """\
 Two more limits depend on settings. A worker's shared memory of {segment_gib} GiB holds the rows of {shared_s:.0f} s. A
-worker has {worker_connections} connections to the masters and a client {client_connections}, so 1,000 of both have
-{connections:,.0f}. A Redis server permits {max_connections:,} by default ([`maxclients`](../operations.md#sizing))."""
+worker has {worker_connections} connections to one server and a client {client_connections}, so 1,000 of both have
+{connections:,.0f}. On a cluster, a client has connections to each master whose partitions it uses. A Redis server
+permits {max_connections:,} by default ([`maxclients`](../operations.md#sizing)).
+
+The arithmetic does not contain connections to row servers. A row server accepts 512 clients, and a client keeps 128
+connections, so with more clients or workers some rows need a new connection, or come through the masters."""
 
 
 def _arithmetic(costs: Costs) -> str:

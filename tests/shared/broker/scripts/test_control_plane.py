@@ -129,8 +129,8 @@ async def test_measuring_the_queue_in_a_heartbeat_counts_no_workers(redis: redis
 @pytest.mark.parametrize("redis", ["real"], indirect=True)
 async def test_metrics_describe_the_queue_in_all_partitions(redis: redis_async.Redis) -> None:
     other = KEYS.model(INFO.name, 1)
+    await redis.xgroup_create(other.jobs, GROUP, id="0", mkstream=True)
     for keys, jobs in ((MODEL, 2), (other, 3)):
-        await redis.xgroup_create(keys.jobs, GROUP, id="0", mkstream=True)
         registered = [keys.workers, keys.jobs, keys.capacity, keys.lanes, keys.lane("w1")]
         await scripts.REGISTER(redis, registered, ["w1", 60_000, 60_000, GROUP, 1])
         for _ in range(jobs):
