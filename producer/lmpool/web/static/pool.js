@@ -60,12 +60,13 @@ const WORKERS = [
   { title: "devices", left: true, wide: true, text: (worker) => cut(worker.devices, 30),
     title_of: (worker) => (worker.devices ? `${counted(worker.ranks, "rank")}: ${worker.devices}` : ""),
     help: "devices that hold a part of the model each; empty for a model on one device" },
-  { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
+  { title: "heartbeat", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
 ];
 
 // Kind of outlier -> the format of the value that shows how much a worker is affected.
 const AFFECTED = {
-  silent: (value) => `heard ${seconds(value)} ago`, failing: (value) => `${count(value)} failed`, slow: (value) => `p99 ${seconds(value)}`,
+  silent: (value) => `last heartbeat ${seconds(value)} ago`, failing: (value) => `${count(value)} failed`,
+  slow: (value) => `p99 ${seconds(value)}`,
 };
 
 function namedOutliers({ kind, count: all, most }) {
