@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import SyncProducer
@@ -208,6 +208,26 @@ def test_a_thousand_workers_are_shown_in_pages_and_found_by_name(pool: Pool, wat
     expect(rows).to_have_count(1)
     expect(page.locator("#workers-count")).to_have_text("1 of 1,000")
     assert cell(page, "workers", "worker") == "gpu-0777"
+
+
+def test_a_page_of_workers_appears_although_its_response_takes_longer_than_frames(pool: Pool, watch: Watch) -> None:
+    pool.start()
+    beat(pool, ["gpu-1", "gpu-2"])
+    page = watch(WebService(pool)).open()
+    rows = page.locator("#workers tbody tr")
+    expect(rows).to_have_count(3)
+    held: list[Route] = []
+    page.route("**/api/workers?filter=gpu-1*", lambda route: held.append(route))
+    page.get_by_label("Filter workers").fill("gpu-1")
+    for count in (4, 5):  # Each expected text needs another frame.
+        beat(pool, [f"new-{count}"])
+        expect(page.locator("#tiles")).to_contain_text(f"{count} ready")
+    assert len(held) == 1, "frames request no page while a request is in flight"
+    held[0].continue_()
+    expect(rows).to_have_text([re.compile("gpu-1")])
+    until(lambda: page.title() and len(held) == 2, "the next frame requests the page again")
+    page.get_by_label("Filter workers").fill("gpu-2")
+    expect(rows).to_have_text([re.compile("gpu-2")])
 
 
 def test_a_silent_worker_is_marked_and_events_are_listed(pool: Pool, watch: Watch) -> None:

@@ -71,13 +71,13 @@ def test_names_are_never_cut_and_tables_fit_at_any_width() -> None:
         for name in ids:
             assert name in folded(lines, 0)
         assert "99999" in "".join(lines)
-    for width, shown in ((80, ("lane", "reuse")), (100, ("lane", "reuse", "heard"))):
+    for width, shown in ((80, ("lane", "reuse")), (100, ("lane", "reuse", "heartbeat"))):
         console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115, PTH123
         console.print(survey_tables(models, STATUS)[1])
         (titles,) = [line for line in console.export_text().splitlines() if "state" in line]
         assert all(title in titles for title in shown)
     widest = "\n".join(lines)
-    for text in ("batch", "p50", "heard", "25%", "12 ms", "250 ms", "2.2 s", "57", "123456", "789"):
+    for text in ("batch", "p50", "heartbeat", "25%", "12 ms", "250 ms", "2.2 s", "57", "123456", "789"):
         assert text in widest
 
 
@@ -138,7 +138,7 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
     assert "ready" in text
     # Check only some columns, because the width of times decides how many columns fit.
     (left_out,) = re.findall(r"too narrow for ((?:[\w-]+, )*[\w-]+)", " ".join(text.split()))
-    assert {"rows", "in-flight", "reuse", "heard"} <= set(left_out.split(", ")), (
+    assert {"rows", "in-flight", "reuse", "heartbeat"} <= set(left_out.split(", ")), (
         "the caption names the columns that do not fit"
     )
 

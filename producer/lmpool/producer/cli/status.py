@@ -222,12 +222,12 @@ _WORKER = (
     Column("shared", 14),
 )
 _SPREAD = (Column("ranks", 15), Column("devices", 16))  # A model that is spread over several devices has these values.
-_HEARD = Column("heard", 9, "silent_s", seconds)
+_HEARTBEAT = Column("heartbeat", 9, "silent_s", seconds)
 _IF_ANY = {_NOT_READY, _BUSY, _VERSIONS, *_SPREAD}  # Columns that are shown only if a row has a value.
 
 _INFO = (Column("backend", 6), Column("V", 7, "vocab_size"), Column("dtype", 9), Column("rows as", 8, "encoding"))
 
-STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARD, *_SPREAD))
+STATUS = ((_MODEL, *_INFO, *_QUEUE), (*_WORKER, _HEARTBEAT, *_SPREAD))
 """The columns of two tables of `lmpool status`: models and workers."""
 
 TOP = (
@@ -237,7 +237,7 @@ TOP = (
         Column("batch", 6),
         Column("p50", 5, "p50_s", seconds),
         Column("p99", 4, "p99_s", seconds),
-        _HEARD,
+        _HEARTBEAT,
         *_SPREAD,
     ),
 )
@@ -247,7 +247,7 @@ _OUTLIERS = (Column("outliers", 0, "kind"), _SERVED, Column("workers", 1, "count
 # Field that shows how much an outlier is affected -> its format.
 _FORMS: dict[str, Callable[[float], str]] = {
     "failures": "{:.0f} failed".format,
-    "silent_s": lambda value: f"heard {seconds(value)} ago",
+    "silent_s": lambda value: f"last heartbeat {seconds(value)} ago",
     "p99_s": lambda value: f"p99 {seconds(value)}",
 }
 

@@ -60,12 +60,13 @@ const WORKERS = [
   { title: "devices", left: true, wide: true, text: (worker) => cut(worker.devices, 30),
     title_of: (worker) => (worker.devices ? `${counted(worker.ranks, "rank")}: ${worker.devices}` : ""),
     help: "devices that hold a part of the model each; empty for a model on one device" },
-  { title: "heard", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
+  { title: "heartbeat", wide: true, text: (worker) => seconds(worker.silent_s), help: "time since the last heartbeat" },
 ];
 
 // Kind of outlier -> the format of the value that shows how much a worker is affected.
 const AFFECTED = {
-  silent: (value) => `heard ${seconds(value)} ago`, failing: (value) => `${count(value)} failed`, slow: (value) => `p99 ${seconds(value)}`,
+  silent: (value) => `last heartbeat ${seconds(value)} ago`, failing: (value) => `${count(value)} failed`,
+  slow: (value) => `p99 ${seconds(value)}`,
 };
 
 function namedOutliers({ kind, count: all, most }) {
@@ -134,15 +135,26 @@ function showTiles(frame) {
 let newest = null;
 let offset = 0; // Index of the first worker that the user wants to see.
 let shownOffset = 0;
-let requested = 0; // Number of requests for pages of workers, to ignore responses that are late.
+let requested = 0; // Number of requests for pages of workers, to ignore responses to all but the last request.
+let isPending = false; // Whether the last request is in flight.
 
 // Show the page of workers in the frame, or request another page from the service, which keeps the last survey.
-async function showWorkers() {
+async function refreshWorkers() {
   const wanted = byId("filter").value;
   const number = requested += 1;
-  const page = wanted || offset
-    ? await fetchJson(`api/workers?${new URLSearchParams({ filter: wanted, offset })}`) : newest.workers;
-  if (number !== requested) return;
+  isPending = Boolean(wanted || offset);
+  try {
+    const page = isPending
+      ? await fetchJson(`api/workers?${new URLSearchParams({ filter: wanted, offset })}`) : newest.workers;
+    if (number === requested) showPage(page, wanted);
+  } catch (error) {
+    say("disconnected", error.message);
+  } finally {
+    if (number === requested) isPending = false;
+  }
+}
+
+function showPage(page, wanted) {
   const last = page.offset + page.listed.length;
   shownOffset = page.offset;
   workers.update(page.listed);
@@ -151,10 +163,6 @@ async function showWorkers() {
   setText(byId("range"), `${count(page.offset + 1)} to ${count(last)} of ${count(page.matching)}, the most urgent first`);
   byId("previous").disabled = page.offset === 0;
   byId("next").disabled = last === page.matching;
-}
-
-function refreshWorkers() {
-  showWorkers().catch((error) => say("disconnected", error.message));
 }
 
 function turn(pages) {
@@ -183,7 +191,8 @@ function show(frame, letters) {
   outliers.update(frame.outliers);
   byId("outliers-section").hidden = !frame.outliers.length;
   showTiles(frame);
-  refreshWorkers();
+  // On a slow link a response takes longer than the next frame: let a frame replace no request.
+  if (!isPending) refreshWorkers();
   events.update(frame.events);
   byId("no-events").hidden = frame.events.length > 0;
   letters.update(frame.models);
