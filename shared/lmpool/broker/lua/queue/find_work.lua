@@ -11,6 +11,8 @@
 
 -- include names
 
+-- Max ms until a watcher checks once more; clients may write the record, too.
+local MAX_WATCH_MS = 1000
 local worker, max_taken, patience = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local in_backlog, watching = redis.call('EXISTS', backlog) == 1, redis.pcall('GET', watcher)
 watching = type(watching) == 'string' and watching
@@ -19,7 +21,8 @@ watching = type(watching) == 'string' and watching
 local top = redis.pcall('ZREVRANGE', lanes, 0, 1, 'WITHSCORES')
 local longest = tonumber(top[1] == '' and top[4] or top[2]) or 0
 -- While a worker is recorded as the watcher, submissions wake no other worker: it checks once more when this record has expired.
-local watch_ms = watching == worker and math.max(1, redis.call('PTTL', watcher)) or 0
+local left_ms = watching == worker and redis.call('PTTL', watcher)
+local watch_ms = left_ms and (left_ms > 0 and math.min(left_ms, MAX_WATCH_MS) or MAX_WATCH_MS) or 0
 if not in_backlog and (longest <= 0 or longest <= max_taken and watching and watching ~= worker) then
   return {0, 0, watch_ms}
 end
