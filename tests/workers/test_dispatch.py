@@ -370,7 +370,7 @@ async def test_no_read_begins_while_a_task_waits_to_pause_the_loop() -> None:
             assert reads == []
 
     loop.consumer = cast(Any, SimpleNamespace(end_read=end_read, take=take, woken_ms=None))
-    loop.dispatcher.accept = accept  # type: ignore[method-assign]
+    cast(Any, loop.dispatcher).accept = accept
     async with loop.paused():
         tasks = [asyncio.create_task(part()) for part in (loop._take, pause)]
         await asyncio.sleep(0)  # Both tasks wait for the lock, the read first.
