@@ -24,6 +24,7 @@ from lmpool.producer import Producer
 from lmpool.rows.direct import DirectReader
 from lmpool.rows.shared_memory import Reference, is_reference, unpack_reference
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.queue import row_server
 from lmpool.workers.queue.row_server import RowServer
 from tests.shared.broker.secure_server import SecureServer
 from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, lmpool_command, until, until_async
@@ -176,7 +177,7 @@ async def test_behind_a_firewall_rows_come_through_redis_with_one_line_in_the_lo
 
             async def has_warned() -> bool:
                 await through_redis(producer, since=0, prompts=[[next(number) % V, 2, 3]])
-                return "rows come through Redis" in caplog.text
+                return "come through Redis" in caplog.text
 
             await until_async(has_warned, "the client has tried to connect")
             # Try again as if minutes had passed.
@@ -188,7 +189,7 @@ async def test_behind_a_firewall_rows_come_through_redis_with_one_line_in_the_lo
                 return peer.next_try_at > 0
 
             await until_async(has_tried, "the client has tried again")
-    assert caplog.text.count("rows come through Redis") == 1
+    assert caplog.text.count("come through Redis") == 1
     assert not references(pool)
 
 
@@ -407,6 +408,47 @@ async def test_a_reader_that_fails_keeps_no_other_reader_waiting() -> None:
         server.give_turn(cast(Any, reader))
     await asyncio.wait_for(sent.wait(), DEADLINE_S)
     assert not bad.has_turn
+
+
+class SlowTransport:
+    """Stand-in for the transport of a reader; `unsent` is the number of bytes that it cannot send now."""
+
+    def __init__(self) -> None:
+        self.unsent, self.written = 0, list[bytes | memoryview]()
+
+    def write(self, data: bytes | memoryview) -> None:
+        self.written.append(data)
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def set_write_buffer_limits(self, _: int) -> None:
+        """Ignore the limits: this stand-in does not pause its reader."""
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_rows_for_a_slow_reader_are_copied_because_the_transport_keeps_their_memory() -> None:
+    nothing: Any = None
+    segment: Any = SimpleNamespace(row_bytes=4, copy_to=lambda memory, key: True)
+    settings: Any = SimpleNamespace(prefix="pool")
+    server, transport = RowServer(nothing, segment, settings, nothing, nothing), SlowTransport()
+    server._token = bytes(32)
+    reader = row_server._Reader(server)
+    reader.connection_made(cast(Any, transport))
+    reader.data_received(pack_command((b"AUTH", server._token)))
+    for transport.unsent in (0, 1):
+        before = len(transport.written)
+        reader.data_received(pack_command((b"MGET", bytes(24))))
+
+        async def is_sent(before: int = before) -> bool:
+            return len(transport.written) > before
+
+        await until_async(is_sent, "the row is written")
+    assert transport.written == [b"+OK\r\n", *[b"*1\r\n$4\r\n\0\0\0\0\r\n"] * 2]
+    assert [type(data) for data in transport.written[1:]] == [memoryview, bytes]
+    reader.connection_lost(None)
 
 
 async def test_clients_that_connect_at_once_after_the_token_changed_are_all_accepted(

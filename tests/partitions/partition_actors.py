@@ -165,6 +165,7 @@ class Client:
         self.lock = asyncio.Lock()
         self.requests = PendingRequests(Counters(ProducerStats(), RowLRU(0)))
         self.partitions = Partitions(_SERVER, KEYS)
+        self.partitions.poll = self.poll
         self.partitions.adopt(INFO, name, is_bulk=name.startswith("bulk"))
         for partition in self.partitions.current:
             partition.commands = cast(Any, masters)

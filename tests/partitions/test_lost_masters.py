@@ -104,6 +104,55 @@ async def test_a_worker_that_waits_until_it_may_move_sends_heartbeats() -> None:
     assert moved == [1]
 
 
+class Moving:
+    """The parts of a worker that a move uses; records in which partitions the worker is registered."""
+
+    def __init__(self) -> None:
+        self.redis, self.keys, self.info, self.partition = None, KEYS, INFO, 0
+        self.registered, self.steps = {0}, list[set[int]]()
+        self.reader, self.connection = SimpleNamespace(keys=None), SimpleNamespace(key=b"", hang_up=lambda _: None)
+
+    async def go_on(self, *_: object) -> None:
+        """Record the partitions in which the worker is registered at this step of the move."""
+        self.steps.append(set(self.registered))
+
+    close_lane = open_lane = ensure_group = release_all = go_on
+
+    async def register(self) -> None:
+        self.registered.add(self.partition)
+        await self.go_on()
+
+    async def leave_partition(self, number: int) -> None:
+        self.registered.discard(number)
+        await self.go_on()
+
+    def use_queue(self, key: bytes) -> None:
+        assert key == KEYS.model("m", self.partition).jobs
+
+    async def move(self) -> None:
+        parts = cast(Any, self)
+        await PartitionMover(cast(Any, None), parts, parts, parts, parts, None).move(1)
+
+
+async def test_a_worker_that_moves_is_registered_in_a_partition_at_every_moment() -> None:
+    worker = Moving()
+    await worker.move()
+    assert all(worker.steps)
+    assert {0, 1} in worker.steps
+    assert worker.registered == {1}
+
+
+async def test_a_worker_leaves_its_partition_although_the_next_one_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker = Moving()
+    monkeypatch.setattr(worker, "register", lost)
+    with pytest.raises(ServerUnreachable):
+        await worker.move()
+    assert worker.partition == 1
+    assert worker.registered == set()
+
+
 async def test_a_worker_that_holds_jobs_reads_no_loads() -> None:
     worker = SimpleNamespace(_stats_before=None)
     assert await check_partitions(worker, lost, is_idle=False) == 0

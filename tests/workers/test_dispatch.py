@@ -352,6 +352,36 @@ async def test_yielding_prompts_do_not_count_as_unpublished(yielding: int, takes
     assert loop._capacity_for_new() == takes
 
 
+async def test_no_read_begins_while_a_task_waits_to_pause_the_loop() -> None:
+    loop, reads = fetch_loop(SimpleNamespace(batch=2, capacity=2, step_s=1, yielding=0), INFO), list[int]()
+
+    async def end_read() -> None:
+        """Do nothing: no read is in flight."""
+
+    async def take(count: int, block_ms: int) -> Taken:
+        reads.append(count)
+        return taken()
+
+    async def accept(_: Taken) -> None:
+        """Do nothing: the reads return no job."""
+
+    async def pause() -> None:
+        async with loop.paused():
+            assert reads == []
+
+    loop.consumer = cast(Any, SimpleNamespace(end_read=end_read, take=take, woken_ms=None))
+    cast(Any, loop.dispatcher).accept = accept
+    async with loop.paused():
+        tasks = [asyncio.create_task(part()) for part in (loop._take, pause)]
+        await asyncio.sleep(0)  # Both tasks wait for the lock, the read first.
+        waiters: Any = loop._taking._waiters
+        assert len(waiters) == 2
+    await asyncio.wait_for(asyncio.gather(*tasks), DEADLINE_S)
+    assert reads == []
+    await loop._take()
+    assert reads == [2]
+
+
 class Suspect:
     """A queue with a prompt that must run alone; the prompt stays in the queue until another worker claims it.
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lmpool.producer import SyncProducer
 from lmpool.protocol.job import Job, digest_of
-from lmpool.protocol.keys import GROUP
+from lmpool.protocol.keys import GROUP, WAKE_FIELD
 from lmpool.synthetic import synthetic_row
 from tests.faults.hostile import strategies as hostile
 from tests.faults.hostile.cases import cases
@@ -238,6 +238,17 @@ def test_a_lane_whose_ids_are_ahead_of_the_clock_is_replaced(
     execute(pool.redis, "XADD", lane, f"{2**64 - 1}-{2**64 - 1}", "m", "x")
     until(lambda: "the job stream of 'syn' was replaced" in worker.text, "the worker replaces it")
     pool.redis.xadd(lane, {"m": "junk"})
+    assert_serves(pool, worker)
+
+
+@pytest.mark.parametrize("delay", ["1" * 400, "1" * 5000, "-1", "no number"], ids=["400", "5000", "negative", "text"])
+def test_wake_ups_with_invalid_delays_end_no_worker(
+    pool: Pool, worker: WorkerProcess, producer: SyncProducer, delay: str
+) -> None:
+    _, lane = streams_of(pool)
+    pool.redis.xadd(lane, {WAKE_FIELD: delay})
+    until(lambda: pool.redis.xlen(lane) == 0 or not worker.is_running, "the worker removes the wake-up")
+    assert np.array_equal(producer.logprobs([5]), row(5)), "the worker still runs"
     assert_serves(pool, worker)
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from redis.exceptions import OutOfMemoryError
 
-from lmpool.broker.scripts import MAX_AT_ONCE
+from lmpool.broker.scripts import MAX_AT_ONCE, Load
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, QueueFull, ServerUnreachable
+from lmpool.producer.client import partitions as partitions_module
 from lmpool.producer.client.discovery import AdoptedModel, Connections
 from lmpool.producer.client.partitions import Partition, Partitions, Placed
 from lmpool.producer.client.receive import Receiver
@@ -317,6 +318,49 @@ class Partitioned(Answering):
 
     def note(self, error: BaseException) -> None:
         assert isinstance(error, LMPoolError)
+
+
+async def test_loads_are_polled_before_prompts_are_placed_if_the_last_poll_is_old(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections, polls = Partitioned(), list[int]()
+    partitions, first = connections.partitions, connections.partitions[0]
+    prompts = map(prompt, range(100))
+    one = next(one for one in prompts if partitions_module._of_digest(one.digest, partitions.current) is first)
+    request, _ = table.requests.add(one, Listener())
+
+    async def poll() -> None:
+        polls.append(1)
+        partitions.note_load(0, Load(1, 1, 0))
+
+    async def place() -> None:
+        (placed,) = await partitions.place([request], Homes().find_partition)
+        assert (placed.partition, placed.requests) == (first, [request])
+
+    partitions.poll = poll
+    for _ in range(2):
+        await place()
+    assert polls == [1]
+    monkeypatch.setattr(partitions_module, "_OLD_S", -1)
+    await place()
+    assert polls == [1, 1]
+
+
+async def test_all_requests_are_submitted_if_the_queue_gets_a_single_partition_meanwhile(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connections = Partitioned()
+    requests = [table.requests.add(prompt(at), Listener())[0] for at in range(2)]
+
+    async def place(*_: object) -> list[Placed]:
+        connections.partitions.adopt(INFO, "reply", is_bulk=False)
+        parts = zip((connections.partitions[0], connections.second), requests, strict=True)
+        return [Placed(partition, [request], False) for partition, request in parts]
+
+    monkeypatch.setattr(connections.partitions, "place", place)
+    await submitter_of(table, connections).submit(requests)
+    assert [request.stage for request in requests] == [Stage.WAITING] * 2
+    await connections.end_tasks()
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
+import numpy as np
 import pytest
 
 from lmpool.broker.server import Server
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows import direct
+from lmpool.rows.cache import RowCache
 from lmpool.rows.direct import DirectReader, RowPlace
-from tests.support.pool import DEADLINE_S
+from lmpool.rows.shared_memory import PLACE_SIZE, SegmentReader
+from tests.support.pool import DEADLINE_S, Pool
 
 NONCE, DIGEST = bytes(8), bytes(16)
 
@@ -25,7 +30,7 @@ def make_reader(redis: str = "redis://127.0.0.1:1") -> DirectReader:
 
 
 @asynccontextmanager
-async def row_server(replies: list[bytes]) -> AsyncIterator[bytes]:
+async def row_server(replies: Iterable[bytes]) -> AsyncIterator[bytes]:
     """A row server that sends these bytes, one item per request, then nothing; yields its address."""
     waiting = iter(replies)
 
@@ -101,3 +106,51 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(direct, "_IDLE_S", -1)
         reader.close_idle()
         assert peer.connection is None
+
+
+async def test_a_connection_with_a_request_in_flight_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, has_request = make_reader(), asyncio.Event()
+
+    def replies() -> Iterator[bytes]:
+        yield b"+OK\r\n"
+        has_request.set()
+        yield b""
+        yield 2 * ROW
+
+    async with row_server(replies()) as address:
+        place = RowPlace(address, NONCE)
+        first = asyncio.create_task(reader.read(place, [DIGEST], 1000))
+        await asyncio.wait_for(has_request.wait(), DEADLINE_S)
+        monkeypatch.setattr(direct, "_IDLE_S", -1)
+        monkeypatch.setattr(direct, "_MAX_PEERS", 0)
+        reader.close_idle()
+        second = reader.read(place, [DIGEST], 1000)
+        rows = await asyncio.wait_for(asyncio.gather(first, second), DEADLINE_S)
+        assert [list(found) for found in rows] == [[b"row"], [b"row"]]
+        reader.close_idle()
+        (peer,) = reader._peers.values()
+        assert peer.connection is None
+
+
+async def test_a_row_that_its_row_server_lacks_is_read_from_redis_and_not_removed(pool: Pool) -> None:
+    info = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
+    reader, row = make_reader(), np.log(np.array([0.5, 0.25, 0.25], np.float32))
+    cache = RowCache(Server(pool.url), pool.keys, info, SegmentReader(), reader)
+    (key,) = cache.keys_of([DIGEST])
+    pool.redis.set(key, RowBlock([DIGEST], row[None], None, Encoding.F32).encode(0))
+    found: dict[bytes, object] = {}
+    async with row_server([b"+OK\r\n", b"*1\r\n$-1\r\n"]) as address:
+        await reader.try_on(address)
+        reader.note(address, [DIGEST], b"p" * PLACE_SIZE, {DIGEST})
+        await cache.get_many([DIGEST], lambda digests, rows: found.update(zip(digests, rows, strict=True)))
+        assert reader.take_missed(DIGEST), "the row server was asked first"
+    assert np.array_equal(np.asarray(found[DIGEST]), row)
+    assert pool.redis.exists(key)
+    reader.close()
+    cache.close()
+
+
+async def test_places_are_recorded_only_of_awaited_rows() -> None:
+    reader, warming = make_reader(), b"w" * 16
+    reader.note(b"host:1", [DIGEST, warming], b"p" * 2 * PLACE_SIZE, {DIGEST})
+    assert reader.take([DIGEST, warming]) == {RowPlace(b"host:1", b"p" * 8): [DIGEST]}

@@ -312,6 +312,21 @@ async def test_jobs_that_their_worker_does_not_read_are_stolen(lanes: redis_asyn
     assert await lane(lanes, "w2") == [1]
 
 
+async def test_the_watcher_checks_once_more_when_its_record_expires(lanes: redis_async.Redis) -> None:
+    """While the record exists, a job in the lane of a silent worker wakes no other worker."""
+    await lanes.set(MODEL.watcher, "w2", px=LIFETIME_MS)
+    moved, stolen, check_ms = await find_work(lanes, "w2", BATCH, 60_000)
+    assert (moved, stolen) == (0, 0)
+    assert 0 < check_ms <= LIFETIME_MS
+    entry: Any = await lanes.xadd(MODEL.lane("w1"), {"m": "job-1", "u": b"100000 " + digest(1)}, id="1-1")
+    await lanes.hset(waiting(1), mapping={"job": entry + b" w1", A: ""})
+    await register(lanes, "w1", BATCH)
+    await lanes.delete(MODEL.watcher)
+    assert await find_work(lanes, "w2", BATCH, 60_000) == (0, 0, 100), "it watches again"
+    assert await find_work(lanes, "w2", BATCH, 60_000) == (0, 1, 0)
+    assert await lane(lanes, "w2") == [1]
+
+
 async def test_a_worker_that_leaves_steals_nothing(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(40))
     await close_lane(lanes, "w2")
