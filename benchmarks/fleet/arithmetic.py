@@ -25,7 +25,7 @@ class Costs:
     """Measured costs.
 
     Attributes:
-        request_us: processor time of all masters per request with a small row, at saturation.
+        request_us: processor time of the queue's master per request with a small row, at saturation.
         byte_us: processor time of the masters per byte of a row that goes through them.
         worker_us: processor time of the master per second and idle worker.
         client_us: processor time of the master per second and idle client.

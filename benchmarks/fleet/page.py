@@ -84,7 +84,7 @@ def write(
         run: facts about the run.
         notes: the notes of the previous page.
     """
-    costs, plan = _costs(at_rate, saturated, masters), at_rate[0].plan
+    costs, plan = _costs(at_rate, saturated), at_rate[0].plan
     parts = [
         "# A simulated fleet",
         _INTRODUCTION.format(rate=plan.rate, seconds=plan.seconds, step_ms=plan.step_ms),
@@ -97,7 +97,7 @@ def write(
         _MASTERS,
         "\n".join(_pairs(masters)),
         "## 10, 100 and 1,000 GPUs",
-        _arithmetic(costs),
+        _arithmetic(costs, _spread(masters)),
         "## Environment",
         "\n".join(f"- **{name}**: {fact}" for name, fact in run.items() if "peers" not in name),
         "## Notes",
@@ -146,16 +146,21 @@ def _pairs(fleets: Sequence[Fleet]) -> Iterator[str]:
         yield f"| {' | '.join(cells)} | {lost:,} | {wrong:,} |"
 
 
-def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet], masters: Sequence[Fleet]) -> Costs:
+def _spread(fleets: Sequence[Fleet]) -> float:
+    """Processor time per request of three masters together ÷ that of the only master of a cluster, for small rows."""
+    one, three = (1e6 * sum(fleet.loaded.processor_s) / fleet.sent for fleet in fleets[:2])
+    return three / one
+
+
+def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet]) -> Costs:
     """The costs that the arithmetic uses: idle costs of the largest fleet, and costs per request at saturation."""
-    spread = min(masters[1::2], key=lambda fleet: fleet.plan.vocab_size)
     largest = max(at_rate, key=lambda fleet: fleet.workers * fleet.clients)
     many = max(saturated, key=lambda fleet: fleet.workers)
     large = max(saturated, key=lambda fleet: fleet.plan.vocab_size)
     small = next(fleet for fleet in saturated if fleet.workers == large.workers)
     more_bytes = (large.loaded.received / large.sent) - (small.loaded.received / small.sent)
     return Costs(
-        1e6 * sum(spread.loaded.processor_s) / spread.sent,
+        many.processor_us(net=False),
         (large.processor_us(net=False) - small.processor_us(net=False)) / more_bytes,
         largest.idle_worker_us,
         largest.idle_client_us,
@@ -166,8 +171,9 @@ def _costs(at_rate: Sequence[Fleet], saturated: Sequence[Fleet], masters: Sequen
 
 
 _CONSTANTS = """\
-- q = {request} µs: processor time of all masters together per request with a small result, on the cluster of three
-  masters. A request costs one server alone less.
+- q = {request} µs: processor time of the masters per request with a small result, from the fleet with the most workers
+  in the table of as many requests as possible, which has one server. In the table of three masters, a request costs all
+  masters together {spread} times what it costs the only master of a cluster; the arithmetic lacks this factor.
 - b = {kib:.3g} µs per KiB: processor time of the masters for a row that goes through them, from the smallest and the
   largest V with equal numbers of workers.
 - w = {worker} µs/s and c = {client} µs/s: processor time of the master for an idle worker and an idle client.
@@ -193,12 +199,13 @@ The arithmetic does not contain connections to row servers. A row server accepts
 connections, so with more clients or workers some rows need a new connection, or come through the masters."""
 
 
-def _arithmetic(costs: Costs) -> str:
+def _arithmetic(costs: Costs, spread: float) -> str:
     a = arithmetic
     parts = (
         "A pool of N GPUs with one worker and one client for each GPU uses these constants:",
         _CONSTANTS.format(
             request=show(costs.request_us),
+            spread=show(spread),
             kib=1024 * costs.byte_us,
             worker=show(costs.worker_us),
             client=show(costs.client_us),

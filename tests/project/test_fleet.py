@@ -126,6 +126,7 @@ def test_the_page_has_every_fleet_and_keeps_its_notes() -> None:
     assert "| 300 × 2 | 512 |" in text
     assert "| 512 | 2,000 | 1,000 | 2 | 2 | 0 |" in text  # One master, three masters, and their ratio.
     assert "300 × 2 ÷ 4 × 4" not in text  # No fleet of four workers and four clients was measured.
-    assert "- q = 1,600 µs" in text  # Both masters of the second fleet of the pair together.
+    assert "- q = 2,000 µs" in text
+    assert "together 0.615 times what" in text  # 0.8 s ÷ 1.3 s.
     assert "a note" in text.partition("<!-- notes")[2]
     assert max(map(len, (line for line in text.splitlines() if line[:1] != "|"))) <= 120

@@ -35,7 +35,7 @@ _REST_LEASES = 1.0
 # Workers that move, on average, at one decision to a partition that has jobs and no worker.
 _RESCUERS = 2.0
 # Checks, three per lease, after which a worker reads whether the queue has got a second partition.
-_SINGLE_CHECKS = 3
+_SINGLE_CHECKS = 12
 # Other partitions that an idle worker compares with its own: the cost of a check does not grow with the partitions.
 _COMPARED = 2
 # Share of the idle workers that move at one decision to a partition in which jobs wait.
