@@ -75,7 +75,7 @@ def test_status_shows_the_memory_and_the_last_heartbeat_of_each_worker(own_pool:
     options = ("--redis", own_pool.url, "--prefix", own_pool.prefix)
     text = run_lmpool("status", *options).stdout
     assert "of 268.4 MB (maxmemory), volatile-lru, 0 keys evicted since its start" in text
-    assert "heard" in text
+    assert "heartbeat" in text
     (model,) = json.loads(run_lmpool("status", "--json", *options).stdout)
     assert model["server_memory"]["limit_bytes"] == 1 << 28
     assert model["server_memory"]["policy"] == "volatile-lru"

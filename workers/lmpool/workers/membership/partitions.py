@@ -178,7 +178,7 @@ class PartitionMover:
             await self._leases.release_all("its worker moved to another partition", ())
         except (RedisError, OSError, LMPoolError) as error:
             # The master does not answer. After a lease, other workers remove this worker and take over its jobs.
-            _log.warning("cannot close the lane: %s", self._server.explain(error))
+            _log.warning("cannot deregister: %s", self._server.explain(error))
         self._use(number)
         _log.info("moved from partition %d of the queue to partition %d", own, number)
         try:
