@@ -50,7 +50,7 @@ class _Peer:
         self.connection: Connection[RawRowReceiver] | None = None
         self.connecting = asyncio.Lock()
         self.turns = asyncio.Semaphore(_REQUESTS_IN_FLIGHT)
-        self.requests = 0  # Requests that wait or are in flight.
+        self.requests = 0  # Number of requests that wait or are in flight.
         self.used_at = asyncio.get_running_loop().time()  # Loop time of the last request.
         self.has_answered = False
         self.next_try_at = 0.0  # Loop time until which no connection is opened after a failure.
@@ -91,10 +91,7 @@ class DirectReader:
     # Places of announced rows
 
     def note(self, address: bytes, digests: Iterable[bytes], places: bytes, awaited: Container[bytes]) -> None:
-        """Record where announced rows are, of the digests that are `awaited`.
-
-        `places` are the places in a notification, in the order of `digests`.
-        """
+        """Record the places of the announced rows that are `awaited`; `places` has the order of `digests`."""
         for at, digest in enumerate(digests):
             nonce = places[PLACE_SIZE * at :][:_NONCE_SIZE]
             if digest in awaited and any(nonce):  # Zeros stand for a row that is not in shared memory.
@@ -215,7 +212,7 @@ class DirectReader:
     def _warn(self, address: bytes, error: LMPoolError) -> None:
         if not self._has_warned:
             self._has_warned = True
-            text = "rows of some workers come through Redis: the row server of a worker at %s cannot be reached: %s"
+            text = "rows come through Redis: the row server of a worker at %s cannot be reached: %s"
             _log.warning(text, address.decode("ascii", "replace"), error.__cause__ or error)
 
     # Turning on and off

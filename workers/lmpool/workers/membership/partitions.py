@@ -36,7 +36,7 @@ _REST_LEASES = 1.0
 _RESCUERS = 2.0
 # Checks, three per lease, after which a worker reads whether the queue has got a second partition.
 _SINGLE_CHECKS = 12
-# Other partitions that an idle worker compares with its own: the cost of a check does not grow with the partitions.
+# Max other partitions whose loads an idle worker compares with its own, so that a check costs the same with many.
 _COMPARED = 2
 # Share of the idle workers that move at one decision to a partition in which jobs wait.
 _MOVING_SHARE = 0.5
@@ -186,8 +186,9 @@ class PartitionMover:
             await self._heartbeat.register()
             await self._consumer.open_lane()
         finally:
-            # Leave last: a worker that is registered nowhere looks dead, and others would remove the model's info.
-            with suppress(RedisError, OSError, LMPoolError):  # After a lease, other workers remove this worker there.
+            # Leave last: a worker that is registered nowhere counts as dead, and others would remove the model's info.
+            # If that fails, other workers remove this worker from its partition after a lease.
+            with suppress(RedisError, OSError, LMPoolError):
                 await self._heartbeat.leave_partition(own)
 
     def _use(self, number: int) -> None:

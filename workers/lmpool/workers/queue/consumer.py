@@ -12,7 +12,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker import scripts
 from lmpool.broker.connection import CommandConnection
-from lmpool.broker.scripts import Entries, entries_by_stream, read_alive_in, read_queue, read_queue_in
+from lmpool.broker.scripts import Entries, entries_by_stream, read_alive_in, read_queue_in
 from lmpool.errors import LMPoolError, ProtocolError, ServerError
 from lmpool.protocol.keys import GROUP, WAKE_FIELD, ModelKeys
 from lmpool.workers.queue.jobs import JobReader, Taken
@@ -87,17 +87,13 @@ class Consumer:
 
     async def measure(self, partitions: Sequence[ModelKeys]) -> None:
         """Record the length of the worker's lane, and the model's queue in these partitions, in the counters."""
-        counters, sent_at = self.reader.counters, time.time()
+        counters = self.reader.counters
         counters.lane = await self._redis.xlen(self._lane)
-        queue = await read_queue(self._redis, self._keys)
-        counters.note_clock(queue.server_time, sent_at)
-        if len(partitions) > 1:
-            # While the master of another partition does not answer, the counters keep their values.
-            with suppress(RedisError, OSError, LMPoolError):
-                queue = await read_queue_in(self._redis, partitions)
+        # While the master of another partition does not answer, the counters keep their values.
+        with suppress(RedisError, OSError, LMPoolError):
+            queue = await read_queue_in(self._redis, partitions)
+            if len(partitions) > 1:
                 counters.serving = (await read_alive_in(self._redis, partitions)).serving
-                counters.queue = queue
-        else:
             counters.queue = queue
 
     async def take(self, count: int, block_ms: int) -> Taken:
