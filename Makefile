@@ -119,9 +119,10 @@ collect: $(INSTALLED)
 test-main: collect $(LMPOOL_TEST_BROWSER)
 	$(BIN)/python -m pytest -n 5 --dist worksteal
 
-## test-others: test-vllm, test-sglang, test-quantised, test-trainers and test-smoke
+## test-others: test-vllm, test-sglang, test-quantised, test-trainers and test-smoke, one after the other
+# The main part takes longer than all of these. All at once, they would keep Ray's processes from starting within 30 s.
 test-others: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) $(QUANTISED) $(TRAINERS)
-	$(MAKE) --output-sync=target test-vllm test-sglang test-quantised test-trainers test-smoke
+	$(MAKE) -j1 --output-sync=target test-vllm test-sglang test-quantised test-trainers test-smoke
 
 ## test-quantised: quantised checkpoints with transformers; test-vllm and test-sglang run the same tests
 test-quantised: $(QUANTISED)

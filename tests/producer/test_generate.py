@@ -174,6 +174,23 @@ async def test_a_damaged_continuation_is_computed_again(pool: Pool) -> None:
             await until_done(pool)
 
 
+async def test_a_damaged_continuation_is_removed_before_a_worker_computes_it(pool: Pool) -> None:
+    worker = pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        (whole,) = await producer.generate(PROMPT, 5, seed=6)
+        await until_done(pool)
+        (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
+        value = pool.redis.get(key)
+        assert isinstance(value, bytes)
+        pool.redis.set(key, value[:16] + bytes(20) + b"\x00\x00\x00\x40" * 5, px=60_000)
+        worker.signal(signal.SIGSTOP)
+        asked = asyncio.create_task(producer.generate(PROMPT, 5, seed=6))
+        # A client whose notification is late reads the cache again, and would take the damaged value for the new one.
+        await until_async(lambda: _count(pool, 0), "the damaged value is removed")
+        worker.signal(signal.SIGCONT)
+        assert_same((await asked)[0], whole)
+
+
 def test_without_asyncio_too(pool: Pool) -> None:
     pool.start()
     with SyncProducer("syn", redis=pool.url, prefix=pool.prefix) as producer:

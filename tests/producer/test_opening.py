@@ -25,7 +25,7 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import SessionPerLoop
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
-from tests.support.pool import Pool, V, is_held, open_sockets, until, until_async
+from tests.support.pool import SLOW_SERVER, Pool, V, is_held, open_sockets, until, until_async
 from tests.support.scrape import free_port
 
 ENDS_WITHIN_S = 120.0
@@ -442,7 +442,7 @@ async def test_errors_that_waiting_cannot_fix_are_raised_at_once(own_server: Emb
     async with lmpool.testing.pool(SyntheticModel("one"), SyntheticModel("two")) as pool:
         with pytest.raises(AmbiguousModel):
             await Producer(redis=pool.url, when_absent="wait").open()
-    with redis.Redis.from_url(own_server.url) as client:
+    with redis.Redis.from_url(own_server.url, **SLOW_SERVER) as client:
         client.config_set("requirepass", "secret")
         with pytest.raises(AuthenticationFailed):
             await Producer(redis=own_server.url, when_absent="wait").open()

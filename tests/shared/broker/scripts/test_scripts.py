@@ -43,6 +43,7 @@ from tests.shared.broker.scripts.script_calls import (
     waiting,
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+from tests.support.pool import SLOW_SERVER
 
 # The script submit.lua
 
@@ -578,7 +579,7 @@ async def test_the_text_of_a_script_is_sent_only_if_the_server_does_not_have_it(
 
 @pytest.mark.parametrize("kind", ["commands", "rows"])
 async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: str, kind: str) -> None:
-    control = redis_async.Redis.from_url(server)
+    control = redis_async.Redis.from_url(server, **SLOW_SERVER)
     await control.flushall()
     await control.script_flush()
     connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 10.0)
