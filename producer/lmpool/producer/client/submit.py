@@ -260,11 +260,9 @@ class Submitter:
         With `again`, the requests were submitted earlier, and `submit.lua` checks that their jobs still exist.
         """
         rows = self._connections.model.rows
-        # Drop damaged values, which this client could otherwise read again before a worker has overwritten them, and
-        # values that are probably references to shared memory, which the row's reader cannot read.
-        unfit = [request for request in requests if request.damaged or (request.whole and not again)]
-        if unfit:
-            await rows.drop(rows.keys_of([request.prompt.digest for request in unfit]))
+        if unfit := [item.prompt.digest for item in requests if item.damaged or (item.whole and not again)]:
+            # Drop damaged values, which could be read again, and references to memory that the reader cannot read.
+            await rows.drop(rows.keys_of(unfit))
         # If `submit.lua` cannot read rows, check here whether the rows of warming requests are cached.
         if not rows.is_seen:
             warmed = [request.prompt.digest for request in requests if request.warm and not request.damaged]
