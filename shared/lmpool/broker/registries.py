@@ -1,9 +1,11 @@
-"""The registries of a pool: vocabularies, tokenizers and sets of tokens, and the adapters of each model."""
+"""The registries of a pool: vocabularies, tokenizers, sets of tokens; the adapters and the versions of each model."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
@@ -16,12 +18,17 @@ from lmpool.protocol.adapter import Adapter, Registered
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
+from lmpool.protocol.version import CHUNK_BYTES, MAX_ENTRIES, Version, unpack_version
+from lmpool.protocol.version import Registered as RegisteredVersions
 from lmpool.vocabulary import Vocabulary
 
 MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; the limits of vocabularies allow no larger one.
 # Seconds for which a client may use a cached entry of the adapter registry; a change waits as long before it returns.
 KNOWN_FOR_S = 2.0
 MARGIN_S = 0.5  # Additional seconds that a change of an adapter waits, because clocks run at different rates.
+_ENTRY_FIELD = b"v"  # The only field of an entry of the registry of versions.
+_TENSORS_FIELD = b"tensors"  # Field of the hash `version_states` with the types of the model's tensors.
+_MAX_TENSORS_BYTES = 8 * 1024 * 1024  # Max bytes of these types: enough for 100,000 tensors.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
 
@@ -140,3 +147,92 @@ class AdapterRegistry:
         """Read the adapter of a check; it has a revision once a worker has loaded it. None if the check has expired."""
         data = await _read(self.redis, self.keys.adapter_check(nonce), adapters.MAX_ADAPTER_BYTES + 1)
         return adapters.unpack_adapter(data, "the adapter to check") if data else None
+
+
+class VersionRegistry:
+    """Reads and changes the versions of a model's weights (`lmpool.protocol.version`).
+
+    Args:
+        redis: a client for control messages.
+        keys: the keys of partition 0 of version 0.
+    """
+
+    def __init__(self, redis: Redis, keys: ModelKeys) -> None:
+        self.redis = redis
+        self.keys = keys
+
+    async def read(self) -> RegisteredVersions:
+        """Read all versions, their states and the types of the model's tensors."""
+        states, versions = await read_hash(self.redis, self.keys.version_states, most_bytes=_MAX_TENSORS_BYTES), []
+        for entry, fields in cast(Any, await self.redis.xrange(self.keys.versions, count=MAX_ENTRIES)):
+            versions.append(unpack_version(entry, fields.get(_ENTRY_FIELD, b"")))
+        texts = {
+            int(name): value.decode("utf-8", "replace")
+            for name, value in states.items()
+            if name.isdigit() and isinstance(value, bytes)
+        }
+        tensors = states.get(_TENSORS_FIELD, b"")
+        return RegisteredVersions(tuple(versions), texts, tensors if isinstance(tensors, bytes) else b"")
+
+    async def add(self, version: Version) -> bool:
+        """Add a version; False if the registry has a version with this number or a larger one."""
+        try:
+            await self.redis.xadd(self.keys.versions, {_ENTRY_FIELD: version.pack()}, id=version.entry)
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise
+            return False
+        return True
+
+    async def wait(self, after: Version | None, block_ms: int) -> None:
+        """Wait until the registry has a later version than `after`, or for `block_ms`."""
+        await self.redis.xread({self.keys.versions: after.entry if after else "0-0"}, count=1, block=block_ms)
+
+    async def decide(self, number: int, state: str) -> str:
+        """Set the state of a version unless it has one; returns the state that it has now."""
+        await self.redis.hsetnx(self.keys.version_states, str(number), state)
+        return (await self.states()).get(number, state)
+
+    async def states(self) -> dict[int, str]:
+        """Read the states of all versions."""
+        return dict((await self.read()).states)
+
+    async def write_tensors(self, packed: bytes) -> None:
+        """Write the types of the model's tensors, if the registry does not have them."""
+        await self.redis.hsetnx(self.keys.version_states, _TENSORS_FIELD, packed)
+
+    async def count_try(self, number: int) -> int:
+        """Count a worker that begins to load a version that no worker has served; returns the count."""
+        return int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
+
+    async def take_turn(self, worker_id: str, slots: int, lease_ms: int) -> int | None:
+        """Take one of the turns to change the version; returns the slot of the turn, or None if no turn is free."""
+        for slot in range(slots):
+            if await self.redis.set(self.keys.version_turn(slot), worker_id, nx=True, px=lease_ms):
+                return slot
+        return None
+
+    async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> None:
+        """Keep a turn for another lease."""
+        await self.redis.set(self.keys.version_turn(slot), worker_id, px=lease_ms)
+
+    async def end_turn(self, slot: int) -> None:
+        """Give back a turn."""
+        await self.redis.delete(self.keys.version_turn(slot))
+
+    async def store(self, version: Version, index: int, data: bytes | memoryview) -> None:
+        """Store one part of the file of a version. The part has no TTL, so that it is not evicted."""
+        await self.redis.set(self.keys.version_data(version.nonce, index), bytes(data))
+
+    async def load(self, version: Version, index: int) -> bytes:
+        """Read one part of the file of a version; b"" if it is not stored."""
+        return await _read(self.redis, self.keys.version_data(version.nonce, index), CHUNK_BYTES)
+
+    async def forget(self, versions: Iterable[Version], *, keep_entries: bool = False) -> None:
+        """Remove the stored files of versions that no worker needs any more, and their entries and states."""
+        for version in versions:
+            for index in range(len(version.chunks)):
+                await self.redis.unlink(self.keys.version_data(version.nonce, index))
+            if not keep_entries:
+                await self.redis.xdel(self.keys.versions, version.entry)
+                await self.redis.hdel(self.keys.version_states, str(version.number), f"{version.number}:tries")

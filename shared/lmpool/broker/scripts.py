@@ -21,6 +21,7 @@ from lmpool.broker.replies import is_refusal
 from lmpool.errors import ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import LIMITS, MAX_INFO_BYTES, TRIE_SERVICE
+from lmpool.protocol.version import pointer_of
 from lmpool.settings import shown
 
 Call = Callable[..., Awaitable[Any]]  # Runs one command: the method `call` of a connection.
@@ -190,12 +191,25 @@ def info_key(keys: Keys, model: str) -> bytes:
 
 
 async def read_infos(redis: Redis, keys: Keys, name: str | None = None) -> dict[bytes, bytes | int]:
-    """The encoded infos of one model or all models: name -> info, or its size if it exceeds `MAX_INFO_BYTES`."""
-    wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]} if name is None else {info_key(keys, name): [name]}
+    """The encoded infos of one model or all models: name -> info, or its size if it exceeds `MAX_INFO_BYTES`.
+
+    Versions of a model's weights are models of their own: see `lmpool.protocol.version`. With `name`, the field
+    `pointer_of(name)` may be among them.
+    """
+    wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}
+    if name is not None:
+        wanted = {info_key(keys, name): [name, pointer_of(name)]}
     infos: dict[bytes, bytes | int] = {}
     for key, fields in wanted.items():
         infos |= await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields)
-    return infos
+    return {field: info for field, info in infos.items() if name is not None or not field.endswith(b"@")}
+
+
+async def read_pointer(redis: Redis, keys: Keys, base: str) -> int:
+    """The version of the model `base` that clients use."""
+    field = pointer_of(base)
+    value = (await read_hash(redis, keys.models(), most_bytes=MAX_FIELD_BYTES, fields=[field])).get(field.encode(), b"")
+    return int(value) if isinstance(value, bytes) and value.isdigit() else 0
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:

@@ -65,7 +65,8 @@ class Keys:
     prefix: str = "lmpool"
 
     def models(self) -> bytes:
-        """Hash: model name -> encoded model info, except the info of the trie workers."""
+        """Hash: model name -> encoded model info, except the info of the trie workers; a model's name and "@" -> the
+        number of the version that clients use (`lmpool.protocol.version`)."""
         return f"{self.prefix}:models".encode()
 
     def trie_models(self) -> bytes:
@@ -118,7 +119,8 @@ class Keys:
     def model(self, name: str, partition: int = 0) -> ModelKeys:
         """The keys of one partition of a model's queue, all in one cluster slot.
 
-        The registry of adapters, `wanted` and `loading` are used in partition 0 only. A name of a model contains no
+        The registries of adapters and versions, `wanted` and `loading` are used in partition 0 only, and these
+        registries are shared by all versions of a model. A name of a model contains no
         brace, so no model has the keys of another model's partition.
         """
         return ModelKeys(f"{self.prefix}:{{{name}{f'{{{partition}' if partition else ''}}}".encode())
@@ -183,6 +185,11 @@ class ModelKeys:
         self.adapters: Final = base + b":adapters"
         """Hash: adapter name -> version of the entry, a space, encoded `Adapter` (`lmpool.protocol.adapter`); "" ->
         fingerprint of the model; "@" -> version of the registry."""
+        self.versions: Final = base + b":versions"
+        """Stream of the versions of the model's weights: id "12-0" -> encoded `Version` (`lmpool.protocol.version`)."""
+        self.version_states: Final = base + b":versions:state"
+        """Hash: number of a version -> its state; number and ":tries" -> how often workers began to load it;
+        "tensors" -> packed types of the model's tensors (`lmpool.protocol.tensors`)."""
         self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
         """The keys, besides the lanes, that do not expire while workers serve the model; `jobs` is the first."""
 
@@ -204,3 +211,11 @@ class ModelKeys:
         `content` is "name@revision"; for an adapter that is being checked, it is the digest of the adapter's files.
         """
         return self.base + b":adapter_load:" + content.encode()
+
+    def version_turn(self, slot: int) -> bytes:
+        """String: id of a worker that changes to another version; there are `--max-unavailable` slots; expires."""
+        return self.base + f":versions:turn:{slot}".encode()
+
+    def version_data(self, nonce: str, index: int) -> bytes:
+        """String: one part of the file of a version that the pool stores."""
+        return self.base + f":versions:data:{nonce}:{index}".encode()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import WIRE_VERSION, other_version
 from lmpool.protocol.row import ROW_VERSION, Encoding
+from lmpool.protocol.version import Version, name_of_version, split_name
 from lmpool.settings import CONTROLS, shown
 
 LIMITS: dict[str, tuple[float, float]] = {
@@ -49,7 +50,7 @@ class ModelInfo:
         backend: the backend that computes the rows: "hf", "synthetic", ...
         vocab_size: V, the length of every row (of the model, not of the tokenizer).
         max_prompt_tokens: max tokens of a prompt.
-        revision: identifies the weights exactly.
+        revision: identifies the weights exactly; for a version, "REVISION OF VERSION 0@NUMBER.NONCE".
         dtype: the dtype of the computation, such as "float32".
         encoding: the encoding of rows: "f32", "bf16" or "f16".
         lossy: whether the encoding loses bits that the backend computed.
@@ -115,6 +116,29 @@ class ModelInfo:
         Heartbeats carry this text as "fingerprint", so that a worker of any release notices another wire version.
         """
         return f"{WIRE_VERSION}-{self.fingerprint}"
+
+    @property
+    def base(self) -> str:
+        """The name of the model, without the version of its weights (`lmpool.protocol.version`)."""
+        return split_name(self.name)[0]
+
+    @property
+    def version(self) -> int:
+        """The version of the model's weights; 0 for the checkpoint that the workers were started with."""
+        return split_name(self.name)[1] or 0
+
+    def of_version(self, version: Version | None) -> ModelInfo:
+        """The info of another version of this model; of version 0 for None."""
+        revision = self.revision.rpartition("@")[0] if self.version else self.revision
+        if version is None:
+            return replace(self, name=self.base, revision=revision)
+        name = name_of_version(self.base, version.number)
+        return replace(self, name=name, revision=f"{revision}@{version.number}.{version.nonce}", partitions=(0,))
+
+    @property
+    def lineage(self) -> str:
+        """The fingerprint of version 0, which all versions of a model share."""
+        return self.of_version(None).fingerprint
 
     @property
     def is_trie(self) -> bool:

@@ -67,6 +67,12 @@ class WorkerSettings:
         "Load adapters that clients name by their names on the hub. --adapters accepts such names in any case.", False
     )
     adapter_mb: int = option("Max megabytes of the files of one adapter.", 8192, 1, _UNLIMITED)
+    max_unavailable: int = option(
+        "Max workers of the model that change to a published version of the weights at once.", 1, 1, 1000
+    )
+    weights_root: list[str] = option(
+        "Folder that must contain published weights, with all links followed; may be repeated. Default: any folder.", []
+    )
     tracing: bool = option("Send spans of traced jobs to OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1).", False)
 
     def __post_init__(self) -> None:
@@ -75,10 +81,11 @@ class WorkerSettings:
         check_choice("log_format", self.log_format, ("text", "json"))
         for name in ("direct_address", "direct_bind"):
             split_address(name, getattr(self, name))
-        check_texts("adapter_root", self.adapter_root)
-        for root in self.adapter_root:
-            if not Path(root).is_dir():
-                raise SettingsError(f"adapter_root: {shown(root)} is no folder")
+        for name in ("adapter_root", "weights_root"):
+            check_texts(name, getattr(self, name))
+            for root in getattr(self, name):
+                if not Path(root).is_dir():
+                    raise SettingsError(f"{name}: {shown(root)} is no folder")
 
     @property
     def heartbeat_s(self) -> float:

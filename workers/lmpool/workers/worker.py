@@ -29,12 +29,13 @@ from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
 from lmpool.workers.execution.contract import BackendSettings, BackendStats
-from lmpool.workers.execution.engine_thread import EngineThread, Opened
+from lmpool.workers.execution.engine_thread import EngineThread, Opened, StepResult
 from lmpool.workers.execution.in_flight import InFlight, entry_ids
 from lmpool.workers.execution.watchdogs import watching_calls
 from lmpool.workers.membership.adapters import AdapterCache, place_of
 from lmpool.workers.membership.heartbeat import Beat, CheckpointWatch, Heartbeat, loading, new_worker_id
 from lmpool.workers.membership.partitions import PartitionMover
+from lmpool.workers.membership.versions import VersionKeeper
 from lmpool.workers.metrics.counters import Health, Snapshot, WorkerCounters
 from lmpool.workers.metrics.tracing import JobTraces
 from lmpool.workers.queries import QueryAnswerer
@@ -106,7 +107,7 @@ class Serving:
         )
         in_flight = self.in_flight = worker._in_flight
         limit = getattr(worker._backend, "max_adapters", MAX_LOADED)
-        registry = AdapterRegistry(redis, model, info.fingerprint)
+        registry = AdapterRegistry(redis, keys.model(info.base), info.lineage)
         self.adapters = AdapterCache(registry, engine_thread, opened.adapters, limit, settings, worker_id, in_flight)
         self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
         queries = QueryAnswerer(self.trie_inputs, self.publisher, info, redis, keys)
@@ -150,14 +151,12 @@ class Worker:
         self.server, self._backend, self.settings = server, backend, settings or WorkerSettings()
         self.worker_id, self.counters = new_worker_id(), WorkerCounters()
         self.ranks: int = getattr(backend, "ranks", 1)
-        self._lifecycle = Lifecycle()
-        self._results = ResultQueue(self._lifecycle)
-        self._in_flight: InFlight = {}
         self._serving: Serving | None = None
+        self._is_ending = False  # Whether `stop` was called.
         self._stats_before: BackendStats | None = None  # Counters of the backend at the last check of the partitions.
         self._heartbeat_lock, self._claim_soon = asyncio.Lock(), asyncio.Event()
-        self._claim_soon.set()  # The first claim is made as soon as the worker serves.
         self._is_complete = False  # Whether the next sweep checks everything.
+        self._begin()
         self._measure_at = 0.0  # Monotonic time at which the next heartbeat reads the values of `MEASURES_PER_S`.
         self.is_hung, self.health = False, Health(self.settings.lease_s)
 
@@ -173,8 +172,21 @@ class Worker:
         """Drain: take no more jobs, finish and publish the prompts in flight, then return from `run`."""
         if not self._lifecycle.stopping.is_set():
             _log.info("stopping: %d prompts to finish", len(self._in_flight))
+        self._is_ending = True
+        self._drain_soon()
+
+    def _drain_soon(self) -> None:
         self.health.state = "draining"
         self._lifecycle.stop()
+
+    def _begin(self) -> None:
+        """Prepare to serve a version of the model."""
+        self._lifecycle = Lifecycle()
+        self._results = ResultQueue(self._lifecycle)
+        self._in_flight: InFlight = {}
+        self._claim_soon.set()  # The first claim is made as soon as the worker serves.
+        if self._is_ending:
+            self._drain_soon()
 
     def claim_now(self) -> None:
         """Claim the jobs of crashed workers now, without waiting for the next interval."""
@@ -188,34 +200,49 @@ class Worker:
         """Serve until `stop`.
 
         Args:
-            on_ready: called once with the model's info when the worker takes jobs.
+            on_ready: called with the model's info when the worker takes jobs, for each version of the weights.
             guard: context manager that is open while the backend is open, for example `watching_process`.
 
         Raises:
             ModelMismatch: other workers serve the model with other weights.
             SettingsError: an adapter lies outside of the allowed folders, or the registry of adapters is full.
             ServerError: the server cannot be used at the start. A worker that serves waits for the server instead.
-            WorkerError: the backend broke or hangs: see `is_hung`.
+            WorkerError: the backend broke or hangs (see `is_hung`), or cannot load the weights that others serve.
         """
         await check_before_loading(self.server, self._backend, self.settings)
         self.health.start()
         self.files = CheckpointWatch(self._backend)
         engine_thread = EngineThread(
-            self._backend.open, self._results.put, self._break, self.counters.stepped, tells_steps=self.settings.tracing
+            self._backend.open, self._take_result, self._break, self.counters.stepped, tells_steps=self.settings.tracing
         )
+        versions = self.versions = VersionKeeper(self.server, self.settings, self.worker_id, engine_thread)
         guarded = ExitStack()
         try:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
-                opened = await engine_thread.start()
+                opened = await versions.start(await engine_thread.start())
             guarded.enter_context(guard)
             on_hang = partial(self._break, hung=engine_thread)
             async with watching_calls(engine_thread, self.settings.step_timeout_s, on_hang):
                 await self._run(engine_thread, opened, on_ready)
+                while versions.next is not None and not self._is_ending:
+                    opened = await self._change(opened)
+                    await self._run(engine_thread, opened, on_ready)
         finally:
+            await finish(versions.close())
             with guarded:
                 await engine_thread.close(self.settings.step_timeout_s)
             self.is_hung = engine_thread.is_hung
             self.health.end()
+
+    def _take_result(self, result: StepResult) -> None:
+        self._results.put(result)
+
+    async def _change(self, opened: Opened) -> Opened:
+        """Load the next version of the weights; returns the backend's properties then."""
+        self.health.state = "loading"
+        self._begin()
+        async with loading(self.server, self.settings, self.worker_id, self.versions.next_name):
+            return await self.versions.change(opened)
 
     async def _run(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
         """Register for the model, serve the model until `stop`, and deregister."""
@@ -230,6 +257,7 @@ class Worker:
             await serving.consumer.open_lane()
             if not serving.info.is_trie:
                 await serving.adapters.register_own()
+                await self.versions.confirm()
             self.health.answered()
             if not self._lifecycle.stopping.is_set():
                 self.health.state = "ready"
@@ -256,7 +284,7 @@ class Worker:
                     _log.info("released %d prompts for other workers", released)
                 if not is_broken:  # If the backend broke, keep the note of the adapter load that may have broken it.
                     await serving.adapters.leave()
-                await serving.heartbeat.leave(for_good=not is_broken)
+                await serving.heartbeat.leave(for_good=not is_broken and self.versions.next is None)
         except (RedisError, OSError, ProtocolError) as error:
             # No job is lost: the worker's keys expire, or other workers remove them.
             _log.warning("cannot deregister: %s", self.server.explain(error))
@@ -285,7 +313,7 @@ class Worker:
             dispatcher.prepare(),
             serving.segment.run(),
             serving.publisher.retry(serving.row_server.run),
-            *([] if serving.info.is_trie else [serving.adapters.run()]),
+            *([] if serving.info.is_trie else [serving.adapters.run(), self._watch_versions(serving)]),
             every(settings.heartbeat_s, partial(self.send_heartbeat, serving)),
             every(settings.heartbeat_s, serving.segments.release_removed),
             self._show_draining(serving),
@@ -324,6 +352,10 @@ class Worker:
             if lifecycle.broken is None:
                 text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
                 raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
+
+    async def _watch_versions(self, serving: Serving) -> None:
+        """Drain when another version of the weights must be loaded; never returns."""
+        await serving.publisher.retry(partial(self.versions.watch, self._drain_soon))
 
     async def _claim(self, serving: Serving) -> None:
         """Whenever this worker has the turn, claim jobs of silent workers and remove dead workers; never returns."""
@@ -365,6 +397,7 @@ class Worker:
                 await serving.heartbeat.keep_info()
                 if not serving.info.is_trie:
                     await serving.adapters.renew()
+                    await self.versions.keep()
                 await serving.consumer.keep_queue()
             # Only the metrics show the state of the queue, and the server's memory use.
             if self.settings.metrics_port and time.monotonic() >= self._measure_at:

@@ -18,7 +18,7 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,8 @@ from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.execution import contract, yielding
 from lmpool.workers.execution.in_flight import InFlightPrompt
+
+T = TypeVar("T")
 
 _log = logging.getLogger("lmpool.worker")
 
@@ -132,7 +134,7 @@ class EngineThread:
         self._calls: SimpleQueue[Call | None] = SimpleQueue()
         self._results: deque[tuple[StepResult, contract.BackendStats, _Capacity]] = deque()
         self._is_woken = self.is_hung = False
-        self._loads: set[Future[str]] = set()
+        self._awaited: set[Future[Any]] = set()  # The results of calls by `run` that have not returned.
         self._capacity, self.stats = _Capacity(), contract.BackendStats()
         self._sent = 0  # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
         self._submitted_at = self._interactive_at = -math.inf
@@ -215,28 +217,35 @@ class EngineThread:
         Raises:
             LMPoolError: the adapter cannot be loaded.
         """
-        loaded = Future[str]()
+        return await self.run(f"load of the adapter {name!r}", lambda backend: backend.load_adapter(name, source))
 
-        def load(engine: _Engine) -> None:
+    async def run(self, description: str, call: Callable[[contract.Backend], T]) -> T:
+        """Call the backend between two steps; return the result.
+
+        Raises:
+            LMPoolError: `call` raised it. After any other exception the backend counts as broken.
+        """
+        result = Future[T]()
+
+        def run(engine: _Engine) -> None:
             # The caller was cancelled, or `abandon` has ended the wait.
-            if loaded.done() or not loaded.set_running_or_notify_cancel():
+            if result.done() or not result.set_running_or_notify_cancel():
                 return
             with suppress(InvalidStateError):
                 try:
-                    loaded.set_result(engine.backend.load_adapter(name, source))
+                    result.set_result(call(engine.backend))
                 except LMPoolError as error:
-                    loaded.set_exception(error)
+                    result.set_exception(error)
                 except BaseException as error:
-                    text = f"the backend broke while it loaded the adapter {name!r}: {error}"
-                    loaded.set_exception(WorkerError(text))
+                    result.set_exception(WorkerError(f"the backend broke during the {description}: {error}"))
                     raise
 
-        self._calls.put(Call(f"load of the adapter {name!r}", load))
-        self._loads.add(loaded)
+        self._calls.put(Call(description, run))
+        self._awaited.add(result)
         try:
-            return await asyncio.wrap_future(loaded)
+            return await asyncio.wrap_future(result)
         finally:
-            self._loads.discard(loaded)
+            self._awaited.discard(result)
 
     def drop_adapter(self, adapter: str) -> None:
         """Drop an adapter. Prompts that name the adapter are returned as `stale`, now or after their submission."""
@@ -262,11 +271,11 @@ class EngineThread:
             pass
 
     def abandon(self, error: BaseException) -> None:
-        """Stop waiting for the thread, which hangs, and fail the adapters that it was loading."""
+        """Stop waiting for the thread, which hangs, and fail the calls by `run`."""
         self.is_hung = True
-        for loaded in self._loads:
-            with suppress(InvalidStateError):  # The thread has just returned the adapter.
-                loaded.set_exception(error)
+        for result in self._awaited:
+            with suppress(InvalidStateError):  # The thread has just returned.
+                result.set_exception(error)
 
     def stack(self) -> str:
         """The stack of the thread, as in a traceback."""

@@ -30,6 +30,7 @@ from lmpool.broker.scripts import (
     read_alive_in,
     read_consumers,
     read_infos,
+    read_pointer,
     read_queue_in,
     read_texts,
 )
@@ -38,6 +39,7 @@ from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo, partitions_in
 from lmpool.protocol.tokenizer import PackedTokenizer
+from lmpool.protocol.version import split_name
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_files
 from lmpool.workers.execution.contract import BackendSettings
@@ -47,6 +49,7 @@ _log = logging.getLogger("lmpool.worker")
 
 _MEMBERS_TTL_MS = 2 * 3_600_000  # Lifetime in ms of the lists of workers, longer than the lease of any worker.
 _QUEUE_TTL_MS = 7 * 24 * 3_600_000  # Ms that the queue of a model without workers lives, longer than any request waits.
+_OLD_TTL_MS = 3_600_000  # The same for a version of the weights that clients do not use any more.
 _MAX_SWEPT = 200  # Max ended workers that one call of the server removes.
 LOG_EVERY_S = 30.0  # Seconds between two log lines while a model loads.
 _MAX_NAMED_FILES = 3  # Max changed files that a heartbeat and the log name; more would fill a line.
@@ -259,8 +262,8 @@ class Heartbeat:
                 partitions = self._partitions_of(model, seen)
                 if model == self.info.name or (await read_alive_in(self.redis, partitions)).serving:
                     continue
-                # Keep the info while prompts wait: a worker that starts will serve them.
-                if not (await read_queue_in(self.redis, partitions)).depth:
+                # Keep the info while prompts wait: a worker that starts will serve them, unless their version is old.
+                if await self._is_old(model) or not (await read_queue_in(self.redis, partitions)).depth:
                     await self._forget(model, seen, name)
             except ResponseError:
                 continue  # No rights on the model, or a key of a wrong type: leave the info to the model's own workers.
@@ -307,17 +310,26 @@ class Heartbeat:
                 await scripts.ADD_DEADLINES(self.redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
     async def _forget(self, model: str, seen: bytes, field: bytes = b"") -> None:
-        """Remove a model that no worker serves; its queue and its dead letters stay for a week.
+        """Remove a model that no worker serves. Its queue and its dead letters stay for a week, or for an hour if
+        clients use a later version of its weights.
 
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
         if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
-            await self.redis.delete(self.keys.model(model).adapters)
+            is_old = await self._is_old(model)
+            ttl_ms = _OLD_TTL_MS if is_old else _QUEUE_TTL_MS
+            if not is_old and split_name(model)[1] is None:
+                await self.redis.delete(self.keys.model(model).adapters)
             for keys in self._partitions_of(model, seen):
                 # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
                 lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
                 for key in (*keys.queue, *lanes):
-                    await self.redis.pexpire(key, _QUEUE_TTL_MS)  # A new worker removes the expiry (`keep_queue.lua`).
+                    await self.redis.pexpire(key, ttl_ms)  # A new worker removes the expiry (`keep_queue.lua`).
+
+    async def _is_old(self, model: str) -> bool:
+        """Whether clients use a later version of a model's weights than the one with the name `model`."""
+        base, number = split_name(model)
+        return (number or 0) < await read_pointer(self.redis, self.keys, base)
 
     def _fields(self, counters: Mapping[str, str | int | float]) -> list[str | int | float]:
         """The arguments of heartbeat.lua: the lease in ms, and the names and values of the fields."""

@@ -1,0 +1,318 @@
+"""Changes a worker to the versions of its model's weights that clients publish (`lmpool.protocol.version`)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import tempfile
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from redis.exceptions import RedisError
+
+from lmpool.aio import delays, end_tasks
+from lmpool.broker import scripts
+from lmpool.broker.registries import VersionRegistry
+from lmpool.broker.scripts import read_alive_in, read_pointer
+from lmpool.broker.server import Server
+from lmpool.errors import ProtocolError, SettingsError, WorkerError, first_line
+from lmpool.protocol.keys import Keys
+from lmpool.protocol.model_info import ModelInfo, partitions_in
+from lmpool.protocol.row import RowBlock, check_row
+from lmpool.protocol.tensors import TensorType, pack_types
+from lmpool.protocol.version import REFUSED, SERVED, Registered, Version, name_of_version, pointer_of
+from lmpool.settings import shown
+from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
+from lmpool.workers.execution.engine_thread import EngineThread, Opened
+from lmpool.workers.settings import WorkerSettings
+
+_log = logging.getLogger("lmpool.worker")
+
+_BLOCK_S = 20.0  # Seconds for which a read of the registry blocks.
+_REPLY_S = _BLOCK_S + 10  # Seconds to wait for a reply of the server, longer than a read blocks.
+_TURN_CHECK_S = 0.2  # Mean seconds between two tries to take a turn, while other workers change their versions.
+_MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
+_CANARY = bytes(16)  # Digest of the prompt that is computed with new weights before any client's prompt.
+_CANARY_TOKENS = 4  # Max tokens of this prompt.
+
+
+T = TypeVar("T")
+
+
+class VersionKeeper:
+    """The version that one worker serves, and the change to the next one.
+
+    Args:
+        server: the pool's server.
+        settings: the worker's settings.
+        worker_id: the worker's id.
+        engine_thread: the thread of the backend, which has loaded version 0.
+
+    Attributes:
+        info: the info of the version that the backend holds.
+        next: the versions whose files make the next version, if this worker must change; else None.
+    """
+
+    def __init__(self, server: Server, settings: WorkerSettings, worker_id: str, engine_thread: EngineThread) -> None:
+        self._server, self._settings, self._worker_id, self._engine = server, settings, worker_id, engine_thread
+        self._redis, self._keys = server.client(reply_timeout_s=_REPLY_S), Keys(settings.prefix)
+        self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
+        self._files: dict[str, tempfile.TemporaryDirectory[str]] = {}  # Nonce -> folder with a file from the pool.
+        self._slot: int | None = None
+        self._renewing: asyncio.Task[None] | None = None
+        self.next: tuple[Version, ...] | None = None
+        self.info: ModelInfo
+        self._registry: VersionRegistry
+        self._is_able = False
+
+    async def start(self, opened: Opened) -> Opened:
+        """Load the newest version that a worker has served; returns the properties of the backend with it.
+
+        Raises:
+            WorkerError: the version cannot be loaded.
+        """
+        self.info, self._own_adapters = opened.info, frozenset(opened.adapters)
+        self._registry = VersionRegistry(self._redis, self._keys.model(opened.info.name))
+        tensors = await self._engine.run("list of tensors", _tensors_of)
+        self._is_able = bool(tensors)
+        if not self._is_able or opened.info.is_trie:
+            return opened
+        await self._registry.write_tensors(pack_types(tensors))
+        if chain := (await self._registry.read()).chain(is_tried=False):
+            try:
+                await self._load(chain)
+            except SettingsError as error:
+                raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
+        return opened._replace(info=self.info)
+
+    async def watch(self, change: Callable[[], None]) -> None:
+        """Wait until this worker must change its version and has its turn, then call `change`; never returns."""
+        while self._is_able and self.next is None:
+            registered = await self._registry.read()
+            if not await self._begin_change(registered):
+                await self._registry.wait(registered.versions[-1] if registered.versions else None, int(_BLOCK_S * 1e3))
+            elif self.next is not None:
+                change()
+        await asyncio.Event().wait()
+
+    async def _begin_change(self, registered: Registered) -> bool:
+        """Take a turn if there is another version to serve; returns whether there is one."""
+        versions = [version for version in registered.versions if not registered.reason(version.number)]
+        if not versions or versions[-1].number <= self.info.version:
+            return False
+        newest, chain = versions[-1], registered.chain()
+        if chain[-1:] != (newest,):
+            reason = f"it changes version {newest.changes}, which is not the version before it"
+            await self._registry.decide(newest.number, REFUSED + reason)
+            return True
+        # Only one worker tries a version that no worker has served: it decides whether the version is refused.
+        slots = self._settings.max_unavailable if newest.number in registered.states else 1
+        lease_ms = int(self._settings.lease_s * 1000)
+        self._slot = await self._registry.take_turn(self._worker_id, slots, lease_ms)
+        if self._slot is None:
+            await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
+            return True
+        self._renewing = asyncio.create_task(self._keep_turn(self._slot, lease_ms), name="turn")
+        # The version may have been decided between the read and the turn.
+        registered = await self._registry.read()
+        if registered.reason(newest.number) or registered.newest != newest.number:
+            await self.end_turn()
+        elif newest.number not in registered.states and await self._registry.count_try(newest.number) > _MAX_TRIES:
+            await self._registry.decide(newest.number, f"{REFUSED}{_MAX_TRIES} workers ended while they loaded it")
+            await self.end_turn()
+        else:
+            self.next = chain
+        return True
+
+    async def _keep_turn(self, slot: int, lease_ms: int) -> None:
+        while True:
+            await asyncio.sleep(self._settings.heartbeat_s)
+            with suppress(RedisError, OSError):  # The turn expires if the server cannot be used.
+                await self._registry.renew_turn(slot, self._worker_id, lease_ms)
+
+    async def end_turn(self) -> None:
+        """Give back this worker's turn, so that the next worker can change its version."""
+        if self._renewing is not None:
+            await end_tasks([self._renewing])
+        if self._slot is not None:
+            with suppress(RedisError, OSError):  # The turn expires.
+                await self._registry.end_turn(self._slot)
+        self._slot = self._renewing = None
+
+    @property
+    def next_name(self) -> str:
+        """The name under which this worker will serve the next version."""
+        return name_of_version(self.info.base, self.next[-1].number) if self.next else self.info.name
+
+    async def change(self, opened: Opened) -> Opened:
+        """Load the next version, and refuse it if it cannot be served; returns the backend's properties then.
+
+        Raises:
+            WorkerError: other workers serve the version, and this worker cannot load it; or the backend broke.
+        """
+        chain, self.next = self.next or (), None
+        before, number = self._chain, chain[-1].number
+        _log.info("changing from version %d to version %d", self.info.version, number)
+        try:
+            await self._load(chain)
+        except SettingsError as error:
+            _log.warning("version %d cannot be served: %s", number, error)
+            if await self._insist(partial(self._registry.decide, number, f"{REFUSED}{first_line(error)}")) == SERVED:
+                raise WorkerError(f"version {number} of {self.info.base!r} is served by others: {error}") from error
+            await self._load(before, anew=True)
+        return opened._replace(info=self.info)
+
+    async def confirm(self) -> None:
+        """Tell all that this worker serves its version: the version counts as served from now on."""
+        if self._chain:
+            await self._registry.decide(self.info.version, SERVED)
+        await self.keep()
+        await self.end_turn()
+
+    async def keep(self) -> None:
+        """Point clients to this worker's version when they must use it, and restore a lost registry."""
+        if not self._is_able:
+            return
+        registered, mine = await self._registry.read(), self.info.version
+        if registered.newest < mine:  # Only the workers know the versions after a loss of the server's memory.
+            for version in self._chain:
+                await self._registry.add(version)
+                await self._registry.decide(version.number, SERVED)
+        base = self.info.base
+        used = await read_pointer(self._redis, self._keys, base)
+        if used == mine:
+            return
+        others = await self._count(name_of_version(base, used))
+        is_last = mine < used and not others and registered.newest <= mine
+        if is_last or (mine > used and await self._count(self.info.name) >= others):
+            values = [str(number).encode() if number else b"" for number in (used, mine)]
+            await scripts.SWAP(self._redis, [self._keys.models()], [pointer_of(base), *values])
+
+    async def _count(self, name: str) -> int:
+        """Number of live workers that serve a model or a version."""
+        packed = (await scripts.read_infos(self._redis, self._keys, name)).get(name.encode(), b"")
+        numbers = partitions_in(packed)
+        return (await read_alive_in(self._redis, [self._keys.model(name, number) for number in numbers])).serving
+
+    async def _load(self, chain: tuple[Version, ...], *, anew: bool = False) -> None:
+        """Load the weights that the files of `chain` make; with `anew`, after a load that failed half-way.
+
+        Raises:
+            SettingsError: the weights cannot be loaded, or their rows are no rows.
+        """
+        (full, sparse), (known_full, known) = _parts(chain), _parts(self._chain)
+        is_next = not anew and full == known_full and sparse[: len(known)] == known
+        paths = {version: await self._path(version) for version in chain}
+        files = paths[full] if full is not None else None, [paths[version] for version in sparse]
+        change = partial(_change_weights, *files, len(known) if is_next else -1, self._own_adapters)
+        await self._engine.run(f"load of version {chain[-1].number if chain else 0}", change)
+        self._chain = chain
+        self.info = self.info.of_version(chain[-1] if chain else None)
+        nonces = {version.nonce for version in chain}
+        for nonce in [nonce for nonce in self._files if nonce not in nonces]:
+            self._files.pop(nonce).cleanup()
+
+    async def _path(self, version: Version) -> Path:
+        """The files of a version on this machine, which are fetched from the pool if it stores them.
+
+        Raises:
+            SettingsError: the files do not exist, lie outside of the allowed folders, or are damaged.
+        """
+        if version.source:
+            return await asyncio.to_thread(_local_path, version.source, self._settings.weights_root)
+        if version.nonce not in self._files:
+            folder = tempfile.TemporaryDirectory(prefix="lmpool-weights-")
+            try:
+                await self._fetch(version, Path(folder.name) / "model.safetensors")
+            except BaseException:
+                folder.cleanup()
+                raise
+            self._files[version.nonce] = folder
+        return Path(self._files[version.nonce].name) / "model.safetensors"
+
+    async def _fetch(self, version: Version, file: Path) -> None:
+        try:
+            with file.open("wb") as out:
+                for index, digest in enumerate(version.chunks):
+                    data = await self._insist(partial(self._registry.load, version, index))
+                    if blake2b(data, digest_size=16).digest() != digest:
+                        text = f"weights: part {index} of version {version.number} is missing or damaged"
+                        raise SettingsError(f"{text} in the pool ({len(data)} bytes): publish it again")
+                    await asyncio.to_thread(out.write, data)
+        except OSError as error:
+            raise SettingsError(f"weights: {file.parent} of this worker cannot be written: {error}") from error
+
+    async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        """Repeat `attempt` until the server answers."""
+        for wait in delays(self._settings.heartbeat_s):
+            try:
+                return await attempt()
+            except (RedisError, OSError) as error:
+                _log.warning("will try again: %s", self._server.explain(error))
+                await asyncio.sleep(wait)
+        raise AssertionError("the delays never end")
+
+    async def close(self) -> None:
+        """Close the connections, and remove files from the pool."""
+        await self.end_turn()
+        for folder in self._files.values():
+            folder.cleanup()
+        await self._redis.aclose()
+
+
+def _parts(chain: tuple[Version, ...]) -> tuple[Version | None, tuple[Version, ...]]:
+    """The full version of a chain, or None for version 0, and the sparse versions."""
+    return (chain[0], chain[1:]) if chain and not chain[0].is_sparse else (None, chain)
+
+
+def _local_path(source: str, roots: Sequence[str]) -> Path:
+    """The folder or file of a version on this machine, with all links followed, if it lies in one of `roots`."""
+    try:
+        path = Path(source).expanduser().resolve()
+    except (OSError, RuntimeError) as error:
+        raise SettingsError(f"weights: {shown(source)} cannot be read: {error}") from error
+    if roots and not any(path.is_relative_to(Path(root).resolve()) for root in roots):
+        advice = "put it there, or start all workers with another --weights-root"
+        raise SettingsError(f"weights: {shown(source)} lies outside of {', '.join(roots)}: {advice}")
+    if not path.exists():
+        raise SettingsError(f"weights: {shown(source)} does not exist on the worker's machine")
+    return path
+
+
+# The functions below run in the backend's thread.
+
+
+def _tensors_of(backend: Backend) -> Mapping[str, TensorType]:
+    return backend.tensors() if isinstance(backend, ChangesWeights) else {}
+
+
+def _change_weights(
+    full: Path | None, sparse: Sequence[Path], held: int, adapters: Collection[str], backend: Backend
+) -> None:
+    """Have the backend load weights, and check the row of one prompt; `adapters` are those that stay loaded.
+
+    Raises:
+        SettingsError: the weights cannot be loaded, or their row is no row. The backend may have them nevertheless.
+    """
+    assert isinstance(backend, ChangesWeights)
+    for adapter in set(backend.adapters) - set(adapters):
+        backend.drop_adapter(adapter)
+    backend.load_weights(full, sparse, held)
+    ids = np.arange(min(_CANARY_TOKENS, backend.info.vocab_size), dtype="<u4").tobytes()
+    backend.submit([BackendJob(_CANARY, ids, fresh=True)])
+    blocks: list[RowBlock] = []
+    while not blocks:
+        finished = backend.step()
+        blocks = [block for block in finished.blocks if block.digests]
+        if finished.failures:
+            raise SettingsError(f"weights: a prompt fails with them: {finished.failures[_CANARY]}")
+    try:
+        check_row(blocks[0].row(0))
+    except ProtocolError as error:
+        raise SettingsError(f"weights: the row of a prompt is no row with them: {error}") from error
