@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -22,7 +22,8 @@ from lmpool.protocol.adapter import qualify, revision_of
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
-from lmpool.settings import check_choice, check_name, check_numbers, option
+from lmpool.protocol.tensors import TensorType, apply_change, new_changes
+from lmpool.settings import check_choice, check_name, check_number, check_numbers, option
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
 from lmpool.workers.backends.checkpoint import checkpoint_source
@@ -34,6 +35,8 @@ _TOGETHER = 4  # Min rows of a small vocabulary that are drawn together: for few
 _CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
 _BLOCK_BYTES = 16 * _ID_BYTES  # Bytes of the token ids of a block in the simulated prefix cache: 16 tokens.
+_MAX_SEED = 2**62
+_TENSORS = {"seed": TensorType("I64", ())}  # The weights of a synthetic model.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +51,7 @@ class SyntheticSettings:
 
     name: str = option("Name to serve the model under.", "synthetic")
     vocab_size: int = option("V.", 49_152, least=1, most=4_000_000)
-    seed: int = option("Seed of the rows.", 0, least=0, most=2**62)
+    seed: int = option("Seed of the rows.", 0, least=0, most=_MAX_SEED)
     step_ms: float = option("Simulated time of a step.", 0.0, least=0, most=600_000)
     token_ms: float = option("Simulated time per token that the prefix cache lacks.", 0.0, least=0, most=600_000)
     kv_cache_tokens: int = option("Tokens in the prefix cache, 0 for none.", 1_000_000, least=0, most=10**9)
@@ -147,11 +150,15 @@ class SyntheticBackend:
         self.batch, self.device = settings.max_batch, "cpu"
         self._stats = BackendStats()
         self._new_rows: NewRows = no_new_rows
-        has_memory = settings.token_ms > 0 and settings.kv_cache_tokens > 0
-        self._memory = PrefixMemory(settings.kv_cache_tokens) if has_memory else None
+        self._seed = settings.seed
+        self._memory = self._new_memory()
         base_rows(settings.vocab_size, settings.seed)
         for name, folder in settings.adapter_folders.items():
             self.load_adapter(name, folder)
+
+    def _new_memory(self) -> PrefixMemory | None:
+        tokens = self._settings.kv_cache_tokens
+        return PrefixMemory(tokens) if self._settings.token_ms > 0 and tokens > 0 else None
 
     @property
     def info(self) -> ModelInfo:
@@ -225,7 +232,7 @@ class SyntheticBackend:
         digests = [job.digest for job in jobs]
         if settings.vocab_size <= FEW_TOKENS and len(jobs) >= _TOGETHER:
             prompts = [(job.ids, revision_of(job.adapter) if job.adapter else "") for job in jobs]
-            few, few_log_z = draw_few_tokens(prompts, settings.vocab_size, settings.seed, bits=not is_f32)
+            few, few_log_z = draw_few_tokens(prompts, settings.vocab_size, self._seed, bits=not is_f32)
             return RowBlock(digests, few, None if is_f32 else few_log_z, self._encoding)
         numbers = self._new_rows(len(jobs), settings.vocab_size, self._encoding)
         if numbers is None:
@@ -242,7 +249,7 @@ class SyntheticBackend:
         self._new_rows = new_rows
 
     def _drawn(self, ids: bytes, adapter: str) -> Draw:
-        return draw(ids, self._settings.vocab_size, self._settings.seed, revision_of(adapter) if adapter else "")
+        return draw(ids, self._settings.vocab_size, self._seed, revision_of(adapter) if adapter else "")
 
     def _vectors(self, jobs: list[BackendJob], failures: dict[bytes, str]) -> dict[bytes, NDArray[np.float32]]:
         """The answers of the positions queries among the jobs. Adds queries that fail to `failures`."""
@@ -276,6 +283,18 @@ class SyntheticBackend:
     def drop_adapter(self, adapter: str) -> None:
         """See `Backend.drop_adapter`."""
         self.adapters.pop(adapter, None)
+
+    def tensors(self) -> Mapping[str, TensorType]:
+        """See `ChangesWeights.tensors`: one number, the seed of the rows."""
+        return _TENSORS
+
+    def load_weights(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+        """See `ChangesWeights.load_weights`. A seed that the settings refuse is refused, as a NaN is."""
+        seed = np.array(self._seed)
+        for change in new_changes(full, sparse, held, _TENSORS).get("seed", ()):
+            apply_change(seed, change)
+        self._seed = check_number("weights: the seed", int(seed), 0, _MAX_SEED)
+        self._memory = self._new_memory()
 
     def stats(self) -> BackendStats:
         """See `Backend.stats`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -15,6 +16,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import GenerateQuery, HeadQuery, PositionsQuery
 from lmpool.protocol.row import NewRows, RowBlock, VectorBlock
+from lmpool.protocol.tensors import TensorType
 from lmpool.protocol.tokenizer import PackedTokenizer
 from lmpool.vocabulary import Vocabulary
 
@@ -272,6 +274,39 @@ class TellsHead(Protocol):
         `adapter` is "" for a part of the model's head.
 
         An exception fails the query; a device error (`is_device_error`) ends the worker.
+        """
+        ...
+
+
+@runtime_checkable
+class ChangesWeights(Protocol):
+    """Extra methods of a backend whose weights can be replaced while the worker runs.
+
+    Both are called between steps, when the backend holds no job.
+    """
+
+    def tensors(self) -> Mapping[str, TensorType]:
+        """Name of each tensor of the checkpoint -> its type.
+
+        Empty if this model's weights cannot be replaced, for example because they are quantised or offloaded.
+        """
+        ...
+
+    def load_weights(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+        """Replace the model's weights by those of `full` with the changes of the files `sparse`, oldest first.
+
+        Afterwards no row depends on the old weights: everything that was computed from them is dropped. Loaded adapters
+        stay loaded, on the new weights. `info` stays as it is.
+
+        Args:
+            full: safetensors file, or folder of such files, with all tensors.
+            sparse: files with changes of the weights before them; see `lmpool.protocol.tensors`.
+            held: k if the model has the weights of `full` with the first k files of `sparse`, so that only the later
+                files are applied; -1 if it has other weights.
+
+        Raises:
+            SettingsError: the files do not fit the model, or have a NaN or infinite number. No weight has changed.
+            Exception: any other error may leave old and new weights mixed. Then call this method with `held` -1.
         """
         ...
 
