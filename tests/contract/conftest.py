@@ -18,7 +18,7 @@ _seeds = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out tests in files that a subject does not name in `files`, and tests of ranks if it has none."""
+    """Leave out tests in files that a subject does not name in `files`, and tests of abilities that it lacks."""
     items[:] = [item for item in items if _is_wanted(item)]
 
 
@@ -27,6 +27,8 @@ def _is_wanted(item: pytest.Item) -> bool:
     if not isinstance(subject, Subject):
         return True
     if item.path.name == "test_spread.py" and subject.processes == 1:
+        return False
+    if item.path.name == "test_weights.py" and not subject.changes_weights:
         return False
     return item.path.name in subject.files or not subject.files
 

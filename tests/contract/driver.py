@@ -81,6 +81,7 @@ class Opened:
         failures: digest of each failed job -> message.
         scores: digest of each job with a positions query -> its values.
         blocks: blocks of rows of the last step that returned rows.
+        version: the version of the model whose weights the backend should have.
         is_expended: whether a test has ended the backend.
     """
 
@@ -91,6 +92,7 @@ class Opened:
         self.scores: dict[bytes, Row] = {}
         self.blocks: Sequence[RowBlock] = ()
         self.is_expended = False
+        self.version = 0
         self._make: Callable[[], Backend] = lambda: subject.make(model, dtype, adapters if subject.has_adapters else {})
 
     def __enter__(self) -> Self:
@@ -199,8 +201,8 @@ class Opened:
     def references(self, prompts: Sequence[Sequence[int]], adapter: str = "") -> list[Row]:
         """The reference rows of prompts, which the subject may compute together."""
         if self.subject.reference is reference_row:
-            return reference_rows(prompts, adapter)
-        return [self.subject.reference(ids, adapter) for ids in prompts]
+            return reference_rows(prompts, adapter, self.version)
+        return [self.subject.reference(ids, adapter, self.version) for ids in prompts]
 
     def ask(self, prompts: Iterable[Sequence[int]], adapter: str = "") -> list[Row]:
         """Run prompts together, and return their rows."""

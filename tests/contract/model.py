@@ -61,6 +61,28 @@ def write_tokenizer(folder: Path) -> None:
     fast.save_pretrained(folder)
 
 
+def write_weights(path: Path, version: int) -> Path:
+    """Write all tensors of a version of the model to a safetensors file."""
+    save_file(_version(version), path)
+    return path
+
+
+def write_changes(path: Path, version: int) -> Path:
+    """Write a sparse file with the numbers in which a version differs from the version before it.
+
+    Tensors of one dimension are given whole.
+    """
+    before, changed = _version(version - 1), {}
+    for name, tensor in _version(version).items():
+        indices = (tensor != before[name]).reshape(-1).nonzero()[:, 0]
+        if len(indices) and tensor.ndim == 1:
+            changed[name] = tensor
+        elif len(indices):
+            changed |= {f"{name}.indices": indices, f"{name}.values": tensor.reshape(-1)[indices]}
+    save_file(changed, path)
+    return path
+
+
 def write_adapter(folder: Path, name: str) -> Path:
     """Write the adapter `name`, one of `ADAPTERS` or `KINDS`, as peft does."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,21 +111,21 @@ def write_reference(folder: Path, adapters: Mapping[str, Path | None]) -> None:
     ReferenceRows(checkpoint_revision(folder), prompts, rows).write(folder / FILE)
 
 
-def reference_row(ids: Sequence[int], adapter: str = "") -> Row:
+def reference_row(ids: Sequence[int], adapter: str = "", version: int = 0) -> Row:
     """The correct row of a prompt: transformers' float32 log-softmax at the last position, shape (V,)."""
-    return reference_rows([ids], adapter)[0]
+    return reference_rows([ids], adapter, version)[0]
 
 
-def reference_rows(prompts: Sequence[Sequence[int]], adapter: str = "") -> list[Row]:
+def reference_rows(prompts: Sequence[Sequence[int]], adapter: str = "", version: int = 0) -> list[Row]:
     """The correct rows of prompts; one forward computes all rows that no earlier call has computed."""
     wanted = [tuple(ids) for ids in prompts]
-    if missing := [ids for ids in dict.fromkeys(wanted) if (ids, adapter) not in _rows]:
+    if missing := [ids for ids in dict.fromkeys(wanted) if (ids, adapter, version) not in _rows]:
         longest = max(missing, key=len)
         # A prompt that begins the longest one needs no forward of its own.
         batch = [longest, *(ids for ids in missing if longest[: len(ids)] != ids)]
-        for ids, row in zip(missing, _computed(batch, missing, adapter), strict=True):
-            _rows[ids, adapter] = row
-    return [_rows[ids, adapter] for ids in wanted]
+        for ids, row in zip(missing, _computed(batch, missing, adapter, version), strict=True):
+            _rows[ids, adapter, version] = row
+    return [_rows[ids, adapter, version] for ids in wanted]
 
 
 def reference_states(ids: Sequence[int], adapter: str = "") -> Row:
@@ -114,11 +136,11 @@ def reference_states(ids: Sequence[int], adapter: str = "") -> Row:
     return states
 
 
-def _computed(batch: list[tuple[int, ...]], wanted: list[tuple[int, ...]], adapter: str) -> Row:
+def _computed(batch: list[tuple[int, ...]], wanted: list[tuple[int, ...]], adapter: str, version: int) -> Row:
     """Run a batch, whose first prompt is the longest; returns the rows of prompts that begin it or are in the batch."""
     torch_device.settle()
     places = {ids: index for index, ids in enumerate(batch)}
-    model, length = _model(adapter), len(batch[0])
+    model, length = _model(adapter, version), len(batch[0])
     # Tokens after a prompt do not change its row: attention is causal.
     padded = torch.tensor([[*ids, *[0] * (length - len(ids))] for ids in batch])
     with torch.inference_mode():
@@ -128,12 +150,17 @@ def _computed(batch: list[tuple[int, ...]], wanted: list[tuple[int, ...]], adapt
     return rows
 
 
-_rows: dict[tuple[tuple[int, ...], str], Row] = {}  # (ids, adapter) -> the row that `reference_rows` has computed.
+# (ids, adapter, version) -> the row that `reference_rows` has computed.
+_rows: dict[tuple[tuple[int, ...], str, int], Row] = {}
 
 
 @cache
-def _model(adapter: str) -> Any:
-    """The model with an adapter merged into its weights."""
+def _model(adapter: str, version: int = 0) -> Any:
+    """A version of the model, with an adapter merged into its weights.
+
+    Version 1 has other numbers than version 0 everywhere. A later version differs from the one before in its norms, and
+    in 1 % of the numbers of each matrix.
+    """
     config = LlamaConfig(
         vocab_size=V,
         hidden_size=_HIDDEN,
@@ -145,15 +172,26 @@ def _model(adapter: str) -> Any:
         max_position_embeddings=MAX_TOKENS,
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(min(version, 1))
         model: Any = LlamaForCausalLM(config)  # type: ignore[no-untyped-call]
         # Use larger weights than transformers' initial ones, which make all rows nearly equal, whether right or wrong.
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 torch.nn.init.normal_(parameter, std=0.15)
+    draws = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for _ in range(1, version):
+            for parameter in model.parameters():
+                share = 0.01 if parameter.ndim > 1 else 1.0
+                is_changed = torch.rand(parameter.shape, generator=draws) < share
+                parameter[is_changed] += torch.randn(int(is_changed.sum()), generator=draws)
     if adapter:
         merge(model, adapter)
     return model.float().eval()
+
+
+def _version(version: int) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in _model("", version).named_parameters()}
 
 
 def merge(model: Any, adapter: str) -> None:

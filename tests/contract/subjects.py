@@ -12,19 +12,20 @@ from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from examples import own_backend
 from examples.own_backend import UnigramSettings
+from safetensors.numpy import save_file
 
 from lmpool.protocol.row import Row
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.settings import HfSettings
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend
-from tests.contract.model import V, reference_row, write_adapter
+from tests.contract.model import V, reference_row, write_adapter, write_changes, write_weights
 from tests.support.pool import lmpool_command
 
 # Use limits so low that all cases occur: several steps per prompt, several batches, and a full KV cache.
@@ -44,6 +45,12 @@ LogitsSpy = Callable[[Backend], AbstractContextManager[list[torch.Tensor]]]
 """Function that returns a context manager, which collects all logits (n, V) that the engine's model computes."""
 
 
+class Reference(Protocol):
+    """Function that computes the correct row of a prompt."""
+
+    def __call__(self, ids: Sequence[int], adapter: str = "", version: int = 0, /) -> Row: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Subject:
     """One backend that the contract tests run on.
@@ -52,7 +59,10 @@ class Subject:
         name: name of the backend.
         make: (folder of the model, dtype, folders of adapters by name) -> the backend.
         options: (folder of the model, folders of adapters by name) -> `make`'s settings as options of `lmpool worker`.
-        reference: (ids, adapter) -> the correct float32 row.
+        reference: (ids, adapter, version of the model, by default 0) -> the correct float32 row.
+        changes_weights: whether the backend can replace its weights.
+        weights: (path, version) -> writes all tensors of a version there; returns the path.
+        changes: (path, version) -> writes a sparse file with the changes since the version before it.
         tolerance: max difference between an entry of a row and the reference.
         spy: a `LogitsSpy`, or None if no model runs in the process of the test.
         has_model: whether the rows come from a model.
@@ -71,7 +81,10 @@ class Subject:
     name: str
     make: Callable[[Path, str, dict[str, Path]], Backend]
     options: Callable[[Path, dict[str, Path]], list[str]]
-    reference: Callable[[Sequence[int], str], Row] = reference_row
+    reference: Reference = reference_row
+    changes_weights: bool = True
+    weights: Callable[[Path, int], Path] = write_weights
+    changes: Callable[[Path, int], Path] = write_changes
     tolerance: float = 3e-4 if DEVICE == "cpu" else 3e-3
     spy: LogitsSpy | None = None
     has_model: bool = True
@@ -102,15 +115,25 @@ def _synthetic() -> Subject:
         )  # fmt: skip
         return SyntheticBackend(settings)
 
-    def reference(ids: Sequence[int], adapter: str) -> Row:
-        return synthetic_row(ids, vocab_size=V, adapter_revision=_synthetic_revision(adapter) if adapter else "")
+    def reference(ids: Sequence[int], adapter: str = "", version: int = 0) -> Row:
+        revision = _synthetic_revision(adapter) if adapter else ""
+        return synthetic_row(ids, vocab_size=V, seed=version, adapter_revision=revision)
+
+    def weights(path: Path, version: int) -> Path:
+        save_file({"seed": np.array(version)}, path)
+        return path
+
+    def changes(path: Path, version: int) -> Path:
+        save_file({"seed.indices": np.array([0]), "seed.values": np.array([version])}, path)
+        return path
 
     def options(folder: Path, adapters: dict[str, Path]) -> list[str]:
         named = [text for name, place in adapters.items() for text in ("--adapters", f"{name}={place}")]
         return ["--vocab-size", str(V), "--max-prompt-tokens", str(SYNTHETIC_MAX_TOKENS), *named]
 
     return Subject(
-        "synthetic", make, options, reference, has_model=False, has_adapters=True, loads_adapters=True, positions=True,
+        "synthetic", make, options, reference, weights=weights, changes=changes, has_model=False, has_adapters=True,
+        loads_adapters=True, positions=True,
     )  # fmt: skip
 
 
@@ -130,7 +153,7 @@ def _unigram() -> Subject:
     def make(folder: Path, dtype: str, adapters: dict[str, Path]) -> Backend:
         return UnigramSettings("unigram", V).open()
 
-    def reference(ids: Sequence[int], adapter: str) -> Row:
+    def reference(ids: Sequence[int], adapter: str = "", version: int = 0) -> Row:
         counts = np.ones(V)
         for token in ids:
             counts[token] += 1
@@ -138,7 +161,8 @@ def _unigram() -> Subject:
         return row
 
     return Subject(
-        "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, has_model=False, narrow=False,
+        "unigram", make, lambda folder, adapters: ["--vocab-size", str(V)], reference, changes_weights=False,
+        has_model=False, narrow=False,
         environment={"PYTHONPATH": os.pathsep.join([str(_plugin().parent), os.environ.get("PYTHONPATH", "")])},
     )  # fmt: skip
 

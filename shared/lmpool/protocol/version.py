@@ -100,6 +100,11 @@ class Registered(NamedTuple):
         """The largest number so far, refused versions included; 0 for none."""
         return self.versions[-1].number if self.versions else 0
 
+    @property
+    def newest_usable(self) -> Version | None:
+        """The newest version that was not refused."""
+        return next((version for version in reversed(self.versions) if not self.reason(version.number)), None)
+
     def reason(self, number: int) -> str:
         """Why a version was refused; "" if it was not."""
         state = self.states.get(number, "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import ssl
 import time
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,21 @@ from hashlib import blake2b
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError, first_line
+from lmpool.protocol.tensors import TIED_HEAD, TensorType, read_types
 from lmpool.settings import shown
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_log = logging.getLogger(__name__)
 
 HUB_TIMEOUT_S = 4.0
 """Max seconds to wait until the hub answers a test request; `huggingface_hub` itself would wait much longer."""
@@ -183,6 +191,31 @@ def quantisation_of(folder: Path) -> str:
     config = read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
     stated = config.get("quantization_config")
     return str(stated.get("quant_method") or "") if isinstance(stated, dict) else ""
+
+
+def replaceable_tensors(folder: Path) -> dict[str, TensorType]:
+    """The types of a checkpoint's tensors, for `ChangesWeights.tensors`; empty, with a log line, if it is not plain."""
+    if method := quantisation_of(folder):
+        _log.info("the weights cannot be replaced while the worker runs: they are quantised (%s)", method)
+        return {}
+    try:
+        types = read_types(folder)
+    except SettingsError as error:
+        _log.info("the weights cannot be replaced while the worker runs: %s", error)
+        return {}
+    config = read_config(folder / "config.json") if (folder / "config.json").is_file() else {}
+    if config.get("tie_word_embeddings"):
+        types.pop(TIED_HEAD, None)  # A copy of the embedding, which engines do not read.
+    return types
+
+
+def torch_tensor(numbers: NDArray[Any], dtype: str) -> Tensor:
+    """The torch tensor of a `MappedTensor` with this dtype of safetensors, in the same memory."""
+    import torch
+
+    bits = {"BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool}
+    tensor = torch.from_numpy(numbers)
+    return tensor.view(bits[dtype]) if dtype in bits else tensor
 
 
 def check_model_folder(model: str, *, has_gguf: bool = False) -> None:

@@ -103,31 +103,29 @@ class VersionKeeper:
 
     async def _begin_change(self, registered: Registered) -> bool:
         """Take a turn if there is another version to serve; returns whether there is one."""
-        versions = [version for version in registered.versions if not registered.reason(version.number)]
-        if not versions or versions[-1].number <= self.info.version:
+        if (newest := registered.newest_usable) is None or newest.number <= self.info.version:
             return False
-        newest, chain = versions[-1], registered.chain()
-        if chain[-1:] != (newest,):
+        number = newest.number
+        if registered.chain()[-1:] != (newest,):
             reason = f"it changes version {newest.changes}, which is not the version before it"
-            await self._registry.decide(newest.number, REFUSED + reason)
+            await self._registry.decide(number, REFUSED + reason)
             return True
         # Only one worker tries a version that no worker has served: it decides whether the version is refused.
-        slots = self._settings.max_unavailable if newest.number in registered.states else 1
+        slots = self._settings.max_unavailable if number in registered.states else 1
         lease_ms = int(self._settings.lease_s * 1000)
         self._slot = await self._registry.take_turn(self._worker_id, slots, lease_ms)
         if self._slot is None:
             await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
             return True
         self._renewing = asyncio.create_task(self._keep_turn(self._slot, lease_ms), name="turn")
-        # The version may have been decided between the read and the turn.
-        registered = await self._registry.read()
-        if registered.reason(newest.number) or registered.newest != newest.number:
+        registered = await self._registry.read()  # The registry may have changed before this worker's turn.
+        if registered.newest_usable != newest:
             await self.end_turn()
-        elif newest.number not in registered.states and await self._registry.count_try(newest.number) > _MAX_TRIES:
-            await self._registry.decide(newest.number, f"{REFUSED}{_MAX_TRIES} workers ended while they loaded it")
+        elif number not in registered.states and await self._registry.count_try(number) > _MAX_TRIES:
+            await self._registry.decide(number, f"{REFUSED}{_MAX_TRIES} workers ended while they loaded it")
             await self.end_turn()
         else:
-            self.next = chain
+            self.next = registered.chain()
         return True
 
     async def _keep_turn(self, slot: int, lease_ms: int) -> None:

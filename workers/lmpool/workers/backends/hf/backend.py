@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.row import RowBlock, VectorBlock
+from lmpool.protocol.tensors import TensorType
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.hf import batching
 from lmpool.workers.backends.hf.adapters import HfAdapters
@@ -31,6 +32,7 @@ from lmpool.workers.backends.hf.model import (
     load_model,
 )
 from lmpool.workers.backends.hf.placement import is_offloaded
+from lmpool.workers.backends.hf.weights import ReplaceableWeights
 from lmpool.workers.backends.lora import weights_of
 from lmpool.workers.backends.row_encoder import MAX_LOGITS, NO_DISTRIBUTION, RowEncoder, values_at_positions
 from lmpool.workers.backends.settings import HfSettings
@@ -85,7 +87,7 @@ class HfBackend(EngineBackend):
     @torch.inference_mode()
     def __init__(self, settings: HfSettings) -> None:
         super().__init__(settings)
-        model, max_prompt_tokens, revision = load_model(settings)
+        model, max_prompt_tokens, revision, folder = load_model(settings)
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         _log.info("weights are loaded: checking how prompts can run together")
@@ -148,6 +150,7 @@ class HfBackend(EngineBackend):
         # Do this before peft renames weights for adapters. Quantised weights cannot be read in inference mode.
         with torch.inference_mode(mode=False):
             self._weights = weights_of(model.state_dict())
+            self._replaceable = ReplaceableWeights(model, folder, settings)
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)
 
@@ -190,6 +193,16 @@ class HfBackend(EngineBackend):
         self._adapters.drop(adapter)
         self._roots.pop(adapter, None)
 
+    def tensors(self) -> Mapping[str, TensorType]:
+        """See `ChangesWeights.tensors`."""
+        return self._replaceable.types
+
+    def load_weights(self, full: Path | None, sparse: Sequence[Path], held: int) -> None:
+        """See `ChangesWeights.load_weights`. Adapters and the head refer to the weights, which are changed in place."""
+        if self._pool is not None:
+            self._pool.clear()
+        self._replaceable.load(full or self._folder, sparse, held)
+
     @property
     def devices(self) -> list[str]:
         """See `TellsDevices.devices`: the GPUs that hold layers, or the only device."""
@@ -204,7 +217,8 @@ class HfBackend(EngineBackend):
         folder: Any = self._forward.model.lmpool_offloaded
         if folder is not None:
             folder.cleanup()
-        del self._forward, self._adapters
+        del self._forward, self._adapters, self._replaceable
+        self._weights = None
         self._free_memory()
 
     @torch.inference_mode()

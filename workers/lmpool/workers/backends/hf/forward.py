@@ -146,6 +146,12 @@ class KVPool:
         # The slots whose copies are at the beginning of the scratch memory, after a step of a single prompt.
         self._gathered = new_path()
 
+    def clear(self) -> None:
+        """Discard all keys and values, because the model's weights have changed."""
+        self.slots.clear()
+        self.held = []
+        self.release()  # The scratch memory has copies of keys and values.
+
     def new_root(self) -> int:
         """A new root for prompts that must not share keys and values with other prompts; see `PrefixSlots.match`."""
         return next(self._roots)

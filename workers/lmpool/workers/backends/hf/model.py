@@ -87,8 +87,8 @@ _log = logging.getLogger(__name__)
 
 @torch.inference_mode(mode=False)  # Weights made in inference mode could not be replaced.
 @torch.no_grad()
-def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
-    """A model in evaluation mode on its device, the max tokens of a prompt, and the digest of its weights."""
+def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str, Path]:
+    """A model in evaluation mode on its device, the max tokens of a prompt, its weights' digest, and its folder."""
     device = pick_device(settings.device)
     folder = checkpoint_folder("model", settings.model, settings.revision, gguf_file=settings.gguf_file)
     log_threads(str(device))
@@ -131,7 +131,7 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str]:
         # transformers writes one of two tied weights to the offload folder, and does not find the other weight there.
         text = f"device_map: {settings.model} has tied weights on the disk, and {error} is not found there"
         raise SettingsError(f"{text}: give more memory (--max-memory), or save the model as safetensors") from error
-    return model, limit, revision
+    return model, limit, revision, folder
 
 
 def _from_pretrained(settings: HfSettings, folder: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
