@@ -21,6 +21,7 @@
     │   ├── UnknownAdapter              the model has no adapter of that name
     │   ├── UnknownTokenizer            the model's workers publish no tokenizer, or it has expired
     │   ├── AdapterRefused              a worker cannot load the adapter
+    │   ├── WeightsRefused              a worker cannot serve the published weights
     │   └── ModelMismatch               a worker's info differs from the info of the model it joins
     ├── RequestFailed                   an accepted request ended without a row
     │   ├── DeadlineExceeded (TimeoutError)
@@ -209,6 +210,10 @@ class UnknownTokenizer(ModelError):
 
 class AdapterRefused(ModelError):
     """A worker cannot load the adapter; the previous adapter of this name stays in service."""
+
+
+class WeightsRefused(ModelError):
+    """A worker cannot serve the published weights; the previous version stays in service."""
 
 
 class ModelMismatch(ModelError):

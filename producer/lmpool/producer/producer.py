@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, Self, Unpack, get_args
+from typing import Any, Literal, Self, TypeVar, Unpack, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,11 @@ from lmpool.protocol.job import encode_prompt, list_prompts
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.protocol.picks import tempered
+from lmpool.protocol.version import MAX_NUMBER, split_name
 from lmpool.settings import check_choice, check_name, check_number
 from lmpool.vocabulary import Vocabulary
+
+T = TypeVar("T")
 
 
 class Producer(CopiedAsItself, PartialRows):
@@ -113,6 +116,7 @@ class Producer(CopiedAsItself, PartialRows):
         # that trie workers compute from rows.
         of_tries = replace(settings, counters=Counters(ProducerStats(), RowLRU(0)), traces=None)
         server, waits = partial(Server, redis), when_absent == "wait"
+        self._pinned: dict[int, Producer] = {}
         self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
         self._trie_sessions = SessionPerLoop(server, partial(Session, settings=of_tries), TRIE_SERVICE, waits)
 
@@ -126,6 +130,8 @@ class Producer(CopiedAsItself, PartialRows):
         fresh: bool = False,
         keep_row: bool = False,
         adapter: str = "",
+        version: int | Literal["latest"] = "latest",
+        min_version: int = 0,
         timeout: float | None = None,
     ) -> NDArray[np.float32]:
         """Return the log-probabilities of the token that follows a prompt.
@@ -140,6 +146,9 @@ class Producer(CopiedAsItself, PartialRows):
             keep_row: with `targets`, put the row into the pool's cache too, as a call without `targets` always does.
                 Not with `fresh`.
             adapter: name of one of the model's adapters (see `adapters`), or "" for none.
+            version: a version of the model's weights (`publish_weights`), as `at` serves it; "latest" for the newest
+                that clients use, and never an older one than this producer has seen. See `versioned`.
+            min_version: wait until workers serve this version or a later one.
             timeout: seconds, or None for the producer's timeout.
 
         Returns:
@@ -154,6 +163,12 @@ class Producer(CopiedAsItself, PartialRows):
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             UnknownAdapter: the model has no adapter of that name.
         """
+        if version != "latest" or min_version:
+            options: dict[str, Any] = {"targets": targets, "mode": mode, "temperature": temperature, "fresh": fresh}
+            options |= {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
+            producer = self if version == "latest" else self.at(version)
+            await producer.reach_version(min_version, timeout=timeout)
+            return await producer.logprobs(ids, **options)
         # Serve the usual request on a faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == "" and temperature == 1
@@ -220,6 +235,87 @@ class Producer(CopiedAsItself, PartialRows):
             return await queries.all_entries(encoded, entries, count, **options)
 
         return await self._request(read.adapter, read.timeout, ask, keep_row=keep_row)
+
+    def at(self, version: int) -> Producer:
+        """Return a producer for one version of the model's weights; all its answers are of this version.
+
+        Rows that are not cached are computed only while workers serve the version. The returned producer is closed with
+        this one.
+
+        Raises:
+            SettingsError: `version` is no number from 0 (the checkpoint that the workers were started with).
+            LMPoolError: this producer names no model, and has not connected yet.
+        """
+        check_number("version", version, 0, MAX_NUMBER)
+        if version not in self._pinned:
+            name = f"{split_name(self._model or self.model.base)[0]}@{version}"
+            self._pinned[version] = Producer(name, redis=self._redis, **self._options)
+        return self._pinned[version]
+
+    async def versioned(self, ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> tuple[T, int]:
+        """Call a method of this producer; returns its answer, and the version of the weights that computed all of it.
+
+        For example `row, version = await producer.versioned(producer.logprobs, ids)`. If clients change to another
+        version during the call, the call is made again.
+        """
+        session = await self._sessions.open(Deadline.of(options.get("timeout"), self._timeout))
+        while True:
+            before = session.info.version
+            answer = await ask(*args, **options)
+            if before == session.info.version:
+                return answer, before
+
+    async def reach_version(self, version: int, *, timeout: float | None = None) -> None:
+        """Wait until this producer uses a version of the weights that workers serve, or a later one.
+
+        Raises DeadlineExceeded if no worker serves one in time, and the exceptions of `open`.
+        """
+        deadline = Deadline.of(timeout, self._timeout)
+        check_number("min_version", version, 0, MAX_NUMBER)
+        await (await self._sessions.open(deadline)).reach(version, deadline)
+
+    async def versions(self, *, timeout: float | None = None) -> dict[int, str]:
+        """Return the published versions of the model's weights, oldest first. Raises as `open`.
+
+        A value is "served", "refused: REASON", or "" while no worker has loaded the version.
+        """
+        deadline = Deadline.of(timeout, self._timeout)
+        return await (await self._sessions.open(deadline)).versions.all(deadline)
+
+    async def publish_weights(
+        self,
+        weights: str | Path | Mapping[str, Any],
+        version: int | None = None,
+        *,
+        stored: bool = False,
+        timeout: float | None = None,
+    ) -> int:
+        """Publish a version of the model's weights; returns its number when the first worker serves it.
+
+        The other workers follow, a few at a time (`--max-unavailable`). This producer uses the version, or a later one,
+        from now on; other clients follow when as many workers serve it as the version before it. If the first worker
+        cannot serve the weights, nothing changes.
+
+        Args:
+            weights: a folder of safetensors files, or one such file, under a path that exists here and on the workers'
+                machines; or tensors of torch or numpy by name, which go through the pool. A full version has all
+                tensors of the model's checkpoint; a sparse one has `NAME.indices` (int64, places in the flat tensor,
+                ascending) and `NAME.values` of each changed tensor, relative to the newest version.
+            version: number of the version, above all earlier ones; None for the next number.
+            stored: store the file in the pool, because the workers cannot read its path. At most 1 GiB.
+            timeout: seconds, or None for the producer's timeout.
+
+        Raises:
+            SettingsError: the names, dtypes or shapes are not those of the model, or `version` is not above the others.
+            WeightsRefused: the worker refused them (a NaN, a damaged file, a row that is none).
+            AuthenticationFailed: the server's user may not publish weights.
+            DeadlineExceeded, NoWorker, ServerError, UnknownModel, AmbiguousModel: as `logprobs`.
+        """
+        deadline = Deadline.of(timeout, self._timeout)
+        session = await self._sessions.open(deadline)
+        number = await session.versions.publish(weights, version, stored=stored, deadline=deadline)
+        await session.reach(number, deadline)
+        return number
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
         """Return the adapters that requests may name: name -> revision, a digest of the weights. Raises as `open`."""
@@ -359,11 +455,15 @@ class Producer(CopiedAsItself, PartialRows):
 
     def close_soon(self) -> None:
         """Close without waiting, from any thread: each connection is closed in its own event loop."""
+        for producer in self._pinned.values():
+            producer.close_soon()
         self._trie_sessions.close_soon()
         self._sessions.close_soon()
 
     async def close(self) -> None:
         """End pending requests and close the connections. The producer can be opened again."""
+        for producer in self._pinned.values():
+            await producer.close()
         await self._trie_sessions.close()
         await self._sessions.close()
 
@@ -376,7 +476,7 @@ class Producer(CopiedAsItself, PartialRows):
 
     @property
     def _name(self) -> str | None:
-        return self._model if self._sessions.session is None else self._sessions.session.info.name
+        return self._model if self._model or self._sessions.session is None else self._sessions.session.info.base
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self._redis is not None and not isinstance(self._redis, str):

@@ -27,6 +27,7 @@ MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; the limits of 
 KNOWN_FOR_S = 2.0
 MARGIN_S = 0.5  # Additional seconds that a change of an adapter waits, because clocks run at different rates.
 _ENTRY_FIELD = b"v"  # The only field of an entry of the registry of versions.
+_UNUSED_TTL_MS = 3_600_000  # Lifetime of the stored parts of weights until a worker reads them.
 _TENSORS_FIELD = b"tensors"  # Field of the hash `version_states` with the types of the model's tensors.
 _MAX_TENSORS_BYTES = 8 * 1024 * 1024  # Max bytes of these types: enough for 100,000 tensors.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
@@ -220,13 +221,15 @@ class VersionRegistry:
         """Give back a turn."""
         await self.redis.delete(self.keys.version_turn(slot))
 
-    async def store(self, version: Version, index: int, data: bytes | memoryview) -> None:
-        """Store one part of the file of a version. The part has no TTL, so that it is not evicted."""
-        await self.redis.set(self.keys.version_data(version.nonce, index), bytes(data))
+    async def store(self, nonce: str, index: int, data: memoryview) -> None:
+        """Store one part of the file of a version, for an hour unless a worker keeps it (`load`)."""
+        await self.redis.set(self.keys.version_data(nonce, index), bytes(data), px=_UNUSED_TTL_MS)
 
     async def load(self, version: Version, index: int) -> bytes:
-        """Read one part of the file of a version; b"" if it is not stored."""
-        return await _read(self.redis, self.keys.version_data(version.nonce, index), CHUNK_BYTES)
+        """Read one part of the file of a version, which has no TTL from now on; b"" if it is not stored."""
+        key = self.keys.version_data(version.nonce, index)
+        await self.redis.persist(key)
+        return await _read(self.redis, key, CHUNK_BYTES)
 
     async def forget(self, versions: Iterable[Version], *, keep_entries: bool = False) -> None:
         """Remove the stored files of versions that no worker needs any more, and their entries and states."""

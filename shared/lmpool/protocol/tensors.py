@@ -106,6 +106,14 @@ def map_tensors(path: Path) -> dict[str, MappedTensor]:
     return tensors
 
 
+def types_of(data: memoryview) -> dict[str, TensorType]:
+    """The types of the tensors in a safetensors file with these bytes; raises `SettingsError` for other bytes."""
+    try:
+        return {name: tensor.type for name, tensor in _read(np.frombuffer(data, np.uint8)).items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise SettingsError(f"weights: {len(data)} bytes are no safetensors file: {first_line(error)}") from error
+
+
 def check_full(types: Types, wanted: Types) -> None:
     """Refuse tensors that are not exactly those of the model; a tied head (`TIED_HEAD`) is ignored.
 

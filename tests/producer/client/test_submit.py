@@ -57,7 +57,7 @@ class Interrupted(Tasks):
     def __init__(self, requests: PendingRequests) -> None:
         super().__init__()
         rows: Any = None
-        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), rows)
+        self.model = AdoptedModel(INFO, "f", "f", Keys("test").model(INFO.name), rows)
         self.partition: Any = Partition(0, self, self, self.model.keys, b"reply")  # type: ignore[arg-type]
         self.ended_within_reply = False
         self.homes = Homes()
@@ -107,7 +107,7 @@ class Answering(Tasks):
     def __init__(self, outcome: str, cached: Sequence[Prompt] = ()) -> None:
         super().__init__()
         rows: Any = self
-        self.model = AdoptedModel(INFO, "f", Keys("test").model(INFO.name), rows)
+        self.model = AdoptedModel(INFO, "f", "f", Keys("test").model(INFO.name), rows)
         self.partitions = Partitions(Server("redis://127.0.0.1"), Keys("test"))
         self.partitions.adopt(INFO, "reply", is_bulk=False)
         self.partitions[0].commands = self  # type: ignore[assignment]

@@ -47,7 +47,7 @@ class Adapters:
     @property
     def _registry(self) -> AdapterRegistry:
         connections = self._connections
-        return AdapterRegistry(connections.redis, connections.model.keys, connections.model.fingerprint)
+        return AdapterRegistry(connections.redis, connections.model.keys, connections.model.lineage)
 
     async def qualified(self, name: object, deadline: Deadline) -> str:
         """Return an adapter's name in jobs, "name@revision"; UnknownAdapter if the model has no adapter `name`."""
@@ -68,7 +68,7 @@ class Adapters:
         """Return the cached entry of a name, or None if the entry is missing or too old."""
         adapter, version = self._known.get(name, (None, 0))
         is_old = version != self._version or self._loop.time() - self._as_of >= KNOWN_FOR_S
-        return None if is_old or self._owner != self._connections.model.fingerprint else adapter
+        return None if is_old or self._owner != self._connections.model.lineage else adapter
 
     async def _unknown(self, name: object, deadline: Deadline) -> errors.UnknownAdapter:
         names = list(await self.all(deadline))
@@ -117,7 +117,7 @@ class Adapters:
         version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
         if not version:  # The registry had no entry to remove.
             raise await self._unknown(name, deadline)
-        self._belong_to(self._connections.model.fingerprint)
+        self._belong_to(self._connections.model.lineage)
         self._known[name] = adapter, version
         self.doubt()
         try:

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
-from lmpool.broker.registries import look_up, look_up_tokenizer, register, register_tokens
+from lmpool.broker.registries import VersionRegistry, look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import (
     Alive,
     Load,
@@ -34,6 +34,7 @@ from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.token_set import TokenSet
 from lmpool.protocol.tokenizer import special_tokens
+from lmpool.protocol.version import name_of_version, pointer_of, split_name
 from lmpool.rows.cache import RowCache
 from lmpool.rows.datagram import DatagramReceiver
 from lmpool.rows.direct import DirectReader
@@ -69,7 +70,8 @@ class AdoptedModel:
 
     info: ModelInfo  # The info of the model that was read last.
     fingerprint: str
-    keys: ModelKeys  # Keys of partition 0, which has the registry of adapters.
+    lineage: str  # Fingerprint that all versions of the model share.
+    keys: ModelKeys  # Keys of partition 0 of version 0, which has the registries of adapters and versions.
     rows: RowCache
     host: bytes = b""  # Identifier of this machine's shared memory; b"" if rows are too small to be shared.
     reads: bytes = b""  # The `reader_token` of this client.
@@ -111,7 +113,7 @@ class Connections(Tasks):
         self._close_rows()
         rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
-        self.model = AdoptedModel(info, info.fingerprint, self._keys.model(info.name), rows, host)
+        self.model = AdoptedModel(info, info.fingerprint, info.lineage, self._keys.model(info.base), rows, host)
         self._set_reader()
 
     def _set_reader(self) -> None:
@@ -260,8 +262,9 @@ class Discovery:
             error = await self._unknown(name, f"the model {name!r} is not served; ", advice)
             error.has_others = True
             raise error
-        if len(infos) == 1:
-            return next(iter(infos.values()))
+        if len({info.base for info in infos.values()}) == 1:  # All are versions of one model.
+            newest = max(infos.values(), key=lambda info: info.version)
+            return await self.find(newest.base) or newest
         # The info of a model outlives workers that were killed, so check which models have live workers.
         live = []
         for info in infos.values():
@@ -272,11 +275,31 @@ class Discovery:
         return live[0]
 
     async def find(self, name: str) -> ModelInfo | None:
-        """Return the info of the model `name`, or None."""
-        infos, unreadable = await self._read_infos(name)
-        if name in unreadable:
-            raise unreadable[name]
-        return infos.get(name)
+        """Return the info of a model, in the version that clients use or that `name` names, or None.
+
+        A version that no worker serves has an info while it is in the model's registry, because its rows may be cached.
+        """
+        base, number = split_name(name)
+        served = base if number == 0 else name
+        packed = await read_infos(self._redis, self._keys, served)
+        pointed = packed.pop(pointer_of(served).encode(), b"")
+        if number is None and isinstance(pointed, bytes) and pointed.isdigit() and int(pointed):
+            return await self.find(name_of_version(base, int(pointed)))
+        infos, unreadable = self._unpack(packed)
+        if served in unreadable:
+            raise unreadable[served]
+        if served not in infos and number is not None and (newest := await self.find(base)) is not None:
+            versions = (await VersionRegistry(self._redis, self._keys.model(base)).read()).versions
+            if not number:
+                return newest.of_version(None)
+            return next((newest.of_version(version) for version in versions if version.number == number), None)
+        return infos.get(served)
+
+    async def find_served(self, base: str, number: int) -> ModelInfo | None:
+        """Return the info of a version that workers serve, whether or not clients use it already; or None."""
+        name = name_of_version(base, number)
+        info = (await self._read_infos(name))[0].get(name)
+        return info if info is not None and (await self.alive(name, info.partitions)).serving else None
 
     async def want(self, model: str) -> None:
         """Record that a client waits for a model that is not served, so that an autoscaler can start a worker."""
@@ -311,6 +334,11 @@ class Discovery:
     async def _read_infos(self, model: str | None = None) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return the infos of one or all models by name, and the errors of unreadable infos by name."""
         packed = await read_infos(self._redis, self._keys, model)
+        if model is not None:
+            packed.pop(pointer_of(model).encode(), None)
+        return self._unpack(packed)
+
+    def _unpack(self, packed: dict[bytes, bytes | int]) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         infos: dict[str, ModelInfo] = {}
         unreadable: dict[str, Exception] = {}
         for key, data in sorted(packed.items()):

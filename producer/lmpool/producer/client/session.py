@@ -22,6 +22,7 @@ from lmpool.producer.client.discovery import CLOSED, TROUBLE, Vocabularies
 from lmpool.producer.client.receive import Receiver, Requester
 from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, PendingRequest, SessionSettings, Stage
 from lmpool.producer.client.submit import Homes
+from lmpool.producer.client.versions import WeightVersions
 from lmpool.protocol.model_info import ModelInfo
 
 T = TypeVar("T")
@@ -77,11 +78,16 @@ class Session(Requester):
 
     # Opening and closing
 
-    async def open(self, model: str | None) -> None:
-        """Connect and read the model info. After a failure the caller may try again."""
+    async def open(self, model: str | None, least: int = 0) -> None:
+        """Connect and read the model info. After a failure the caller may try again.
+
+        `least`: the first version of the model's weights that this session may use, because the client has seen it.
+        """
         try:
             try:
                 info = await self._discovery.info(model)
+                if info.version < least:
+                    info = await self._newer(info, least)
             except errors.UnknownModel as error:
                 if not error.is_loading:
                     # Workers cannot store model infos if the server refuses writes: report the refusal instead.
@@ -90,6 +96,7 @@ class Session(Requester):
                     await self._discovery.want(model)
                 raise
             self._adopt(info)
+            self._wanted = model or info.base
             await self._liveness.poll()
         except errors.LMPoolError:
             raise
@@ -255,17 +262,54 @@ class Session(Requester):
         self._submitter.retry_soon()
 
     async def _reload_info(self) -> None:
-        info = await self._discovery.find(self.info.name)
+        info = await self._discovery.find(self._wanted)
+        if info is not None and info.version < self.info.version:
+            info = await self._discovery.find_served(self.info.base, self.info.version)
         if info is not None and info.fingerprint == self.info.fingerprint:
             self._connections.follow(info)
             if info.partitions != self.info.partitions:
                 await self._liveness.poll()
             self.info = info
         elif info is not None:  # Without an info, no worker serves the model, and requests wait for a worker.
-            _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
-            self._adopt(info)
-            self._submitter.retry_soon()
+            self._change_model(info)
             await self._connections.scan_segments()
+
+    def _change_model(self, info: ModelInfo) -> None:
+        _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
+        self._adopt(info)
+        self._submitter.retry_soon()
+
+    async def _newer(self, info: ModelInfo, least: int) -> ModelInfo:
+        """Return the info of version `least`, if workers serve it; raises UnknownModel otherwise."""
+        if (served := await self._discovery.find_served(info.base, least)) is not None:
+            return served
+        text = f"version {least} of {info.base!r} is not served, and clients use version {info.version}"
+        raise errors.UnknownModel(f"{text}: this client has seen version {least} and takes no older one")
+
+    @property
+    def versions(self) -> WeightVersions:
+        """The versions of the model's weights."""
+        return WeightVersions(self._connections)
+
+    async def reach(self, number: int, deadline: Deadline) -> None:
+        """Wait until this session uses version `number` of the model's weights, or a later one.
+
+        Raises:
+            DeadlineExceeded: no worker has served such a version within the deadline.
+        """
+        for wait in delays(_MAX_RETRY_INTERVAL_S):
+            if self.info.version >= number:
+                return
+            with self._connections.noting():
+                if (served := await self._discovery.find_served(self.info.base, number)) is not None:
+                    self._change_model(served)
+                else:
+                    await self._reload_info()
+            if self.info.version < number:
+                if deadline.end - self.loop.time() <= wait:
+                    text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
+                    raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}")
+                await asyncio.sleep(wait)
 
 
 class CopiedAsItself:
@@ -412,7 +456,7 @@ class SessionPerLoop:
                     if session is None:
                         attempt.server = self._server()
                         session = self._make(attempt.server)
-                    await session.open(self._model)
+                    await session.open(self._model, self.session.info.version if self.session is not None else 0)
                     with self._lock:
                         if attempt.is_over:
                             raise errors.ProducerClosed(CLOSED)

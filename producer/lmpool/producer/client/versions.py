@@ -1,0 +1,176 @@
+"""Publishes versions of a model's weights (`lmpool.protocol.version`), and reads which versions there are."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from lmpool import errors
+from lmpool.aio import delays
+from lmpool.broker.registries import VersionRegistry
+from lmpool.producer.client.discovery import TROUBLE, Connections
+from lmpool.producer.client.requests import Deadline
+from lmpool.protocol.tensors import INDICES, Types, check_full, check_sparse, read_types, types_of, unpack_types
+from lmpool.protocol.version import CHUNK_BYTES, MAX_NUMBER, MAX_SPARSE, MAX_STORED_BYTES, SERVED, Registered, Version
+from lmpool.settings import check_number, shown
+
+T = TypeVar("T")
+
+_ADVICE = "publishing weights is a right of its own: name the server as the user `weights` (docker/redis/users.acl)"
+_MAX_WAIT_S = 0.25  # Max seconds between two reads of the registry by a publisher that waits for a worker.
+_KEPT = 64  # Versions whose entries stay in the registry, so that their cached rows can be found by their numbers.
+
+
+class _Upload(NamedTuple):
+    """Weights that are ready to be published."""
+
+    source: str  # Folder or file on the workers' machines; "" if the pool stores `data`.
+    data: memoryview  # The file; empty with a `source`.
+    is_sparse: bool
+    nbytes: int
+
+
+class WeightVersions:
+    """The versions of one session's model."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    @property
+    def _registry(self) -> VersionRegistry:
+        return VersionRegistry(self._connections.redis, self._connections.model.keys)
+
+    async def all(self, deadline: Deadline) -> dict[int, str]:
+        """Return number of each version -> "served", "refused: REASON", or "" while no worker has loaded it."""
+        registered = await self._insist(self._registry.read, deadline)
+        return {version.number: registered.states.get(version.number, "") for version in registered.versions}
+
+    async def publish(self, weights: object, number: int | None, *, stored: bool, deadline: Deadline) -> int:
+        """Publish a version, and wait until a worker serves it; see `Producer.publish_weights`."""
+        if number is not None:
+            check_number("version", number, 1, MAX_NUMBER)
+        registered = await self._insist(self._registry.read, deadline)
+        if not registered.tensors:
+            text = f"the workers of {self._connections.model.info.base!r} cannot change their weights"
+            raise errors.SettingsError(f"weights: {text} (quantised, offloaded, or a backend without this ability)")
+        wanted = unpack_types(registered.tensors)
+        upload = await asyncio.to_thread(_prepare, weights, wanted, stored)
+        version = await self._register(upload, number, registered, deadline)
+        await self._wait(version, deadline)
+        return version.number
+
+    async def _register(
+        self, upload: _Upload, number: int | None, registered: Registered, deadline: Deadline
+    ) -> Version:
+        """Store the file if the pool must store it, and add the version to the registry."""
+        registry, nonce = self._registry, secrets.token_hex(8)
+        chunks = [upload.data[at : at + CHUNK_BYTES] for at in range(0, len(upload.data), CHUNK_BYTES)]
+        digests = tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
+        for index, chunk in enumerate(chunks):
+            await self._insist(partial(registry.store, nonce, index, chunk), deadline)
+        while True:
+            newest, changes = registered.newest_usable, -1
+            if upload.is_sparse:
+                changes = newest.number if newest is not None else 0
+                if len(registered.chain()) > MAX_SPARSE:
+                    text = f"{MAX_SPARSE} sparse versions follow one another: publish a full version first"
+                    raise errors.SettingsError(f"weights: {text}")
+            version = Version(number or registered.newest + 1, nonce, changes, upload.source, upload.nbytes, digests)
+            added = await self._insist(partial(registry.add, version), deadline)
+            registered = await self._insist(registry.read, deadline)
+            if added or version in registered.versions:  # The reply to an earlier try may have been lost.
+                return version
+            if number is not None:
+                raise errors.SettingsError(f"version: {number} must be above {registered.newest}, which is published")
+            if upload.is_sparse:
+                text = f"version {registered.newest} was published meanwhile, and these changes are relative to"
+                raise errors.SettingsError(f"weights: {text} version {changes}: publish the changes since then")
+
+    async def _wait(self, version: Version, deadline: Deadline) -> None:
+        """Wait until a worker has served or refused a version; then remove what no worker needs any more."""
+        number = version.number
+        try:
+            for wait in delays(_MAX_WAIT_S):
+                registered = await self._insist(self._registry.read, deadline)
+                if reason := registered.reason(number):
+                    raise errors.WeightsRefused(f"no worker serves version {number}: {reason}")
+                if any(state == SERVED for other, state in registered.states.items() if other >= number):
+                    break
+                async with deadline.limit():
+                    await asyncio.sleep(wait)
+        except errors.DeadlineExceeded as error:
+            text = f"version {number} is published, but no worker has served it within {deadline.seconds:g} s"
+            raise errors.DeadlineExceeded(f"{text}: see `lmpool weights list`, or allow more time") from error
+        needed = registered.chain(is_tried=False)
+        old = [other for other in registered.versions if needed and other.number < needed[0].number]
+        await self._insist(partial(self._registry.forget, old, keep_entries=True), deadline)
+        await self._insist(partial(self._registry.forget, old[:-_KEPT]), deadline)
+
+    async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        """Repeat `attempt` until the server replies, or until the deadline."""
+        connections = self._connections
+        try:
+            async with deadline.limit():
+                for wait in delays():
+                    connections.check_open()
+                    try:
+                        return await attempt()
+                    except (errors.SettingsError, errors.ProducerClosed, errors.ProtocolError):
+                        raise
+                    except TROUBLE as error:
+                        connections.note(error)
+                        explained = connections.server.explain(error)
+                        if isinstance(explained, errors.AuthenticationFailed):
+                            raise errors.AuthenticationFailed(f"{explained}; {_ADVICE}") from error
+                    await asyncio.sleep(wait)
+        except errors.DeadlineExceeded as late:
+            if connections.trouble is not None and late.__cause__ is not None:
+                raise connections.trouble from late
+            raise
+        raise AssertionError("the delays never end")
+
+
+def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
+    """Check weights against the types of the model's tensors; read or encode them if the pool stores them."""
+    if isinstance(weights, Mapping):
+        data = memoryview(_encode(weights))
+        types = types_of(data)
+        source = ""
+    elif isinstance(weights, (str, Path)):
+        path = Path(weights).expanduser().absolute()
+        types, source, data = read_types(path), "" if stored else str(path), memoryview(b"")
+        if stored:
+            if not path.is_file():
+                raise errors.SettingsError(f"weights: {shown(str(path))} is no file, and the pool stores single files")
+            data = memoryview(path.read_bytes())
+    else:
+        raise errors.SettingsError(f"weights: {shown(weights)} is no folder, file or dict of tensors")
+    if len(data) > MAX_STORED_BYTES:
+        text = f"{len(data)} bytes are over the limit of {MAX_STORED_BYTES} for weights that the pool stores"
+        raise errors.SettingsError(f"weights: {text}: save them in a folder that the workers can read")
+    is_sparse = any(name.endswith(INDICES) and name not in wanted for name in types)
+    (check_sparse if is_sparse else check_full)(types, wanted)
+    return _Upload(source, data, is_sparse, len(data))
+
+
+def _encode(tensors: Mapping[Any, Any]) -> bytes:
+    """A safetensors file with tensors of torch or numpy."""
+    try:
+        if all(type(tensor).__module__ == "numpy" for tensor in tensors.values()):
+            from safetensors.numpy import save
+
+            return save(dict(tensors))
+        from safetensors.torch import save as save_torch
+
+        return save_torch({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+    except ImportError as error:
+        raise errors.SettingsError("weights: a dict of tensors needs `pip install safetensors`") from error
+    except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        raise errors.SettingsError(
+            f"weights: these are no tensors of numpy or torch: {errors.first_line(error)}"
+        ) from error
