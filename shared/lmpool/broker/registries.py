@@ -28,7 +28,8 @@ KNOWN_FOR_S = 2.0
 MARGIN_S = 0.5  # Additional seconds that a change of an adapter waits, because clocks run at different rates.
 _ENTRY_FIELD = b"v"  # The only field of an entry of the registry of versions.
 _UNUSED_TTL_MS = 3_600_000  # Lifetime of the stored parts of weights until a worker reads them.
-_TENSORS_FIELD = b"tensors"  # Field of the hash `version_states` with the types of the model's tensors.
+_OWNER_FIELD = "owner"  # Field of the hash `version_states` with the lineage of the model.
+_TENSORS_FIELD = b"tensors"  # Field of the same hash with the types of the model's tensors.
 _MAX_TENSORS_BYTES = 8 * 1024 * 1024  # Max bytes of these types: enough for 100,000 tensors.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
@@ -198,9 +199,21 @@ class VersionRegistry:
         """Read the states of all versions."""
         return dict((await self.read()).states)
 
-    async def write_tensors(self, packed: bytes) -> None:
-        """Write the types of the model's tensors, if the registry does not have them."""
-        await self.redis.hsetnx(self.keys.version_states, _TENSORS_FIELD, packed)
+    async def claim(self, lineage: str, tensors: bytes) -> bool:
+        """Write the types of a model's tensors; False if the registry belongs to another `ModelInfo.lineage`."""
+        key = self.keys.version_states
+        await self.redis.hsetnx(key, _OWNER_FIELD, lineage)
+        if (await read_hash(self.redis, key, most_bytes=64, fields=[_OWNER_FIELD])).get(
+            _OWNER_FIELD.encode()
+        ) != lineage.encode():
+            return False
+        await self.redis.hset(key, _TENSORS_FIELD, tensors)
+        return True
+
+    async def clear(self) -> None:
+        """Remove all versions, and the owner of the registry."""
+        await self.forget((await self.read()).versions)
+        await self.redis.unlink(self.keys.versions, self.keys.version_states)
 
     async def count_try(self, number: int) -> int:
         """Count a worker that begins to load a version that no worker has served; returns the count."""

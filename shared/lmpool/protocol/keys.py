@@ -189,7 +189,7 @@ class ModelKeys:
         """Stream of the versions of the model's weights: id "12-0" -> encoded `Version` (`lmpool.protocol.version`)."""
         self.version_states: Final = base + b":versions:state"
         """Hash: number of a version -> its state; number and ":tries" -> how often workers began to load it;
-        "tensors" -> packed types of the model's tensors (`lmpool.protocol.tensors`)."""
+        "owner" -> `ModelInfo.lineage`; "tensors" -> packed types of the model's tensors (`lmpool.protocol.tensors`)."""
         self.queue: Final = (self.jobs, self.dead, self.backlog, self.backlog_jobs, self.virtual_time)
         """The keys, besides the lanes, that do not expire while workers serve the model; `jobs` is the first."""
 

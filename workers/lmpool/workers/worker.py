@@ -14,7 +14,7 @@ from typing import Any
 
 from redis.exceptions import RedisError, ResponseError
 
-from lmpool.aio import await_beside, finish
+from lmpool.aio import await_beside, delays, finish
 from lmpool.broker.connection import CommandConnection, reply_timeout
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.scripts import read_alive_in, read_infos
@@ -226,7 +226,7 @@ class Worker:
                 await self._run(engine_thread, opened, on_ready)
                 while versions.next is not None and not self._is_ending:
                     opened = await self._change(opened)
-                    await self._run(engine_thread, opened, on_ready)
+                    await self._run_after_change(engine_thread, opened, on_ready)
         finally:
             await finish(versions.close())
             with guarded:
@@ -243,6 +243,17 @@ class Worker:
         self._begin()
         async with loading(self.server, self.settings, self.worker_id, self.versions.next_name):
             return await self.versions.change(opened)
+
+    async def _run_after_change(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
+        """Serve another version as `_run` does, but wait for a server that cannot be used now, as a serving worker does."""
+        for wait in delays(self.settings.heartbeat_s):
+            try:
+                return await self._run(engine_thread, opened, on_ready)
+            except ServerError as error:
+                if self.health.state != "loading" or self._is_ending:
+                    raise
+                _log.warning("cannot serve %r yet, will try again: %s", opened.info.name, error)
+            await asyncio.sleep(wait)
 
     async def _run(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
         """Register for the model, serve the model until `stop`, and deregister."""

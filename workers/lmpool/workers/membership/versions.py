@@ -21,7 +21,7 @@ from lmpool.broker import scripts
 from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive_in, read_pointer
 from lmpool.broker.server import Server
-from lmpool.errors import ProtocolError, SettingsError, WorkerError, first_line
+from lmpool.errors import ModelMismatch, ProtocolError, SettingsError, WorkerError, first_line
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
@@ -75,21 +75,42 @@ class VersionKeeper:
         """Load the newest version that a worker has served; returns the properties of the backend with it.
 
         Raises:
+            ModelMismatch: live workers serve versions of another checkpoint under this name.
+            ServerError: the server cannot be used.
             WorkerError: the version cannot be loaded.
         """
         self.info, self._own_adapters = opened.info, frozenset(opened.adapters)
         self._registry = VersionRegistry(self._redis, self._keys.model(opened.info.name))
-        tensors = await self._engine.run("list of tensors", _tensors_of)
+        tensors = {} if opened.info.is_trie else await self._engine.run("list of tensors", _tensors_of)
         self._is_able = bool(tensors)
-        if not self._is_able or opened.info.is_trie:
+        if not self._is_able:
             return opened
-        await self._registry.write_tensors(pack_types(tensors))
-        if chain := (await self._registry.read()).chain(is_tried=False):
-            try:
-                await self._load(chain)
-            except SettingsError as error:
-                raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
+        try:
+            await self._claim_registry(pack_types(tensors))
+            while chain := (await self._registry.read()).chain(is_tried=False):
+                try:
+                    await self._load(chain)
+                    break
+                except SettingsError as error:
+                    if (await self._registry.read()).chain(is_tried=False) == chain:
+                        raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
+        except (RedisError, OSError) as error:
+            raise self._server.explain(error) from error
         return opened._replace(info=self.info)
+
+    async def _claim_registry(self, tensors: bytes) -> None:
+        """Clear the registry if it belongs to another checkpoint, which no live worker serves."""
+        base, lineage = self.info.base, self.info.lineage
+        if await self._registry.claim(lineage, tensors):
+            return
+        used = await read_pointer(self._redis, self._keys, base)
+        if await self._count(name_of_version(base, used)):
+            advice = "serve this checkpoint under another --name, or stop the other workers first"
+            raise ModelMismatch(f"version {used} of {base!r}, which is of another checkpoint, is served: {advice}")
+        _log.warning("the published versions of %r are of another checkpoint, and are removed", base)
+        await self._registry.clear()
+        await self._point(base, used, 0)
+        await self._registry.claim(lineage, tensors)
 
     async def watch(self, change: Callable[[], None]) -> None:
         """Wait until this worker must change its version and has its turn, then call `change`; never returns."""
@@ -118,15 +139,22 @@ class VersionKeeper:
             await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
             return True
         self._renewing = asyncio.create_task(self._keep_turn(self._slot, lease_ms), name="turn")
-        registered = await self._registry.read()  # The registry may have changed before this worker's turn.
+        try:
+            await self._check_turn(newest)
+        finally:
+            if self.next is None:
+                await self.end_turn()
+        return True
+
+    async def _check_turn(self, newest: Version) -> None:
+        """Decide to change to a version, unless the registry has changed before this worker's turn."""
+        number, registered = newest.number, await self._registry.read()
         if registered.newest_usable != newest:
-            await self.end_turn()
-        elif number not in registered.states and await self._registry.count_try(number) > _MAX_TRIES:
+            return
+        if number not in registered.states and await self._registry.count_try(number) > _MAX_TRIES:
             await self._registry.decide(number, f"{REFUSED}{_MAX_TRIES} workers ended while they loaded it")
-            await self.end_turn()
         else:
             self.next = registered.chain()
-        return True
 
     async def _keep_turn(self, slot: int, lease_ms: int) -> None:
         while True:
@@ -160,10 +188,19 @@ class VersionKeeper:
         try:
             await self._load(chain)
         except SettingsError as error:
-            _log.warning("version %d cannot be served: %s", number, error)
-            if await self._insist(partial(self._registry.decide, number, f"{REFUSED}{first_line(error)}")) == SERVED:
-                raise WorkerError(f"version {number} of {self.info.base!r} is served by others: {error}") from error
-            await self._load(before, anew=True)
+            # If a later version was published, the files of this one may have been removed.
+            if (await self._insist(self._registry.read)).newest_usable == chain[-1]:
+                _log.warning("version %d cannot be served: %s", number, error)
+                if (
+                    await self._insist(partial(self._registry.decide, number, f"{REFUSED}{first_line(error)}"))
+                    == SERVED
+                ):
+                    raise WorkerError(f"version {number} of {self.info.base!r} is served by others: {error}") from error
+            try:
+                await self._load(before, anew=True)
+            except SettingsError as again:
+                text = f"version {self.info.version} of {self.info.base!r} cannot be loaded again"
+                raise WorkerError(f"{text}: {again}") from again
         return opened._replace(info=self.info)
 
     async def confirm(self) -> None:
@@ -189,8 +226,12 @@ class VersionKeeper:
         others = await self._count(name_of_version(base, used))
         is_last = mine < used and not others and registered.newest <= mine
         if is_last or (mine > used and await self._count(self.info.name) >= others):
-            values = [str(number).encode() if number else b"" for number in (used, mine)]
-            await scripts.SWAP(self._redis, [self._keys.models()], [pointer_of(base), *values])
+            await self._point(base, used, mine)
+
+    async def _point(self, base: str, used: int, number: int) -> None:
+        """Have clients use a version, if they still use the version `used`."""
+        values = [str(version).encode() if version else b"" for version in (used, number)]
+        await scripts.SWAP(self._redis, [self._keys.models()], [pointer_of(base), *values])
 
     async def _count(self, name: str) -> int:
         """Number of live workers that serve a model or a version."""
