@@ -203,9 +203,8 @@ class VersionRegistry:
         """Write the types of a model's tensors; False if the registry belongs to another `ModelInfo.lineage`."""
         key = self.keys.version_states
         await self.redis.hsetnx(key, _OWNER_FIELD, lineage)
-        if (await read_hash(self.redis, key, most_bytes=64, fields=[_OWNER_FIELD])).get(
-            _OWNER_FIELD.encode()
-        ) != lineage.encode():
+        owner = await read_hash(self.redis, key, most_bytes=_MAX_TENSORS_BYTES, fields=[_OWNER_FIELD])
+        if owner.get(_OWNER_FIELD.encode()) != lineage.encode():
             return False
         await self.redis.hset(key, _TENSORS_FIELD, tensors)
         return True

@@ -245,15 +245,17 @@ class Worker:
             return await self.versions.change(opened)
 
     async def _run_after_change(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
-        """Serve another version as `_run` does, but wait for a server that cannot be used now, as a serving worker does."""
-        for wait in delays(self.settings.heartbeat_s):
+        """Serve another version as `_run` does, but wait for a server that cannot be used, as a serving worker does."""
+        waits = delays(self.settings.heartbeat_s)
+        while True:
             try:
-                return await self._run(engine_thread, opened, on_ready)
+                await self._run(engine_thread, opened, on_ready)
+                return
             except ServerError as error:
                 if self.health.state != "loading" or self._is_ending:
                     raise
                 _log.warning("cannot serve %r yet, will try again: %s", opened.info.name, error)
-            await asyncio.sleep(wait)
+            await asyncio.sleep(next(waits))
 
     async def _run(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
         """Register for the model, serve the model until `stop`, and deregister."""

@@ -27,7 +27,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_infos
+from lmpool.broker.scripts import read_infos, read_texts
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, LAUNCH, READY_VARIABLE, report_ready, say
 from lmpool.embedded import LOGS, EmbeddedServer, StateFile, User, ending, explained, runtime_dir, secure
@@ -306,8 +306,11 @@ class Supervisor:
         model, worker_id, count = self.user.model, worker.worker_id, 0
         try:
             async with Server(self.server.url).client() as redis:
+                heartbeat = everything.worker(worker_id)
+                # The worker may have served a version of the model's weights, which has a name of its own.
+                model = (await read_texts(redis, heartbeat, ["model"])).get("model", model)
                 seen = (await read_infos(redis, everything, model)).get(model.encode(), b"")
-                await redis.delete(everything.worker(worker_id))
+                await redis.delete(heartbeat)
                 for number in partitions_in(seen):
                     count += await self._requeue_in(redis, everything.model(model, number), worker_id, reason)
         except (RedisError, OSError, LMPoolError) as error:

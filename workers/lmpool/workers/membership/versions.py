@@ -183,25 +183,29 @@ class VersionKeeper:
             WorkerError: other workers serve the version, and this worker cannot load it; or the backend broke.
         """
         chain, self.next = self.next or (), None
-        before, number = self._chain, chain[-1].number
-        _log.info("changing from version %d to version %d", self.info.version, number)
+        before = self._chain
+        _log.info("changing from version %d to version %d", self.info.version, chain[-1].number)
         try:
             await self._load(chain)
         except SettingsError as error:
-            # If a later version was published, the files of this one may have been removed.
-            if (await self._insist(self._registry.read)).newest_usable == chain[-1]:
-                _log.warning("version %d cannot be served: %s", number, error)
-                if (
-                    await self._insist(partial(self._registry.decide, number, f"{REFUSED}{first_line(error)}"))
-                    == SERVED
-                ):
-                    raise WorkerError(f"version {number} of {self.info.base!r} is served by others: {error}") from error
+            await self._refuse(chain[-1], error)
             try:
                 await self._load(before, anew=True)
             except SettingsError as again:
                 text = f"version {self.info.version} of {self.info.base!r} cannot be loaded again"
                 raise WorkerError(f"{text}: {again}") from again
         return opened._replace(info=self.info)
+
+    async def _refuse(self, version: Version, error: SettingsError) -> None:
+        """Refuse a version that this worker cannot load; raises WorkerError if other workers serve the version."""
+        # If a later version was published, the files of this one may have been removed.
+        if (await self._insist(self._registry.read)).newest_usable != version:
+            return
+        _log.warning("version %d cannot be served: %s", version.number, error)
+        state = await self._insist(partial(self._registry.decide, version.number, f"{REFUSED}{first_line(error)}"))
+        if state == SERVED:
+            text = f"other workers serve version {version.number} of {self.info.base!r}, and this one cannot"
+            raise WorkerError(f"{text}: {error}") from error
 
     async def confirm(self) -> None:
         """Tell all that this worker serves its version: the version counts as served from now on."""
