@@ -122,11 +122,6 @@ _MAX_LANE = 1e9  # Max jobs that are reported for a lane: clients may write any 
 _NO_QUEUE = ("no such key", "NOGROUP", "WRONGTYPE")
 
 
-def stream_entries(reply: Any) -> Entries:
-    """The entries in the reply to a read of one stream."""
-    return next(iter(entries_by_stream(reply).values()), [])
-
-
 def entries_by_stream(reply: Any) -> dict[bytes, Entries]:
     """Stream -> its entries, from the reply to a read of several streams, which RESP2 and RESP3 nest differently."""
     found: dict[bytes, Entries] = {}

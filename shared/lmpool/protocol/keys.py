@@ -185,6 +185,8 @@ class ModelKeys:
         self.adapters: Final = base + b":adapters"
         """Hash: adapter name -> version of the entry, a space, encoded `Adapter` (`lmpool.protocol.adapter`); "" ->
         fingerprint of the model; "@" -> version of the registry."""
+        self.moved: Final = base + b":moved"
+        """Stream that has an entry once clients must use another version of the model's weights; expires."""
         self.versions: Final = base + b":versions"
         """Stream of the versions of the model's weights: id "12-0" -> encoded `Version` (`lmpool.protocol.version`)."""
         self.version_states: Final = base + b":versions:state"

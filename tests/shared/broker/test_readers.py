@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis.exceptions import ResponseError
 
-from lmpool.broker.scripts import read_lanes, stream_entries
+from lmpool.broker.scripts import entries_by_stream, read_lanes
 from lmpool.broker.server import Server
 from lmpool.errors import ProtocolError
 from tests.support.pool import Pool
@@ -15,12 +15,12 @@ ENTRY = [b"1-0", [b"m", b"job"]]
 
 @pytest.mark.parametrize("reply", [[[b"jobs", [ENTRY]]], {b"jobs": [ENTRY]}])
 def test_both_protocols_are_read(reply: object) -> None:
-    assert stream_entries(reply) == [(b"1-0", {b"m": b"job"})]
+    assert entries_by_stream(reply) == {b"jobs": [(b"1-0", {b"m": b"job"})]}
 
 
 @pytest.mark.parametrize("reply", [None, [], [[b"jobs", []]], [[b"jobs", [[b"1-0", None]]]]])
 def test_empty_replies_and_deleted_entries_give_no_entries(reply: object) -> None:
-    assert stream_entries(reply) == []
+    assert not any(entries_by_stream(reply).values())
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_empty_replies_and_deleted_entries_give_no_entries(reply: object) -> Non
 )  # fmt: skip
 def test_other_replies_are_refused(reply: object) -> None:
     with pytest.raises(ProtocolError, match="no reply to a read of a stream"):
-        stream_entries(reply)
+        entries_by_stream(reply)
 
 
 async def test_lanes_are_read_by_worker_and_their_lengths_are_limited(pool: Pool) -> None:

@@ -410,8 +410,9 @@ class Worker:
                 await serving.heartbeat.keep_info()
                 if not serving.info.is_trie:
                     await serving.adapters.renew()
-                    await self.versions.keep()
                 await serving.consumer.keep_queue()
+            if beat.is_complete or not self.versions.is_used:
+                await self.versions.keep()
             # Only the metrics show the state of the queue, and the server's memory use.
             if self.settings.metrics_port and time.monotonic() >= self._measure_at:
                 partitions = Keys(self.settings.prefix).partitions(serving.heartbeat.info)

@@ -110,6 +110,8 @@ class Connections(Tasks):
 
     def adopt(self, info: ModelInfo) -> None:
         """Switch to a model, or to other weights of the same model."""
+        if hasattr(self, "model") and info.name != self.model.info.name:
+            self.partitions.leave()
         self._close_rows()
         rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
@@ -128,8 +130,7 @@ class Connections(Tasks):
         """Change the reply key: the client now reads rows from row servers, or does so no more."""
         self._client_id = secrets.token_hex(8)  # Read no old messages if the client changes back later.
         self._set_reader()
-        for partition in self.partitions.used:
-            partition.reader.hang_up(errors.ServerUnreachable("the client changes its reply key"))
+        self.partitions.hang_up()
 
     async def _read_row_token(self) -> bytes | None:
         with suppress(*TROUBLE):  # Do not record the error: rows still come through Redis.
@@ -245,8 +246,9 @@ class Discovery:
         infos, unreadable = await self._read_infos()
         if name is None and unreadable and not infos:
             raise next(iter(unreadable.values()))
-        if name is not None and name in infos:
-            return infos[name]  # The model was registered after the call of `find`.
+        # The model was registered after the call of `find`; or clients do not use a version yet, and workers serve one.
+        if named := [info for info in infos.values() if name in (info.name, info.base)]:
+            return max(named, key=lambda info: info.version)
         if name == TRIE_SERVICE:
             otherwise = f"{errors.argument('local', 'True')} (workers with --with-trie answer calls with prompt= too)"
             text = f"no trie worker serves: start one with `lmpool trie-worker`, or pass {otherwise}"

@@ -17,7 +17,7 @@ from lmpool.broker import scripts
 from lmpool.broker.connection import Argument, CommandConnection, reply_timeout
 from lmpool.broker.scripts import Load
 from lmpool.broker.server import Server
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, ServerUnreachable
 from lmpool.producer.client.requests import PendingRequest
 from lmpool.protocol.job import Prompt
 from lmpool.protocol.keys import Keys, ModelKeys
@@ -118,6 +118,17 @@ class Partitions:
                 connection.key, connection.reply_timeout_s = keys.jobs, reply_timeout(info.lease_s)
         self.current = [self._known[number] for number in info.partitions]
         self.read(self.current[0])
+
+    def hang_up(self) -> None:
+        """End the reads of the reply streams, because the client changes its reply key."""
+        for partition in self.used:
+            partition.reader.hang_up(ServerUnreachable("the client changes its reply key"))
+
+    def leave(self) -> None:
+        """End the reads of the reply streams, because the client changes to another version of the model's weights."""
+        self.hang_up()
+        for partition in self._known.values():
+            partition.load, partition.jobs = _UNKNOWN, 0
 
     def __getitem__(self, number: int) -> Partition:
         return self._known[number]

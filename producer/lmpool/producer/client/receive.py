@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from lmpool import errors
 from lmpool.aio import delays
-from lmpool.broker.scripts import stream_entries
+from lmpool.broker.scripts import entries_by_stream
 from lmpool.broker.server import Server
 from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
 from lmpool.producer.client.partitions import Partition
@@ -290,17 +290,18 @@ class Receiver:
     async def read(self, partition: Partition) -> None:
         """Read this client's reply stream in a partition, forever."""
         connections, reader = self._connections, partition.reader
-        last, was_damaged, unread = b"0-0", False, 0
+        last, moved, was_damaged, unread = b"0-0", b"0-0", False, 0
         waits, key = delays(), partition.reply
         while True:
             if key != partition.reply:  # Submit pending requests again: they name the old reply key.
-                last, key = b"0-0", partition.reply
+                last, moved, key = b"0-0", b"0-0", partition.reply
                 self._announce_all(partition)
             try:
                 block_s = min(_MAX_BLOCK_S, max(_MIN_BLOCK_S, connections.model.info.lease_s / 3))
-                stream = (b"STREAMS", key, last)
-                reply = await reader.call(*_XREAD, int(1000 * block_s), *stream)
-                entries = stream_entries(reply)
+                has_moved = partition.keys.moved
+                streams = (b"STREAMS", key, has_moved, last, moved)
+                found = entries_by_stream(await reader.call(*_XREAD, int(1000 * block_s), *streams))
+                entries, moves = found.get(key, []), found.get(has_moved, [])
             except TROUBLE as error:
                 if key != partition.reply:
                     continue
@@ -316,6 +317,9 @@ class Receiver:
                 self._announce_all(partition)
                 continue
             waits, was_damaged, was_awaited = delays(), False, False
+            if moves:
+                moved = moves[-1][0]
+                self._on_change()
             for entry_id, fields in entries:
                 last = entry_id
                 was_awaited = await self._on_message(fields, partition) or was_awaited

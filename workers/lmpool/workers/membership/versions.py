@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -22,11 +24,11 @@ from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive_in, read_pointer
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError, SettingsError, WorkerError, first_line
-from lmpool.protocol.keys import Keys
+from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
 from lmpool.protocol.tensors import TensorType, pack_types
-from lmpool.protocol.version import REFUSED, SERVED, Registered, Version, name_of_version, pointer_of
+from lmpool.protocol.version import REFUSED, SERVED, Registered, Version, name_of_version, pointer_of, split_name
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
@@ -37,6 +39,7 @@ _log = logging.getLogger("lmpool.worker")
 _BLOCK_S = 20.0  # Seconds for which a read of the registry blocks.
 _REPLY_S = _BLOCK_S + 10  # Seconds to wait for a reply of the server, longer than a read blocks.
 _TURN_CHECK_S = 0.2  # Mean seconds between two tries to take a turn, while other workers change their versions.
+_MOVED_TTL_MS = 3_600_000  # Lifetime of the entries that have clients read the model's info again.
 _MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
 _CANARY = bytes(16)  # Digest of the prompt that is computed with new weights before any client's prompt.
 _CANARY_TOKENS = 4  # Max tokens of this prompt.
@@ -56,6 +59,7 @@ class VersionKeeper:
 
     Attributes:
         info: the info of the version that the backend holds.
+        is_used: whether clients used this worker's version at the last check.
         next: the versions whose files make the next version, if this worker must change; else None.
     """
 
@@ -65,11 +69,13 @@ class VersionKeeper:
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
         self._files: dict[str, tempfile.TemporaryDirectory[str]] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
+        self._waits_until = math.inf  # Monotonic time until which workers of older versions go first.
         self._renewing: asyncio.Task[None] | None = None
         self.next: tuple[Version, ...] | None = None
+        self.is_used = True
         self.info: ModelInfo
         self._registry: VersionRegistry
-        self._is_able = False
+        self._tensors = b""  # Packed types of the model's tensors; b"" if the backend cannot change its weights.
 
     async def start(self, opened: Opened) -> Opened:
         """Load the newest version that a worker has served; returns the properties of the backend with it.
@@ -82,11 +88,11 @@ class VersionKeeper:
         self.info, self._own_adapters = opened.info, frozenset(opened.adapters)
         self._registry = VersionRegistry(self._redis, self._keys.model(opened.info.name))
         tensors = {} if opened.info.is_trie else await self._engine.run("list of tensors", _tensors_of)
-        self._is_able = bool(tensors)
-        if not self._is_able:
+        if not tensors:
             return opened
+        self._tensors = pack_types(tensors)
         try:
-            await self._claim_registry(pack_types(tensors))
+            await self._claim_registry()
             while chain := (await self._registry.read()).chain(is_tried=False):
                 try:
                     await self._load(chain)
@@ -98,10 +104,10 @@ class VersionKeeper:
             raise self._server.explain(error) from error
         return opened._replace(info=self.info)
 
-    async def _claim_registry(self, tensors: bytes) -> None:
+    async def _claim_registry(self) -> None:
         """Clear the registry if it belongs to another checkpoint, which no live worker serves."""
         base, lineage = self.info.base, self.info.lineage
-        if await self._registry.claim(lineage, tensors):
+        if await self._registry.claim(lineage, self._tensors):
             return
         used = await read_pointer(self._redis, self._keys, base)
         if await self._count(name_of_version(base, used)):
@@ -110,11 +116,11 @@ class VersionKeeper:
         _log.warning("the published versions of %r are of another checkpoint, and are removed", base)
         await self._registry.clear()
         await self._point(base, used, 0)
-        await self._registry.claim(lineage, tensors)
+        await self._registry.claim(lineage, self._tensors)
 
     async def watch(self, change: Callable[[], None]) -> None:
         """Wait until this worker must change its version and has its turn, then call `change`; never returns."""
-        while self._is_able and self.next is None:
+        while self._tensors and self.next is None:
             registered = await self._registry.read()
             if not await self._begin_change(registered):
                 await self._registry.wait(registered.versions[-1] if registered.versions else None, int(_BLOCK_S * 1e3))
@@ -131,6 +137,9 @@ class VersionKeeper:
             reason = f"it changes version {newest.changes}, which is not the version before it"
             await self._registry.decide(number, REFUSED + reason)
             return True
+        if await self._lets_others_go_first():
+            await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
+            return True
         # Only one worker tries a version that no worker has served: it decides whether the version is refused.
         slots = self._settings.max_unavailable if number in registered.states else 1
         lease_ms = int(self._settings.lease_s * 1000)
@@ -145,6 +154,19 @@ class VersionKeeper:
             if self.next is None:
                 await self.end_turn()
         return True
+
+    async def _lets_others_go_first(self) -> bool:
+        """Whether live workers serve older versions: they change first, for a lease, because clients use them less."""
+        now = time.monotonic()
+        self._waits_until = min(self._waits_until, now + self._settings.lease_s)
+        if now < self._waits_until:
+            for name in await scripts.read_infos(self._redis, self._keys):
+                base, number = split_name(name.decode("utf-8", "replace"))
+                older = name_of_version(base, number or 0)
+                if base == self.info.base and (number or 0) < self.info.version and await self._count(older):
+                    return True
+        self._waits_until = math.inf
+        return False
 
     async def _check_turn(self, newest: Version) -> None:
         """Decide to change to a version, unless the registry has changed before this worker's turn."""
@@ -179,53 +201,64 @@ class VersionKeeper:
     async def change(self, opened: Opened) -> Opened:
         """Load the next version, and refuse it if it cannot be served; returns the backend's properties then.
 
+        The version counts as served before this worker registers for it, so that no client uses an undecided version.
+
         Raises:
             WorkerError: other workers serve the version, and this worker cannot load it; or the backend broke.
         """
         chain, self.next = self.next or (), None
-        before = self._chain
-        _log.info("changing from version %d to version %d", self.info.version, chain[-1].number)
+        before, number = self._chain, chain[-1].number
+        _log.info("changing from version %d to version %d", self.info.version, number)
+        reason = ""
         try:
             await self._load(chain)
         except SettingsError as error:
-            await self._refuse(chain[-1], error)
+            reason = first_line(error)
+        if not await self._decide(chain[-1], reason):
             try:
                 await self._load(before, anew=True)
-            except SettingsError as again:
-                text = f"version {self.info.version} of {self.info.base!r} cannot be loaded again"
-                raise WorkerError(f"{text}: {again}") from again
+            except SettingsError as error:
+                text = f"version {before[-1].number if before else 0} of {self.info.base!r} cannot be loaded again"
+                raise WorkerError(f"{text}: {error}") from error
         return opened._replace(info=self.info)
 
-    async def _refuse(self, version: Version, error: SettingsError) -> None:
-        """Refuse a version that this worker cannot load; raises WorkerError if other workers serve the version."""
+    async def _decide(self, version: Version, reason: str) -> bool:
+        """Say that a version is served, or refused for a reason; returns whether this worker serves the version.
+
+        The first decision counts. Raises WorkerError if other workers serve the version, and this one cannot.
+        """
         # If a later version was published, the files of this one may have been removed.
-        if (await self._insist(self._registry.read)).newest_usable != version:
-            return
-        _log.warning("version %d cannot be served: %s", version.number, error)
-        state = await self._insist(partial(self._registry.decide, version.number, f"{REFUSED}{first_line(error)}"))
-        if state == SERVED:
+        if reason and (await self._insist(self._registry.read)).newest_usable != version:
+            return False
+        state = f"{REFUSED}{reason}" if reason else SERVED
+        decided = await self._insist(partial(self._registry.decide, version.number, state))
+        if reason and decided == SERVED:
             text = f"other workers serve version {version.number} of {self.info.base!r}, and this one cannot"
-            raise WorkerError(f"{text}: {error}") from error
+            raise WorkerError(f"{text}: {reason}")
+        if decided != SERVED:
+            _log.warning("version %d is not served: %s", version.number, decided.removeprefix(REFUSED))
+        return decided == SERVED
 
     async def confirm(self) -> None:
-        """Tell all that this worker serves its version: the version counts as served from now on."""
-        if self._chain:
-            await self._registry.decide(self.info.version, SERVED)
+        """Tell all that this worker has registered for its version."""
         await self.keep()
         await self.end_turn()
 
     async def keep(self) -> None:
         """Point clients to this worker's version when they must use it, and restore a lost registry."""
-        if not self._is_able:
+        if not self._tensors:
             return
         registered, mine = await self._registry.read(), self.info.version
+        if not registered.tensors:
+            await self._registry.claim(self.info.lineage, self._tensors)
         if registered.newest < mine:  # Only the workers know the versions after a loss of the server's memory.
             for version in self._chain:
                 await self._registry.add(version)
                 await self._registry.decide(version.number, SERVED)
         base = self.info.base
         used = await read_pointer(self._redis, self._keys, base)
-        if used == mine:
+        self.is_used = used == mine
+        if self.is_used:
             return
         others = await self._count(name_of_version(base, used))
         is_last = mine < used and not others and registered.newest <= mine
@@ -235,13 +268,20 @@ class VersionKeeper:
     async def _point(self, base: str, used: int, number: int) -> None:
         """Have clients use a version, if they still use the version `used`."""
         values = [str(version).encode() if version else b"" for version in (used, number)]
-        await scripts.SWAP(self._redis, [self._keys.models()], [pointer_of(base), *values])
+        if not await scripts.SWAP(self._redis, [self._keys.models()], [pointer_of(base), *values]):
+            return
+        for keys in await self._partitions_of(name_of_version(base, used)):
+            await self._redis.xadd(keys.moved, {"to": number}, maxlen=1)
+            await self._redis.pexpire(keys.moved, _MOVED_TTL_MS)
 
     async def _count(self, name: str) -> int:
         """Number of live workers that serve a model or a version."""
+        return (await read_alive_in(self._redis, await self._partitions_of(name))).serving
+
+    async def _partitions_of(self, name: str) -> list[ModelKeys]:
+        """The keys of each partition of the queue of a model or a version."""
         packed = (await scripts.read_infos(self._redis, self._keys, name)).get(name.encode(), b"")
-        numbers = partitions_in(packed)
-        return (await read_alive_in(self._redis, [self._keys.model(name, number) for number in numbers])).serving
+        return [self._keys.model(name, number) for number in partitions_in(packed)]
 
     async def _load(self, chain: tuple[Version, ...], *, anew: bool = False) -> None:
         """Load the weights that the files of `chain` make; with `anew`, after a load that failed half-way.
@@ -270,18 +310,14 @@ class VersionKeeper:
         if version.source:
             return await asyncio.to_thread(_local_path, version.source, self._settings.weights_root)
         if version.nonce not in self._files:
-            folder = tempfile.TemporaryDirectory(prefix="lmpool-weights-")
-            try:
-                await self._fetch(version, Path(folder.name) / "model.safetensors")
-            except BaseException:
-                folder.cleanup()
-                raise
-            self._files[version.nonce] = folder
+            self._files[version.nonce] = await self._fetch(version)
         return Path(self._files[version.nonce].name) / "model.safetensors"
 
-    async def _fetch(self, version: Version, file: Path) -> None:
+    async def _fetch(self, version: Version) -> tempfile.TemporaryDirectory[str]:
+        """Copy the file of a version from the pool to a new folder, which is removed with the returned object."""
         try:
-            with file.open("wb") as out:
+            folder = tempfile.TemporaryDirectory(prefix="lmpool-weights-")
+            with (Path(folder.name) / "model.safetensors").open("wb") as out:
                 for index, digest in enumerate(version.chunks):
                     data = await self._insist(partial(self._registry.load, version, index))
                     if blake2b(data, digest_size=16).digest() != digest:
@@ -289,7 +325,8 @@ class VersionKeeper:
                         raise SettingsError(f"{text} in the pool ({len(data)} bytes): publish it again")
                     await asyncio.to_thread(out.write, data)
         except OSError as error:
-            raise SettingsError(f"weights: {file.parent} of this worker cannot be written: {error}") from error
+            raise SettingsError(f"weights: this worker cannot store the file of the pool: {error}") from error
+        return folder
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
         """Repeat `attempt` until the server answers."""

@@ -1,0 +1,191 @@
+"""Versions of a model's weights: they are published, served, refused, pinned and followed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lmpool.broker.scripts import read_alive
+from lmpool.broker.server import Server
+from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
+from lmpool.producer import Producer
+from lmpool.synthetic import synthetic_row
+from tests.support.pool import Pool, V, until_async
+from tests.versions.traffic import Traffic, weights
+
+PROMPT = [1, 2, 3]
+CHANGES = 5
+
+
+async def is_of_seed(producer: Producer, seed: int, prompt: list[int] = PROMPT, **options: Any) -> bool:
+    """Whether the row of a prompt is the one that weights with this seed compute."""
+    row = await producer.logprobs(prompt, **options)
+    return np.array_equal(row, synthetic_row(prompt, vocab_size=V, seed=seed))
+
+
+async def test_each_answer_is_of_the_version_that_it_names(pool: Pool) -> None:
+    for _ in range(2):
+        pool.start()
+    traffic = Traffic({version: 100 + version if version else 0 for version in range(CHANGES + 1)})
+    async with traffic.running(pool, 4), pool.producer("syn") as publisher:
+        for version in range(1, CHANGES + 1):
+            assert await publisher.publish_weights(weights(100 + version)) == version
+        await until_async(lambda: asyncio.sleep(0, CHANGES in traffic.answers), "clients use the last version")
+
+
+async def test_a_producer_follows_versions_and_can_use_older_ones(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as publisher, pool.producer("syn") as other:
+        assert await is_of_seed(other, 0)
+        assert (other.model.name, other.model.version) == ("syn", 0)
+        for version in (1, 2):
+            assert await publisher.publish_weights(weights(10 * version)) == version
+        assert (publisher.model.name, publisher.model.version) == ("syn@2", 2)
+        assert await is_of_seed(publisher, 20)
+        entry, version = await publisher.versioned(publisher.logprobs, PROMPT, targets=[1])
+        assert (entry.shape, version) == ((1,), 2)
+        assert await is_of_seed(other, 20, min_version=2)
+        # The rows of older versions are cached, and nobody computes others.
+        assert await is_of_seed(other, 0, version=0)
+        with pytest.raises(DeadlineExceeded, match="no live worker"):
+            await other.logprobs([7, 7], version=0, timeout=0.2)
+        with pytest.raises(UnknownModel, match="'syn@9' is not served"):
+            await other.logprobs(PROMPT, version=9)
+        with pytest.raises(DeadlineExceeded, match="no worker has served version 9 of 'syn'"):
+            await other.logprobs(PROMPT, min_version=9, timeout=0.2)
+        assert await other.versions() == {1: "served", 2: "served"}
+    async with pool.producer("syn@2") as pinned, pool.producer() as unnamed:
+        assert await is_of_seed(pinned, 20)
+        assert unnamed.model.name == "syn@2"
+
+
+async def test_refused_weights_change_nothing(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as publisher:
+        assert await is_of_seed(publisher, 0)
+        with pytest.raises(WeightsRefused, match="no worker serves version 1: weights: the seed: -7 must be"):
+            await publisher.publish_weights(weights(-7))
+        assert publisher.model.version == 0
+        assert await is_of_seed(publisher, 0, [4])
+        assert await publisher.publish_weights(weights(5)) == 2
+        with pytest.raises(WeightsRefused):
+            await publisher.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([-1])})
+        assert await is_of_seed(publisher, 5, [4])
+        # The changes are relative to version 2, the last one that was not refused.
+        assert await publisher.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([6])}) == 4
+        assert await is_of_seed(publisher, 6, [4])
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"other": np.array(1)}, "the tensor 'seed' is missing"),
+    ({"seed": np.array(1), "other": np.array(1)}, "'other'"),
+    ({"seed": np.array([1])}, r"\(1,\)"),
+    ({"seed": np.array(1.0)}, "F64"),
+    ({"seed": 5}, "no tensors of numpy or torch"),
+    ({"seed.indices": np.array([0])}, "give .indices and .values"),
+    (17, "17 is no folder, file or dict of tensors"),
+    ("/nowhere", "there is no file or folder '/nowhere'"),
+]
+
+
+async def test_weights_that_do_not_fit_are_refused_before_they_are_sent(pool: Pool, tmp_path: Path) -> None:
+    pool.start()
+    (tmp_path / "foreign.safetensors").write_bytes(b"no safetensors")
+    save_file({"seed": np.array(1)}, tmp_path / "cut.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-1])
+    files = [(tmp_path / name, "no whole safetensors file") for name in ("foreign.safetensors", "cut.safetensors")]
+    async with pool.producer("syn") as publisher:
+        for bad, message in BAD + files:
+            with pytest.raises(SettingsError, match=message):
+                await publisher.publish_weights(bad)
+        for number in (0, -1, True, 1.5, "1"):
+            with pytest.raises(SettingsError, match="version: "):
+                await publisher.publish_weights(weights(1), number)  # type: ignore[arg-type]
+        assert await publisher.versions() == {}
+
+
+async def test_files_and_folders_are_read_by_workers_or_stored_in_the_pool(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "allowed").mkdir()
+    pool.start("--weights-root", str(tmp_path / "allowed"))
+    file, outside = tmp_path / "allowed" / "model.safetensors", tmp_path / "outside.safetensors"
+    save_file({"seed": np.array(3)}, file)
+    save_file({"seed": np.array(4)}, outside)
+    async with pool.producer("syn") as publisher:
+        for place in (file, str(file.parent)):
+            await publisher.publish_weights(place)
+            assert await is_of_seed(publisher, 3)
+        with pytest.raises(WeightsRefused, match="lies outside of .*--weights-root"):
+            await publisher.publish_weights(outside)
+        assert await publisher.publish_weights(outside, stored=True) == 4
+        assert await is_of_seed(publisher, 4)
+        assert len(pool.names("{syn}:versions:data:*")) == 1
+        await publisher.publish_weights(file)
+        # A later full version has replaced the stored file, which no worker needs any more.
+        assert not pool.names("{syn}:versions:data:*")
+
+
+async def test_of_two_publishers_one_gets_the_number(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as one, pool.producer("syn") as two:
+        results = await asyncio.gather(
+            one.publish_weights(weights(1), 7), two.publish_weights(weights(2), 7), return_exceptions=True
+        )
+        (refused,) = [result for result in results if result != 7]
+        assert "version: 7 must be above 7" in str(refused)
+        winner = 1 if results[0] == 7 else 2
+        assert await is_of_seed(one, winner)
+        assert await is_of_seed(two, winner, min_version=7)
+        numbers = await asyncio.gather(one.publish_weights(weights(3)), two.publish_weights(weights(4)))
+        assert sorted(numbers) == [8, 9]
+        assert await is_of_seed(one, 3 if numbers[0] == 9 else 4, min_version=9)
+
+
+async def test_workers_that_start_later_serve_the_newest_version(pool: Pool) -> None:
+    first = pool.start()
+    async with pool.producer("syn") as publisher:
+        await publisher.publish_weights(weights(1))
+        await publisher.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        pool.start().until_says("serving 'syn@2'")
+        first.end()
+        assert await is_of_seed(publisher, 2, [5])
+
+
+async def test_the_versions_belong_to_one_checkpoint(pool: Pool) -> None:
+    first = pool.start("--lease-s", 1)
+    async with pool.producer("syn") as publisher:
+        await publisher.publish_weights(weights(1))
+        other = pool.start("--seed", 9, "--lease-s", 1, wait=False)
+        other.until_says("version 1 of 'syn', which is of another checkpoint, is served")
+        assert await asyncio.to_thread(other.wait) != 0
+    first.end()
+    async with Server(pool.url).connected() as client:
+
+        async def is_gone() -> bool:
+            return not (await read_alive(client, pool.keys.model("syn@1"))).serving
+
+        await until_async(is_gone, "the first worker counts as lost")
+    pool.start("--seed", 9, "--lease-s", 1).until_says("serving 'syn'")
+    async with pool.producer("syn") as producer:
+        assert await is_of_seed(producer, 9)
+        assert await producer.versions() == {}
+
+
+async def test_adapters_stay_in_service(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "weights").write_text("some")
+    (tmp_path / "own").write_text("own")
+    pool.start("--adapters", f"own={tmp_path / 'own'}")
+    async with pool.producer("syn") as producer:
+        revision = await producer.add_adapter("added", tmp_path / "weights")
+        before = await producer.adapters()
+        await producer.publish_weights(weights(8))
+        assert await producer.adapters() == before
+        for name in ("added", "own"):
+            row = await producer.logprobs(PROMPT, adapter=name)
+            expected = synthetic_row(PROMPT, vocab_size=V, seed=8, adapter_revision=before[name])
+            assert np.array_equal(row, expected)
+        assert revision == before["added"]

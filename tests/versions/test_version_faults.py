@@ -1,0 +1,171 @@
+"""Processes end, and the server restarts, at any moment of a change of weights: one version is served in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from lmpool.broker.registries import VersionRegistry
+from lmpool.broker.server import Server
+from lmpool.embedded import EmbeddedServer
+from lmpool.errors import WeightsRefused
+from lmpool.protocol.version import Version
+from lmpool.synthetic import synthetic_row
+from tests.support.gate import Gate
+from tests.support.pool import Pool, V, until_async
+from tests.versions.test_changes import is_of_seed
+from tests.versions.traffic import Traffic, weights
+
+LEASE = ("--lease-s", 1)
+MAX_FILE_BYTES = 1 << 16
+LIMITED = f"""
+import resource
+from lmpool.cli import main
+resource.setrlimit(resource.RLIMIT_FSIZE, ({MAX_FILE_BYTES}, {MAX_FILE_BYTES}))
+main()
+"""
+"""A worker that cannot write larger files, as on a full disk."""
+
+
+async def test_a_worker_that_is_killed_while_it_loads_is_followed_by_another(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    first = pool.start(*LEASE, command=gate.command)
+    async with pool.producer("syn") as publisher:
+        publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+        await asyncio.to_thread(first.until_says, "changing from version 0 to version 1")
+        first.end()  # Its prompt with the new weights waits at the gate.
+        second = pool.start(*LEASE)
+        assert await publishing == 1
+        second.until_says("serving 'syn@1'")
+        assert await is_of_seed(publisher, 1)
+
+
+async def test_weights_that_end_each_worker_are_refused(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool.start(*LEASE, command=gate.command)
+    async with pool.producer("syn") as publisher:
+        publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+        for _ in range(3):
+            worker = pool.workers[-1]
+            await asyncio.to_thread(worker.until_says, "changing from version 0 to version 1")
+            worker.end()
+            pool.start(*LEASE, command=gate.command)
+        with pytest.raises(WeightsRefused, match="no worker serves version 1: 3 workers ended while they loaded it"):
+            await publishing
+        gate.open()
+        assert await is_of_seed(publisher, 0)
+
+
+async def test_a_worker_whose_turn_has_expired_follows_the_decision_of_another(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    slow = pool.start(*LEASE, command=gate.command)
+    async with pool.producer("syn") as publisher:
+        publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+        await asyncio.to_thread(slow.until_says, "changing from version 0 to version 1")
+        async with Server(pool.url).connected() as client:
+            await VersionRegistry(client, pool.keys.model("syn")).decide(1, "refused: another worker has refused it")
+        with pytest.raises(WeightsRefused, match="another worker has refused it"):
+            await publishing
+        gate.open()
+        await asyncio.to_thread(slow.until_says, "version 1 is not served: another worker has refused it")
+        assert await is_of_seed(publisher, 0)
+        assert await publisher.publish_weights(weights(2)) == 2
+        assert await is_of_seed(publisher, 2)
+
+
+async def test_a_publisher_that_is_killed_leaves_a_version_or_none(pool: Pool) -> None:
+    pool.start()
+    async with Server(pool.url).connected() as client, pool.producer("syn") as producer:
+        registry = VersionRegistry(client, pool.keys.model("syn"))
+        # It ended before it added the version: the stored part expires.
+        await registry.store("0" * 16, 0, memoryview(b"part"))
+        (part,) = pool.names("{syn}:versions:data:*")
+        assert 0 < pool.redis.pttl(part) <= 3_600_000
+        # It ended after it had added the version, and the part of the file is missing.
+        assert await registry.add(Version(1, "1" * 16, chunks=(bytes(16),)))
+
+        async def is_refused() -> bool:
+            return (await producer.versions())[1].startswith("refused: weights: part 0 of version 1 is missing")
+
+        await until_async(is_refused, "the version is refused")
+        assert await producer.publish_weights(weights(2)) == 2
+        assert await is_of_seed(producer, 2)
+
+
+async def test_a_worker_whose_disk_is_full_refuses_stored_weights(pool: Pool, tmp_path: Path) -> None:
+    pool.start("--shm-bytes", 0, command=lambda: [sys.executable, "-c", LIMITED])
+    large = tmp_path / "large.safetensors"
+    save_file({"seed": np.array(1)}, large, {"note": "x" * 2 * MAX_FILE_BYTES})
+    async with pool.producer("syn") as producer:
+        with pytest.raises(WeightsRefused, match="cannot store the file of the pool: .*File too large"):
+            await producer.publish_weights(large, stored=True)
+        assert await is_of_seed(producer, 0)
+        assert await producer.publish_weights(weights(2)) == 2
+        assert await is_of_seed(producer, 2)
+
+
+async def test_the_versions_survive_a_server_that_loses_its_memory(own_server: EmbeddedServer, tmp_path: Path) -> None:
+    pool = Pool(own_server.url, "lp", tmp_path)
+    try:
+        worker = pool.start(*LEASE)
+        async with pool.producer("syn") as producer:
+            await producer.publish_weights(weights(1))
+            await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+            pool.redis.flushall()
+            assert await is_of_seed(producer, 2, [7])
+
+            async def is_restored() -> bool:
+                return await producer.versions() == {1: "served", 2: "served"}
+
+            await until_async(is_restored, "the worker restores the registry")
+            assert await producer.publish_weights(weights(3)) == 3
+            assert await is_of_seed(producer, 3)
+        worker.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait) == 0
+    finally:
+        pool.end()
+
+
+@pytest.mark.parametrize("moment", ["loading", "serving"])
+async def test_the_server_restarts_during_a_change(moment: str, own_server: EmbeddedServer, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool = Pool(own_server.url, "lp", tmp_path)
+    try:
+        worker = pool.start(*LEASE, command=gate.command)
+        if moment == "serving":
+            gate.open()
+        traffic = Traffic({0: 0, 1: 1})
+        async with pool.producer("syn") as publisher:
+            publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+            await asyncio.to_thread(worker.until_says, "changing from version 0 to version 1")
+            await asyncio.to_thread(own_server.stop)
+            await asyncio.to_thread(own_server.start)
+            gate.open()
+            await asyncio.wait([publishing])
+            # The server may have lost the version with its memory; the worker serves what it has loaded.
+            async with traffic.running(pool, 2):
+                await until_async(lambda: asyncio.sleep(0, sum(traffic.answers.values()) > 3), "clients get rows")
+    finally:
+        pool.end()
+
+
+async def test_rows_are_of_the_named_versions_while_workers_are_killed(pool: Pool) -> None:
+    pool.start(*LEASE)
+    pool.start(*LEASE)
+    traffic = Traffic({version: 50 + version if version else 0 for version in range(6)})
+    async with traffic.running(pool, 3), pool.producer("syn") as publisher:
+        for version in range(1, 4):
+            publishing = asyncio.create_task(publisher.publish_weights(weights(50 + version)))
+            pool.workers[-2].end()
+            pool.start(*LEASE, wait=False)
+            assert await publishing == version
+        await until_async(lambda: asyncio.sleep(0, 3 in traffic.answers), "clients use the last version")
+    row = synthetic_row([1], vocab_size=V, seed=53)
+    async with pool.producer("syn") as producer:
+        assert np.array_equal(await producer.logprobs([1]), row)
