@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
@@ -59,7 +60,9 @@ class VllmBackend(EngineBackend):
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
-        is_plain = model.quantization is None and engine.config.load_config.load_format != "dummy"
+        # On a CPU, vLLM packs the weights of experts, and its reload does not replace the packed weights.
+        is_packed = current_platform.is_cpu() and model.is_moe
+        is_plain = model.quantization is None and engine.config.load_config.load_format != "dummy" and not is_packed
         self._tensors = replaceable_tensors(self._folder) if is_plain else {}
         # Let sessions have at most half of the slots in vLLM's batch, because a waiting session takes a slot too.
         places = limits.max_num_active_seqs or limits.max_num_seqs

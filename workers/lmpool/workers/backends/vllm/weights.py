@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
 from lmpool.protocol.tensors import Types, new_changes
 from lmpool.workers.backends.checkpoint import NewWeights
 
@@ -38,6 +40,10 @@ def load_weights(worker: Any, new: NewWeights) -> None:
             worker.reload_weights(weights_iterator=new.tensors())
     finally:
         loader.setLevel(level)
+    for layer in worker.model_runner.get_model().modules():
+        # On a CPU, vLLM has a packed copy of the head, which it forgets if the head is tied to the embedding.
+        if isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 def _layer_of(name: str) -> str:
