@@ -158,8 +158,8 @@ _rows: dict[tuple[tuple[int, ...], str, int], Row] = {}
 def _model(adapter: str, version: int = 0) -> Any:
     """A version of the model, with an adapter merged into its weights.
 
-    Version 1 has other numbers than version 0 everywhere. A later version differs from the one before in its norms, and
-    in 1 % of the numbers of each matrix.
+    Version 1 has other numbers than version 0 everywhere. Version 2 differs from version 1 in its norms, and in 1 % of
+    the numbers of each matrix; version 3 from version 2 in one matrix only.
     """
     config = LlamaConfig(
         vocab_size=V,
@@ -180,9 +180,11 @@ def _model(adapter: str, version: int = 0) -> Any:
                 torch.nn.init.normal_(parameter, std=0.15)
     draws = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for _ in range(1, version):
-            for parameter in model.parameters():
-                share = 0.01 if parameter.ndim > 1 else 1.0
+        for later in range(2, version + 1):
+            for name, parameter in model.named_parameters():
+                share = 1.0 if parameter.ndim == 1 else 0.01
+                if later > 2:
+                    share = 0.2 if name == "model.layers.1.self_attn.k_proj.weight" else 0.0
                 is_changed = torch.rand(parameter.shape, generator=draws) < share
                 parameter[is_changed] += torch.randn(int(is_changed.sum()), generator=draws)
     if adapter:

@@ -59,7 +59,8 @@ def check(opened: Opened, prompts: list[list[int]]) -> None:
     if info.hidden:
         query = PositionsQuery(len(longest) - 1, values="hidden", size=width_of(info.hidden, info.dtype))
         (packed,) = opened.expect([longest], query)
-        opened.check([longest], opened.head().logprobs(unpack_numbers(packed, 1, info.hidden, info.dtype)))
+        states = unpack_numbers(packed, 1, info.hidden, info.dtype)
+        opened.check([longest], list(opened.head().logprobs(states)))
 
 
 def test_all_rows_after_a_change_are_those_of_the_new_weights(

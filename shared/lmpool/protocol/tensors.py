@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import mmap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -180,20 +180,20 @@ def new_changes(full: Path, sparse: Sequence[Path], held: int, wanted: Types) ->
     Raises:
         SettingsError: a file cannot be read or does not fit the model, or a number is NaN or infinite.
     """
-    new = _checked_sets(full if held < 0 else None, sparse[max(held, 0) :], wanted)
+    new = _sets(full if held < 0 else None, sparse[max(held, 0) :], wanted)
+    _check_numbers(new, wanted)
     return {name: _changes(name, new) for name in _changed(new, wanted)}
 
 
 def whole_tensors(
-    full: Path, sparse: Sequence[Path], held: int, wanted: Types
+    full: Path, sparse: Sequence[Path], names: Iterable[str], wanted: Types
 ) -> Iterator[tuple[str, str, NDArray[Any]]]:
-    """The tensors that `new_changes` changes, each as a whole: (name, dtype, new numbers in the tensor's shape).
+    """Tensors of a version, each as a whole: (name, dtype, numbers in the tensor's shape; see `MappedTensor`).
 
-    Reads and checks the files before it returns; see `new_changes` and `MappedTensor`.
+    The files are read, and their types checked, before this function returns; check numbers with `new_changes`.
     """
-    old = _sets(full, sparse[:held], wanted) if held >= 0 else []
-    new = _checked_sets(full if held < 0 else None, sparse[max(held, 0) :], wanted)
-    return ((name, wanted[name].dtype, _whole(name, [*old, *new])) for name in _changed(new, wanted))
+    sets = _sets(full, sparse, wanted)
+    return ((name, wanted[name].dtype, _whole(name, sets)) for name in names)
 
 
 def apply_change(numbers: NDArray[Any], change: Change) -> None:
@@ -243,9 +243,8 @@ def _sets(full: Path | None, sparse: Sequence[Path], wanted: Types) -> list[_Ten
     return sets
 
 
-def _checked_sets(full: Path | None, sparse: Sequence[Path], wanted: Types) -> list[_Tensors]:
-    """The result of `_sets`; checks the numbers and places too."""
-    sets = _sets(full, sparse, wanted)
+def _check_numbers(sets: Sequence[_Tensors], wanted: Types) -> None:
+    """Refuse numbers that are not finite, and places that do not ascend or are out of range."""
     for tensors in sets:
         for name, (found, numbers) in tensors.items():
             _check_finite(name, found, numbers)
@@ -254,7 +253,6 @@ def _checked_sets(full: Path | None, sparse: Sequence[Path], wanted: Types) -> l
                 in_range = not len(numbers) or (numbers[0] >= 0 and numbers[-1] < size)
                 if not in_range or (numbers[1:] <= numbers[:-1]).any():
                     raise SettingsError(f"weights: {shown(name)} must ascend, without repeats, from 0 to {size - 1}")
-    return sets
 
 
 def _check_finite(name: str, found: TensorType, numbers: NDArray[Any]) -> None:

@@ -190,28 +190,25 @@ def test_packed_types_are_unpacked_and_damage_is_refused() -> None:
 
 def test_changes_begin_with_the_last_whole_tensor_and_later_ones_win(tmp_path: Path, full: Path) -> None:
     sparse = [
-        save(tmp_path / "1", a__indices=np.array([0, 5]), a__values=np.float32([50, 55])),
-        save(tmp_path / "2", b=2 * _B, n__indices=np.array([0]), n__values=np.array([9])),
-        save(tmp_path / "3", a__indices=np.array([5]), a__values=np.float32([77]), b__indices=np.array([4]),
-             b__values=np.float16([3])),
+        save(tmp_path / "1", a__indices=[0, 5], a__values=np.array([50, 55], np.float32)),
+        save(tmp_path / "2", b=2 * _B, n__indices=[0], n__values=[9]),
+        save(tmp_path / "3", a__indices=[5], a__values=np.array([77], np.float32), b__indices=[4],
+             b__values=np.array([3], np.float16)),
     ]  # fmt: skip
-    expected_a, expected_b = _A.copy(), np.float16([2, 2, 2, 2, 3])
-    expected_a.reshape(-1)[[0, 5]] = 50, 77
+    last_a = _A.copy()
+    last_a.reshape(-1)[[0, 5]] = 50, 77
+    expected: dict[str, Any] = {"a": last_a, "b": np.array([2, 2, 2, 2, 3], np.float16), "n": np.array(9)}
     for held in range(-1, 4):
-        start = {"a": np.zeros_like(_A), "b": np.zeros_like(_B), "n": np.array(0)}
-        for name, changes in new_changes(full, sparse[: max(held, 0)], -1, WANTED).items() if held >= 0 else ():
-            for change in changes:
-                apply_change(start[name], change)
-        whole = {name: numbers for name, _, numbers in whole_tensors(full, sparse, held, WANTED)}
-        changes_of = new_changes(full, sparse, held, WANTED)
-        assert whole.keys() == changes_of.keys()
-        for name, changes in changes_of.items():
-            for change in changes:
-                apply_change(start[name], change)
-            assert np.array_equal(whole[name], start[name])
-        assert np.array_equal(start["a"], expected_a)
-        assert np.array_equal(start["b"], expected_b)
-        assert start["n"] == 9
+        tensors: dict[str, Any] = {"a": np.zeros_like(_A), "b": np.zeros_like(_B), "n": np.array(0)}
+        steps = [(sparse[:held], -1), (sparse, held)] if held >= 0 else [(sparse, -1)]
+        for files, already in steps:
+            for name, changes in new_changes(full, files, already, WANTED).items():
+                for change in changes:
+                    apply_change(tensors[name], change)
+        whole = {name: numbers for name, _, numbers in whole_tensors(full, sparse, WANTED, WANTED)}
+        for name, numbers in expected.items():
+            assert np.array_equal(tensors[name], numbers)
+            assert np.array_equal(whole[name], numbers)
     assert len(new_changes(full, sparse, -1, WANTED)["b"]) == 2
     assert [*new_changes(full, sparse, 2, WANTED)] == ["a", "b"]
     assert new_changes(tmp_path / "deleted", sparse, 3, WANTED) == {}
@@ -222,12 +219,9 @@ def test_changes_begin_with_the_last_whole_tensor_and_later_ones_win(tmp_path: P
 def test_places_that_do_not_ascend_or_are_out_of_range_are_refused(
     tmp_path: Path, full: Path, indices: list[int]
 ) -> None:
-    path = save(tmp_path / "sparse", a__indices=np.array(indices), a__values=np.float32([1, 2]))
-    for read in (new_changes, whole_tensors):
-        refused(
-            "'a.indices' must ascend, without repeats, from 0 to 11", lambda read=read: read(full, [path], 0, WANTED)
-        )  # type: ignore[misc]
-    save(path, a__indices=np.array([0, 11]), a__values=np.float32([1, 2]))
+    path = save(tmp_path / "sparse", a__indices=indices, a__values=np.array([1, 2], np.float32))
+    refused("'a.indices' must ascend, without repeats, from 0 to 11", lambda: new_changes(full, [path], 0, WANTED))
+    save(path, a__indices=[0, 11], a__values=np.array([1, 2], np.float32))
     assert [*new_changes(full, [path], 0, WANTED)] == ["a"]
 
 

@@ -6,14 +6,14 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from hashlib import blake2b
 from http.client import HTTPException
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.tensors import TIED_HEAD, TensorType, read_types
+from lmpool.protocol.tensors import TIED_HEAD, TensorType, read_types, whole_tensors
 from lmpool.settings import shown
 
 if TYPE_CHECKING:
@@ -207,6 +207,21 @@ def replaceable_tensors(folder: Path) -> dict[str, TensorType]:
     if config.get("tie_word_embeddings"):
         types.pop(TIED_HEAD, None)  # A copy of the embedding, which engines do not read.
     return types
+
+
+class NewWeights(NamedTuple):
+    """Tensors that an engine must load, in a form that can be sent to its processes."""
+
+    full: str  # Path of the full set of tensors.
+    sparse: list[str]  # Paths of the sparse files with changes of the full set, oldest first.
+    names: list[str]  # Names of the tensors.
+    types: dict[str, TensorType]  # Types of all tensors of the model.
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors; see `whole_tensors`."""
+        sparse = [Path(path) for path in self.sparse]
+        for name, dtype, numbers in whole_tensors(Path(self.full), sparse, self.names, self.types):
+            yield name, torch_tensor(numbers, dtype)
 
 
 def torch_tensor(numbers: NDArray[Any], dtype: str) -> Tensor:

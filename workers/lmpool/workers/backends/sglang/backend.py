@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -21,9 +21,17 @@ from torch import Tensor
 
 from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.row import Encoding, VectorBlock
+from lmpool.protocol.tensors import TensorType, new_changes
 from lmpool.settings import shown
 from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision, quantisation_of
+from lmpool.workers.backends.checkpoint import (
+    NewWeights,
+    checkpoint_dtype,
+    checkpoint_folder,
+    checkpoint_revision,
+    quantisation_of,
+    replaceable_tensors,
+)
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import LOOPBACK, SglangSettings, check_engine_args, importing, parse_engine_args
@@ -108,6 +116,8 @@ class SglangBackend(EngineBackend):
         super().__init__(settings)
         self._folder = checkpoint_folder("model", settings.model, settings.revision)
         self._engine = self._launch()
+        is_plain = not self._options.get("quantization") and self._options.get("load_format") != "dummy"
+        self._tensors = replaceable_tensors(self._folder) if is_plain else {}
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
@@ -244,6 +254,17 @@ class SglangBackend(EngineBackend):
         """See `TellsEnd.when_broken`."""
         # An end that came first is reported at once.
         self._engine.end.add_done_callback(lambda end: report(end.result()))
+
+    def tensors(self) -> Mapping[str, TensorType]:
+        """See `ChangesWeights.tensors`."""
+        return self._tensors
+
+    def load_weights(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+        """See `ChangesWeights.load_weights`."""
+        names = [*new_changes(full, sparse, held, self._tensors)]
+        if names and self._engine.packs_weights:
+            names = [*self._tensors]
+        self._engine.load_weights(NewWeights(str(full), [*map(str, sparse)], names, self._tensors))
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""

@@ -21,6 +21,7 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 from uuid import uuid4
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -43,9 +44,11 @@ from tqdm import std as tqdm  # type: ignore[import-untyped]
 
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.protocol.job import decode_ids
+from lmpool.workers.backends.checkpoint import NewWeights
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import MAX_LOGITS, Piece, PositionAnswers
 from lmpool.workers.backends.sglang.head import RankHead
+from lmpool.workers.backends.sglang.weights import RankWeights
 from lmpool.workers.execution.contract import BackendJob
 from lmpool.workers.execution.ranks import Followers
 
@@ -94,6 +97,8 @@ class SglangEngine:
         self._lora_ids: dict[str, str | None] = {"": None}  # Adapter -> SGLang's id of the adapter.
         self._loads: dict[str, Future[Any]] = {}  # SGLang's id of each adapter that is being loaded -> SGLang's result.
         self._weights: Future[Tensor] = Future()  # The weights of the head that another thread waits for.
+        self._updated: Future[tuple[bool, str]] = Future()  # SGLang's result of `load_weights`.
+        self._update: Any = None  # The request of `load_weights` until SGLang is idle.
         self._dropped: dict[str | None, str] = {}  # SGLang's id -> adapter that was dropped, but is not yet unloaded.
         # Use names of equal length: to abort a name, SGLang aborts every request whose name starts with this name.
         self._names = (f"{number:016x}" for number in count())
@@ -156,6 +161,24 @@ class SglangEngine:
         if not result.success:
             raise SettingsError(f"adapters: SGLang cannot load {adapter!r}: {result.error_message}")
         self._lora_ids[adapter] = lora_id
+
+    @property
+    def packs_weights(self) -> bool:
+        """Whether SGLang has packed weights for AMX. It would pack weights again that are not loaded again."""
+        return str(self.scheduler.server_args.device) == "cpu" and bool(cpu_has_amx_support())
+
+    def load_weights(self, new: NewWeights) -> None:
+        """Load weights in all ranks and drop the prefix cache, as soon as SGLang is idle."""
+        loaded = self._updated = Future()
+        wanted = io_struct.UpdateWeightFromDiskReqInput(model_path=msgspec.json.encode(new).decode())
+
+        def order() -> None:
+            self._update = wanted
+
+        self._orders.put(order)
+        succeeded, message = self._result_of(loaded)
+        if not succeeded:
+            raise WorkerError(f"SGLang cannot load the weights: {message}")
 
     def _read_weights(self, first: int, count: int) -> Tensor:
         """Rows of the head's weights, which the ranks read together."""
@@ -254,6 +277,8 @@ class SglangEngine:
         scheduler.tp_worker.load_lora_adapter = partial(self._load_and_report, scheduler.tp_worker.load_lora_adapter)
         worker = scheduler.tp_worker
         worker.get_weights_by_name = partial(self._read_and_report, worker.get_weights_by_name)
+        updater = worker.model_runner.weight_updater
+        updater.update_weights_from_disk = partial(self._update_and_report, updater.update_weights_from_disk)
         for processor in logprob_processors(scheduler):
             self.answers_positions = True
             processor.forward = partial(self._capture_positions, processor.forward)
@@ -266,6 +291,11 @@ class SglangEngine:
     def _read_and_report(self, read: Callable[[Any], Tensor], wanted: Any) -> None:
         self._weights.set_result(read(wanted))
 
+    def _update_and_report(self, update: Callable[..., tuple[bool, str]], *given: Any, **named: Any) -> Any:
+        result = update(*given, **named)
+        self._updated.set_result(result)
+        return result
+
     def _receive(self, broadcast: Callable[[list[Any]], list[Any]], local_reqs: list[Any] | None = None) -> list[Any]:
         """The requests and aborts for SGLang, broadcast to all ranks; waits if SGLang is idle.
 
@@ -277,6 +307,9 @@ class SglangEngine:
         if lost := [name for name in self._owed if is_idle or name in taken_back]:
             text = "SGLang has dropped the prompt without an answer"
             self._results.put(EngineBatch(failures={self._forget(name).digest: text for name in lost}))
+        if is_idle and self._update is not None:
+            received.append(self._update)
+            self._update, is_idle = None, False
         with suppress(Empty):
             while is_idle or not self._orders.empty():
                 received += self._orders.get(timeout=_IDLE_S if self._followers else None)() or ()
@@ -453,6 +486,7 @@ def make_scheduler(server_args: Any, ports: Any, rank: int = 0) -> Any:
     group = runtime_context.get_parallel().tp_group
     scheduler.output_head = RankHead(worker.model_runner.model, scheduler.model_config, group)
     worker.get_weights_by_name = scheduler.output_head.read
+    worker.model_runner.weight_updater = RankWeights(worker.model_runner, group)
     if server_args.tp_size > 1:
         worker.load_lora_adapter = partial(_load_in_all_ranks, worker.load_lora_adapter)
     return scheduler

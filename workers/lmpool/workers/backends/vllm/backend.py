@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,19 +14,22 @@ from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm import __version__ as vllm_version
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.request import RequestStatus
 
 from lmpool.errors import WorkerError
 from lmpool.protocol.job import decode_ids
 from lmpool.protocol.row import VectorBlock
-from lmpool.workers.backends.checkpoint import checkpoint_folder
+from lmpool.protocol.tensors import TensorType
+from lmpool.workers.backends.checkpoint import checkpoint_folder, replaceable_tensors
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.row_encoder import log_threads
 from lmpool.workers.backends.settings import VllmSettings
 from lmpool.workers.backends.vllm.capture import KEY
 from lmpool.workers.backends.vllm.engine import VllmEngine, refusing
 from lmpool.workers.backends.vllm.sessions import KvSession, KvSessions
+from lmpool.workers.backends.vllm.weights import checked_weights, load_weights
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
 
 _MAX_IDLE_STEPS = 1000  # Max consecutive steps without a result: each step frees memory, so more steps would not help.
@@ -57,6 +60,10 @@ class VllmBackend(EngineBackend):
         self._core = engine.core
         self._scheduler = engine.core.engine_core.scheduler
         model, cache, limits = (getattr(engine.config, f"{part}_config") for part in ("model", "cache", "scheduler"))
+        # On a CPU, vLLM packs the weights of experts, and its reload does not replace the packed weights.
+        is_packed = current_platform.is_cpu() and model.is_moe
+        is_plain = model.quantization is None and engine.config.load_config.load_format != "dummy" and not is_packed
+        self._tensors = replaceable_tensors(self._folder) if is_plain else {}
         # Let sessions have at most half of the slots in vLLM's batch, because a waiting session takes a slot too.
         places = limits.max_num_active_seqs or limits.max_num_seqs
         sessions = min(settings.sessions, places // 2)
@@ -248,6 +255,19 @@ class VllmBackend(EngineBackend):
     def _unload(self, adapter: str) -> None:
         self._close(self._sessions.close_adapter(adapter))
         self._core.remove_lora(self._engine.loras.pop(adapter).lora_int_id)
+
+    def tensors(self) -> Mapping[str, TensorType]:
+        """See `ChangesWeights.tensors`."""
+        return self._tensors
+
+    def load_weights(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+        """See `ChangesWeights.load_weights`."""
+        new = checked_weights(full, sparse, held, self._tensors)
+        self._close(self._sessions.close_oldest(len(self._sessions)))
+        if not self._core.reset_prefix_cache():
+            raise WorkerError("vLLM has requests in flight, and its prefix cache cannot be dropped")
+        if new.names:
+            self._core.collective_rpc(load_weights, args=(new,))
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
