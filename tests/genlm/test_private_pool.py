@@ -18,9 +18,9 @@ import torch
 from lmpool.errors import AdapterRefused, ModelError, ProducerClosed
 from lmpool.producer.genlm import load_model_by_name
 from tests.genlm.small import SIZE, expected, write_tokenizer
-from tests.support.pool import Pool, until
+from tests.support.pool import DEADLINE_S, Pool, until
 
-ENDS_WITHIN_S = 120.0
+ENDS_WITHIN_S = DEADLINE_S
 IDS = [72, 105]
 
 
