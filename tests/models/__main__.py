@@ -1,4 +1,4 @@
-r"""Check the TLA+ models of the queue with TLC, each model with all its settings files.
+r"""Check the TLA+ models of the queue and of changes of weights with TLC, each with all its settings files.
 
     python -m tests.models [NAME ...]
 
