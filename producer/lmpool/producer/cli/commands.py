@@ -1,4 +1,4 @@
-"""The commands `logprobs`, `status`, `flush`, `bench`, `adapters` and `weights`; `register` adds all client commands."""
+"""The commands `logprobs`, `status`, `flush`, `bench`, `adapters`, `weights`; `register` adds all client commands."""
 
 from __future__ import annotations
 
