@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
@@ -13,21 +15,21 @@ from tests.gateway.service import GatewayService
 from tests.support.pool import Pool, V, until
 
 
-def rows_of(gateway: GatewayService, ids: list[list[int]], model: str = "syn") -> tuple[np.ndarray, int]:
+def rows_of(gateway: GatewayService, ids: list[list[int]], model: str = "syn") -> tuple[NDArray[np.float32], int]:
     """Rows from the gateway, and the version that it says."""
     answer = gateway.post("/v1/rows", {"ids": ids, "model": model})
     assert answer.status == 200, answer
     return np.load(io.BytesIO(answer.body)), int(answer.headers["x-lmpool-version"])
 
 
-def expected(ids: list[list[int]], seed: int) -> np.ndarray:
+def expected(ids: list[list[int]], seed: int) -> NDArray[np.float32]:
     """The rows of the synthetic model with a seed."""
     return np.stack([synthetic_row(prompt, vocab_size=V, seed=seed) for prompt in ids])
 
 
 def test_every_response_is_of_the_version_in_its_header(pool: Pool) -> None:
-    for _ in range(2):
-        pool.start()
+    for _ in range(2):  # A request takes several steps, so that versions change in the middle of requests.
+        pool.start("--max-batch", 1, "--step-ms", 20)
     gateway = GatewayService(pool)
     last = 4
 
@@ -56,12 +58,13 @@ def test_a_version_is_a_model_that_requests_can_name(pool: Pool) -> None:
     with SyncProducer(redis=pool.url, prefix=pool.prefix) as publisher:
         publisher.publish_weights({"seed": np.array(7)})
     until(lambda: gateway.post("/v1/completions", body).headers["x-lmpool-version"] == "1", "the gateway follows")
-    for path, more in {
+    others: dict[str, dict[str, Any]] = {
         "/inference/v1/generate": {"token_ids": [1, 2], "sampling_params": {"max_tokens": 1}},
         "/generate": {"input_ids": [1, 2], "sampling_params": {"max_new_tokens": 1}},
         "/v1/positions": {"ids": [1, 2], "top": 1},
         "/get_sequence_logprobs/": {"sequences": [[1, 2]], "prompt_lengths": [1]},
-    }.items():
+    }
+    for path, more in others.items():
         assert gateway.post(path, {**more, "model": "syn@1"}).headers["x-lmpool-version"] == "1"
     assert np.array_equal(rows_of(gateway, [[5]], "syn@1")[0], expected([[5]], seed=7))
     cards = gateway.request("/v1/models").json["data"]
