@@ -112,6 +112,7 @@ def test_the_keys_are_those_of_the_code() -> None:
     made = {getattr(model, name) for name in dir(model) if isinstance(getattr(model, name), bytes)} - {model.base}
     made = {key + b"X" if key.endswith(b":") else key for key in made}
     made |= {model.reply("X"), model.adapter_check("X"), model.adapter_load("X"), model.lane("X")}
+    made |= {key.replace(b":0", b":X") for key in (model.version_turn(0), model.version_data("X", 0))}
     made |= {
         keys.models(),
         keys.trie_models(),

@@ -25,7 +25,7 @@ from lmpool.protocol import job as jobs
 from lmpool.protocol import keys as key_names
 from lmpool.protocol import query as queries
 from lmpool.protocol.adapter import name_of, revision_of
-from lmpool.protocol.keys import BULK, BULK_TIME, CONTINUED, CONTINUED_TIME, ModelKeys
+from lmpool.protocol.keys import BULK, BULK_TIME, CONTINUED, CONTINUED_TIME, Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 
 _LATER = b"later"
@@ -309,9 +309,9 @@ class DeadLetters:
                 reason = f"the queue is at its limit of {info.queue_limit} prompts: retry later"
         raise LMPoolError(f"{letter.entry}: {reason}")
 
-    async def served_adapters(self, info: ModelInfo) -> set[str]:
+    async def served_adapters(self, keys: Keys, info: ModelInfo) -> set[str]:
         """Return the qualified names of the registered adapters."""
-        known = await AdapterRegistry(self._redis, self._partitions[0], info.fingerprint).read()
+        known = await AdapterRegistry(self._redis, keys.model(info.base), info.lineage).read()
         return {f"{name}@{adapter.revision}" for name, adapter in known.adapters.items()}
 
 

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 
 from lmpool.admin.fleet import SILENT, number, summarize
 from lmpool.admin.heartbeats import WorkerInfo, read_heartbeats
-from lmpool.broker.scripts import QueueState, read_alive_in, read_lanes, read_texts
+from lmpool.broker.scripts import QueueState, read_alive_in, read_lanes, read_queue_in, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import UnknownModel, printable
 from lmpool.metrics import SECONDS, add_packed, quantile
@@ -49,14 +49,15 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    infos = await Discovery(redis, keys).infos()
+    infos = await Discovery(redis, keys).served()
+    shown = {info.name: name for name, info in infos.items()}
     partitions = {name: keys.partitions(info) for name, info in infos.items()}
     serving = {name: set((await read_alive_in(redis, partitions[name], names=True)).names) for name in infos}
     loading = await read_texts(redis, keys.loading())
     beats = await read_heartbeats(redis, keys, set(loading).union(*serving.values()))
     by_model: dict[str, list[WorkerInfo]] = {name: [] for name in infos}
     for beat in beats:
-        name = beat.fields["model"]
+        name = shown.get(beat.fields["model"], beat.fields["model"])
         # A worker that has begun to serve may still be in the hash of loading workers.
         is_loading = beat.worker_id in loading and beat.fields.get("state") == "loading"
         if is_loading or beat.worker_id in serving.get(name, ()):
@@ -70,14 +71,15 @@ async def _read_model(
     redis: Redis, keys: Keys, name: str, info: ModelInfo | None, workers: Sequence[WorkerInfo]
 ) -> dict[str, Any]:
     queue, trouble = QueueState(0, 0.0, 0, 0.0), ""
+    partitions = keys.partitions(info) if info else [keys.model(name)]
     try:
-        queue = await Discovery(redis, keys).queue(name)
+        queue = await read_queue_in(redis, partitions)
     except ResponseError as error:  # Invalid data of one model must not hide other models.
         if "WRONGTYPE" not in str(error):
             raise
         trouble = "the queue cannot be read: its key has a value of another type"
     lanes = dict[str, int]()
-    for partition in keys.partitions(info) if info else [keys.model(name)]:
+    for partition in partitions:
         lanes |= await read_lanes(redis, partition)
     shown = [_worker(worker, lanes.get(worker.worker_id)) for worker in workers]
     # Add up the latency counts and the rates of all workers in their last heartbeat intervals.

@@ -110,10 +110,9 @@ def model_routes(server: Server, keys: Keys, default: str) -> list[Route]:
     async def cards() -> list[dict[str, Any]]:
         found, now = [], int(time.time())
         async with server.connected() as redis:
-            for info, adapters in await list_models(redis, keys):
-                for name, parent in [(info.name, None), *((f"{info.name}:{each}", info.name) for each in adapters)]:
-                    card = {"id": name, "object": "model", "created": now, "owned_by": "lmpool", "parent": parent}
-                    found.append({**card, "root": info.source or None, "max_model_len": info.max_prompt_tokens})
+            for name, info, parent in await list_models(redis, keys):
+                card = {"id": name, "object": "model", "created": now, "owned_by": "lmpool", "parent": parent}
+                found.append({**card, "root": info.source or None, "max_model_len": info.max_prompt_tokens})
         return sorted(found, key=lambda card: card["id"] != default)
 
     async def listed(_: Request) -> Response:

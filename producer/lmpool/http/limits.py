@@ -36,6 +36,7 @@ TIMEOUT_HEADER = "x-lmpool-timeout"
 """Header with the seconds that a request may take."""
 
 MODEL_HEADER = "x-lmpool-model"
+VERSION_HEADER = "x-lmpool-version"
 """Header with the model of a request whose dialect has no field for it."""
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
@@ -99,6 +100,7 @@ class Turn:
         headers: the headers.
         query: the parameters after the path.
         deadline: the time by which the request must end.
+        held: the estimated bytes of the parts of the request and response in memory.
     """
 
     def __init__(self, scope: Scope, limits: Limits, counters: HttpCounters) -> None:
@@ -107,7 +109,7 @@ class Turn:
         self.query = QueryParams(scope["query_string"])
         self._limits = limits
         self._counters = counters
-        self._held = 0
+        self.held = 0
         self.deadline = self._read_deadline()
 
     def _read_deadline(self) -> Deadline:
@@ -126,16 +128,17 @@ class Turn:
     def hold(self, count: int) -> None:
         """Count the estimated bytes of a part of the request or response; raises `Refused` if there are too many."""
         most = self._limits.max_held_bytes
-        if (own := self._held + count) > most:
+        if (own := self.held + count) > most:
             raise Refused(413, f"the request would take about {own} bytes; the limit is {most}: ask for less")
         if self._counters.held_bytes + count > most:
             raise Refused(429, f"the requests in flight hold {self._counters.held_bytes} bytes; try again soon")
         self._counters.held_bytes += count
-        self._held += count
+        self.held += count
 
-    def release(self) -> None:
-        """Count the held bytes no longer, because the request has ended."""
-        self._counters.held_bytes -= self._held
+    def release(self, kept: int = 0) -> None:
+        """Count only `kept` held bytes from now on: the request has ended, or it begins again."""
+        self._counters.held_bytes -= self.held - kept
+        self.held = kept
 
     async def read(self, receive: Receive) -> None:
         """Read the body before the deadline.

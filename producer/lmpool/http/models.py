@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
+from starlette.responses import Response
 
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.errors import ProtocolError, UnknownAdapter, UnknownModel, UnknownTokenizer
-from lmpool.http.limits import MODEL_HEADER, Turn
+from lmpool.http.limits import MODEL_HEADER, VERSION_HEADER, Turn
 from lmpool.producer import Producer
 from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.requests import Deadline
@@ -190,6 +191,25 @@ class Targets:
             self._names.pop(name, None)
             raise
 
+    async def answer(
+        self, name: str, turn: Turn, make: Callable[[Target], Awaitable[Response]], adapter: str = ""
+    ) -> Response:
+        """The response that `make` makes with the model that a request names; see `use`.
+
+        The response has a header with the version of the weights that computed all of it. If the pool changes the
+        version in the middle, the response is made again.
+        """
+        async with self.use(name, turn, adapter) as target:
+            held = turn.held
+
+            async def attempt() -> Response:
+                turn.release(held)
+                return await make(target)
+
+            response, version = await target.producer.versioned(attempt)
+            response.headers[VERSION_HEADER] = str(version)
+            return response
+
     async def _split(self, name: str) -> tuple[str, str]:
         """Split a name into model and adapter. A model's own name may contain colons."""
         if ":" not in name or name in self._names:
@@ -207,13 +227,31 @@ class Targets:
         return split
 
 
-async def list_models(redis: Redis, keys: Keys) -> list[tuple[ModelInfo, list[str]]]:
-    """The served models, each with the names of its adapters."""
-    served = []
-    for name, info in sorted((await Discovery(redis, keys).infos()).items()):
+class Listed(NamedTuple):
+    """A name that requests may give, with the model info and the name of the model that it belongs to, or None."""
+
+    name: str
+    info: ModelInfo
+    parent: str | None
+
+
+async def list_models(redis: Redis, keys: Keys) -> list[Listed]:
+    """The names of the served models; then those of their adapters, and of the versions that workers serve."""
+    discovery, by_base = Discovery(redis, keys), dict[str, list[ModelInfo]]()
+    for _, info in sorted((await discovery.infos()).items()):
         if not info.is_trie:
-            adapters: list[str] = []
-            with suppress(ProtocolError):  # Invalid data of one model must not hide other models.
-                adapters = sorted((await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()).adapters)
-            served.append((info, adapters))
+            by_base.setdefault(info.base, []).append(info)
+    served: list[Listed] = []
+    for base, infos in by_base.items():
+        adapters: list[str] = []
+        used = infos[-1]
+        with suppress(ProtocolError):  # Invalid data of one model must not hide other models.
+            used = await discovery.find(base) or used
+        with suppress(ProtocolError):
+            adapters = sorted((await AdapterRegistry(redis, keys.model(base), used.lineage).read()).adapters)
+        served.append(Listed(base, used, None))
+        served += [Listed(f"{base}:{adapter}", used, base) for adapter in adapters]
+        if used.version or len(infos) > 1:
+            versions = sorted(infos, key=lambda info: info.version)
+            served += [Listed(f"{base}@{info.version}", info, base) for info in versions]
     return served

@@ -114,6 +114,7 @@ class SyncProducer(CopiedAsItself):
         self._process = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
+        self._pinned: dict[int, SyncProducer] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=_run, args=(self._loop,), name="lmpool-producer", daemon=True)
         self._thread.start()
@@ -145,6 +146,9 @@ class SyncProducer(CopiedAsItself):
     adapters = blocking(Producer.adapters)
     add_adapter = blocking(Producer.add_adapter)
     remove_adapter = blocking(Producer.remove_adapter)
+    reach_version = blocking(Producer.reach_version)
+    versions = blocking(Producer.versions)
+    publish_weights = blocking(Producer.publish_weights)
     tokenizer = blocking(Producer.tokenizer)
     encode = blocking(Producer.encode)
     decode = blocking(Producer.decode)
@@ -162,6 +166,30 @@ class SyncProducer(CopiedAsItself):
     def trie(self, vocabulary: Vocabulary | Iterable[bytes] | None = None, *, local: bool = False) -> SyncTrie:
         """As `Producer.trie`, but the calls of the trie return values instead of awaitables."""
         return SyncTrie(self._wait_for(self._asynchronous.trie(vocabulary, local=local)), self)
+
+    def at(self, version: int) -> SyncProducer:
+        """As `Producer.at`, but return a `SyncProducer`, which is closed with this one."""
+        _ = self.model  # Connect, because only a connected producer knows the name of its model.
+
+        async def make() -> Producer:  # This coroutine runs in the thread that uses the producer.
+            return self._asynchronous.at(version)
+
+        producer = self._wait_for(make())
+        with self._closing:
+            if self._closed:
+                raise ProducerClosed(_CLOSED)
+            if version not in self._pinned:
+                self._pinned[version] = SyncProducer.__new__(SyncProducer)
+                self._pinned[version].__setstate__(producer)
+            return self._pinned[version]
+
+    def versioned(self, ask: Callable[..., T], *args: Any, **options: Any) -> tuple[T, int]:
+        """As `Producer.versioned`, for a method of this `SyncProducer`."""
+        while True:
+            before = self.model.version
+            answer = ask(*args, **options)
+            if before == self.model.version:
+                return answer, before
 
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`: drop the rows in this producer's own memory."""
@@ -199,6 +227,8 @@ class SyncProducer(CopiedAsItself):
             if self._closed:
                 return
             self._closed = True
+        for pinned in self._pinned.values():
+            pinned.close()
         self._abandoned.detach()
         # The background thread exists only in the parent of a fork, and has stopped when the interpreter ends.
         if os.getpid() != self._process or sys.is_finalizing():

@@ -188,7 +188,7 @@ def dead_letter_routes(server: Server, keys: Keys, *, allow_changes: bool) -> li
         outcome: dict[str, Any] = {"queued": 0, "refused": {}}
         async with letters_of(chosen.model) as (letters, discovery):
             info = await discovery.info(chosen.model)
-            adapters = await letters.served_adapters(info)
+            adapters = await letters.served_adapters(keys, info)
             for letter in await letters.find(chosen.ids):
                 try:
                     await letters.retry(letter, info, adapters)
@@ -238,7 +238,10 @@ async def read_demand(redis: Redis, keys: Keys, model: str) -> Demand:
     """Read the demand for a model ("trie" for trie workers); an unknown model has no demand."""
     check_name("model", model)
     names = keys.model(model)
-    partitions = await Discovery(redis, keys).partitions(model)
+    # A model's workers serve its versions, and clients follow; a worker that starts loads under the model's own name.
+    infos = [info for info in (await Discovery(redis, keys).infos()).values() if model in (info.base, info.name)]
+    partitions = list({each.base: each for info in infos for each in keys.partitions(info)}.values())
+    partitions += [names] * all(each.base != names.base for each in partitions)
     queue, alive = await read_queue_in(redis, partitions), await read_alive_in(redis, partitions, names=True)
     # Spread the sample over the sorted names: the workers of one host, whose names are similar, have similar speeds.
     sample = alive.names[:: -(-len(alive.names) // _MAX_READ) or 1]

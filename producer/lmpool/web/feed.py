@@ -24,6 +24,7 @@ from lmpool.broker.server_checks import read_memory
 from lmpool.errors import LMPoolError, ProtocolError, to_json
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.version import split_name
 from lmpool.web.tables import MAX_TEXT, Tables, finite
 
 HOUR = 3600
@@ -34,6 +35,8 @@ MAX_STREAMS = 256
 
 SERIES = ("rows_per_s", "queued", "age_s", "p50_s", "p99_s")
 """Names of the values that a sample has for each model, in the order of the values."""
+
+_SUMMED = ("rows_per_s", "queued")  # Values of the series that are added up over versions; of the others, the largest.
 
 MAX_EVENTS = 50
 """Max worker events that a page shows; the oldest events are dropped."""
@@ -69,7 +72,7 @@ class Events:
 
     def add_survey(self, at: float, models: Survey) -> None:
         """Compare a survey with the previous one; the first survey produces no events."""
-        now = {(model["name"], worker["id"]): worker for model in models for worker in model["workers"]}
+        now = {(split_name(model["name"])[0], worker["id"]): worker for model in models for worker in model["workers"]}
         before, gap_s = self._before, at - self._before_at
         self._before, self._before_at = now, at
         if before is None:
@@ -157,7 +160,7 @@ class Feed:
             self._seen_at, self.tables = at, Tables(models)
         except (RedisError, OSError, LMPoolError) as error:
             trouble = str(self._server.explain(error))
-        values = {model["name"]: tuple(_drawn(model[name]) for name in SERIES) for model in models[:_MAX_MODELS]}
+        values = _drawn_values(models)
         self._samples.append(Sample(at, None if memory is None else memory.used_bytes, values))
         async with self._changed:
             self.surveys += 1
@@ -170,6 +173,7 @@ class Feed:
             else:
                 frame |= {
                     "server": _shown_server(str(self._server)),
+                    "drawn": values,
                     "memory": None if memory is None else {**memory._asdict(), "doubt": memory.doubt() or ""},
                     "events": list(reversed(self._events.newest)),
                     **self.tables.frame(),
@@ -230,19 +234,35 @@ def _encode_history(samples: Sequence[Sample]) -> bytes:
 async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
     """Return the served models except trie services: name, adapters (name, revision), any error of reading adapters.
 
-    Invalid data of one model must not hide other models.
+    Next to the names of versions, the model's own name stands for the version that clients use. Invalid data of one
+    model must not hide other models.
     """
     served = []
-    for name, info in (await Discovery(redis, keys).infos()).items():
+    infos = await Discovery(redis, keys).served()
+    for name, info in sorted(({info.base: info for info in infos.values()} | infos).items()):
         if not info.is_trie:
             model: dict[str, Any] = {"name": name, "adapters": [], "trouble": ""}
             try:
-                known = (await AdapterRegistry(redis, keys.model(name), info.fingerprint).read()).adapters
+                known = (await AdapterRegistry(redis, keys.model(info.base), info.lineage).read()).adapters
                 model["adapters"] = [(n, shortened(a.revision, MAX_TEXT)) for n, a in sorted(known.items())]
             except ProtocolError as error:
                 model["trouble"] = shortened(str(error))
             served.append(model)
     return served
+
+
+def _drawn_values(models: Survey) -> dict[str, tuple[float | None, ...]]:
+    """The values of each model for the graphs, in the order of `SERIES`; all versions of its weights together."""
+    by_base: dict[str, list[dict[str, Any]]] = {}
+    for model in models:
+        by_base.setdefault(split_name(model["name"])[0], []).append(model)
+    values = {}
+    for base, versions in list(by_base.items())[:_MAX_MODELS]:
+        known = {name: [value for each in versions if (value := each[name]) is not None] for name in SERIES}
+        values[base] = tuple(
+            _drawn((sum if name in _SUMMED else max)(numbers)) if (numbers := known[name]) else None for name in SERIES
+        )
+    return values
 
 
 def _shown_server(name: str) -> str:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+from safetensors.numpy import save_file
 
 from lmpool.broker.server import Server
 from lmpool.producer import SyncProducer
@@ -228,6 +229,34 @@ def test_logprobs_refuses_invalid_prompts(pool: Pool) -> None:
     ]
     for arguments, message in cases:
         assert message in one_line(on(pool, "logprobs", *arguments))
+
+
+def test_weights_are_published_and_listed_and_rows_of_a_version_are_dropped(pool: Pool, tmp_path: Path) -> None:
+    save_file({"seed": np.array(7)}, full := tmp_path / "full.safetensors")
+    save_file({"seed.indices": np.array([0]), "seed.values": np.array([8])}, sparse := tmp_path / "sparse.safetensors")
+    save_file({"seed": np.array(-1)}, wrong := tmp_path / "wrong.safetensors")
+    save_file({"leaf": np.array(1)}, other := tmp_path / "other.safetensors")
+    pool.start()
+    assert on(pool, "weights", "list").stdout == "clients use version 0, and no other version was published\n"
+    on(pool, "logprobs", "1", "--ids")
+    assert on(pool, "weights", "publish", str(full)).stdout == "version 1 is served\n"
+    on(pool, "logprobs", "1", "--ids", "--model", "syn@1")
+    published = on(pool, "weights", "publish", str(sparse), "--stored", "--version", "5", "--model", "syn")
+    assert published.stdout == "version 5 is served\n"
+    shown = json.loads(on(pool, "logprobs", "1,2", "--ids", "--json").stdout)
+    assert shown["top"][0]["logprob"] == synthetic_row([1, 2], vocab_size=V, seed=8).max()
+    assert "no worker serves version 6: weights: the seed: -1 " in one_line(on(pool, "weights", "publish", str(wrong)))
+    assert "the tensor 'seed' is missing" in one_line(on(pool, "weights", "publish", str(other)))
+    assert "must be above 6" in one_line(on(pool, "weights", "publish", str(full), "--version", "3"))
+    listed = json.loads(on(pool, "weights", "list", "--json").stdout)
+    assert (listed["used"], list(listed["versions"])) == (5, ["1", "5", "6"])
+    table = on(pool, "weights", "list").stdout
+    assert re.search(r"\b5\b.*served", table)
+    assert "clients use version 5" in table
+    for options in (("--version", "0"), ("--version", "1", "--model", "syn"), ()):
+        assert on(pool, "flush", *options).stdout == "dropped 1 rows\n"
+    why = "the model 'syn@4' is not served; `lmpool weights list --model syn` lists the versions of its weights"
+    assert one_line(on(pool, "flush", "--version", "4")).startswith(f"lmpool: {why}")
 
 
 def test_adapters_are_listed_added_and_removed(pool: Pool, tmp_path: Path) -> None:

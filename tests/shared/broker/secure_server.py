@@ -23,7 +23,7 @@ from lmpool.embedded import server_binary
 from tests.support.pool import spoken, until
 
 SHIPPED = Path(__file__).parents[3] / "docker" / "redis"
-ROLES = ("producer", "adapters", "worker", "trie-worker", "web", "operator", "batch")
+ROLES = ("producer", "adapters", "weights", "worker", "trie-worker", "web", "operator", "batch")
 # The password contains characters that a URL must encode, and a text that tests search for in outputs.
 PASSWORD = "s3cr3t/@:?#%{role}"
 

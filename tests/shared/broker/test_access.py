@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from redis.exceptions import NoPermissionError, ResponseError
+from safetensors.numpy import save_file
 
 from lmpool.broker.registries import look_up_tokenizer, register
 from lmpool.broker.server import Server
@@ -54,6 +55,14 @@ CHANGING_ADAPTERS = (
     "EVAL redis.call('HDEL','lmpool:{m}:adapters','a') 1 lmpool:{m}:jobs", "WAIT 0 1",
 )  # fmt: skip
 
+# Commands that only users with the right to publish weights may run.
+PUBLISHING = (
+    "XADD lmpool:{m}:versions 9-0 v x", "XDEL lmpool:{m}:versions 9-0", "DEL lmpool:{m}:versions",
+    "HSET lmpool:{m}:versions:state 9 served", "HDEL lmpool:{m}:versions:state 9",
+    "SET lmpool:{m}:versions:data:n:0 x", "GETRANGE lmpool:{m}:versions:data:n:0 0 1",
+    "UNLINK lmpool:{m}:versions:data:n:0", "SET lmpool:{m}:versions:turn:0 x",
+)  # fmt: skip
+
 # Role -> commands on keys of other roles, which the user of the role must not run.
 NOT_THEIRS = {
     "producer": (
@@ -69,7 +78,7 @@ NOT_THEIRS = {
         "XREAD STREAMS lmpool:{m}:jobs 0",
         "XGROUP CREATE lmpool:{m}:jobs g 0", "XADD lmpool:{m}:reply:c * d x", "XRANGE lmpool:{m}:dead - +",
         "XADD lmpool:{m}:dead * e x", "XDEL lmpool:{m}:dead 1-1", "DEL lmpool:{m}:adapters",
-        "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS,
+        "SET lmpool:{m}:adapters x", *CHANGING_ADAPTERS, *PUBLISHING,
     ),
     "adapters": (
         "INFO stats", "SCAN 0", "SET lmpool:row:f:d x", "SET lmpool:tokenizer:d x",
@@ -78,7 +87,14 @@ NOT_THEIRS = {
         "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "DEL lmpool:{m}:adapters",
         "SET lmpool:{m}:adapter_load:n w", "DEL lmpool:{m}:adapter_load:n", "WAIT 0 1",
     ),
+    "weights": (
+        "SCAN 0", "SET lmpool:row:f:d x", "HSET lmpool:models m x", "HSET lmpool:models m@ 9",
+        "HSET lmpool:{m}:versions:state 9 served", "HSETNX lmpool:{m}:versions:state 9 served",
+        "DEL lmpool:{m}:versions", "GETRANGE lmpool:{m}:versions:data:n:0 0 1", "SET lmpool:{m}:versions:turn:0 x",
+        "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x", *CHANGING_ADAPTERS,
+    ),
     "worker": (
+        "XDEL lmpool:{m}:versions 9-0", "SET lmpool:{m}:versions:data:n:0 x", "DEL lmpool:{m}:versions",
         "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x", "DEL lmpool:{m}:jobs", "DEL lmpool:models",
         "SET lmpool:models x", "XADD lmpool:{m}:waiting:d * a b", "DEL lmpool:{m}:adapter_check:n",
@@ -93,20 +109,21 @@ NOT_THEIRS = {
     "web": (
         "SCAN 0", "INFO all", "SET lmpool:row:f:d x", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
         "XDEL lmpool:{m}:dead 1-1", "XADD lmpool:{m}:dead * e x", "DEL lmpool:{m}:dead", "XACK lmpool:{m}:jobs g 1-1",
-        "XADD lmpool:{m}:reply:c * d x", "MGET lmpool:weights:x", "UNLINK lmpool:{m}:jobs", *CHANGING_ADAPTERS,
+        "XADD lmpool:{m}:reply:c * d x", "MGET lmpool:weights:x", "UNLINK lmpool:{m}:jobs",
+        *CHANGING_ADAPTERS, *PUBLISHING,
     ),
     "operator": (
         "SET lmpool:row:f:d x", "DEL lmpool:row:f:d", "HSET lmpool:models m x", "UNLINK lmpool:{m}:jobs", "INFO all",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XRANGE lmpool:{m}:reply:c - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x GET", "XADD lmpool:{m}:dead * e x", "UNLINK lmpool:worker:w",
-        "HSET lmpool:worker:w state ready", *CHANGING_ADAPTERS,
+        "HSET lmpool:worker:w state ready", *CHANGING_ADAPTERS, *PUBLISHING,
     ),
     "batch": (
         "INFO all", "INFO stats", "SCAN 0", "SET lmpool:row:f:d x", "HSET lmpool:models m x", "UNLINK lmpool:worker:w",
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x",
         "XRANGE lmpool:{m}:dead - +", "MGET lmpool:weights:x", "SORT arq:abort BY nosort GET *", "DEL lmpool:{m}:jobs",
         "RENAME arq:job:a lmpool:models", "WATCH lmpool:models",
-        "FLUSHDB", *CHANGING_ADAPTERS,
+        "FLUSHDB", *CHANGING_ADAPTERS, *PUBLISHING,
     ),
 }  # fmt: skip
 # Only the role "batch" may change jobs of arq, because arq's worker reads and writes the files that jobs name.
@@ -298,6 +315,36 @@ async def test_only_users_with_the_right_may_change_adapters(
     assert done.returncode != 0
     assert "name the server as the user `adapters`" in " ".join(done.stderr.split())
     assert "Traceback" not in done.stderr
+
+
+async def test_only_users_with_the_right_may_publish_weights(
+    server: SecureServer, workers: Workers, tmp_path: Path
+) -> None:
+    with server.client("admin") as admin:
+        admin.acl_log_reset()
+    started = [workers.start("worker", "worker", "syn", *SYNTHETIC) for _ in range(2)]
+    for worker in started:
+        await asyncio.to_thread(worker.until_says, "serving ")
+    place = tmp_path / "model.safetensors"
+    async with (
+        Producer("syn", redis=server.url("producer"), **PATIENT) as producer,
+        Producer("syn", redis=server.url("weights"), **PATIENT) as publisher,
+    ):
+        save_file({"seed": np.array(5)}, place)
+        assert await publisher.publish_weights(place) == 1
+        assert await publisher.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([6])}) == 2
+        for asking in (producer, publisher):
+            row = await asking.logprobs([1, 2], min_version=2)
+            assert np.array_equal(row, synthetic_row([1, 2], vocab_size=V, seed=6))
+        for worker in started:  # Both change: the second worker has its turn when the first one serves the version.
+            await asyncio.to_thread(worker.until_says, "serving 'syn@2' ")
+        assert not (refused := server.refusals()), "\n".join(refused)
+        for role in ("producer", "adapters", "operator"):
+            async with Producer("syn", redis=server.url(role), **PATIENT) as asking:
+                for weights in (place, {"seed": np.array(7)}):
+                    with pytest.raises(AuthenticationFailed, match="is a right of its own: name .* the user `w"):
+                        await asking.publish_weights(weights)
+                assert await asking.versions() == {1: "served", 2: "served"}
 
 
 @pytest.mark.parametrize("priority", ["interactive", "bulk"])

@@ -25,57 +25,61 @@ TRIE_ROWS = Keys().row(TrieBackend(TrieSettings()).info.fingerprint).decode()
 # Kinds of commands that a user may run on a key: "r" reading, "w" writing, "rw" both, "-" none. A writing command may
 # be as weak as setting a lifetime; test_access.py has the commands that no user may run.
 ACCESS = f"""
-key                       producer adapters worker trie-worker web operator batch
-lmpool:models             r        r        rw     -           r   r        r
-lmpool:models:trie        r        r        rw     rw          r   r        r
-lmpool:loading            r        r        rw     rw          r   r        r
-lmpool:worker:w           r        r        rw     rw          r   r        r
-lmpool:row:f:d            rw       rw       rw     r           rw  rw       rw
-{TRIE_ROWS}d              rw       rw       rw     rw          rw  rw       rw
-lmpool:tokenizer:d        r        r        rw     -           r   r        r
-lmpool:trie:d             rw       rw       rw     r           rw  rw       rw
-lmpool:tokens:d           rw       rw       rw     -           rw  rw       rw
-lmpool:weights:n          w        w        -      r           w   w        w
-lmpool:{{m}}:jobs         rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:lane:w       rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:lanes        rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:backlog      rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:backlog:jobs rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:virtual_time rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:sole_client  rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:wanted       w        w        -      -           rw  rw       w
-lmpool:{{m}}:capacity     r        r        rw     -           r   r        r
-lmpool:{{m}}:workers      r        r        rw     -           r   r        r
-lmpool:{{m}}:loading      r        r        rw     -           r   r        r
-lmpool:{{m}}:claim_cursor -        -        rw     -           -   -        -
-lmpool:{{m}}:watcher      w        w        rw     -           w   w        w
-lmpool:{{m}}:turn         -        -        rw     -           -   -        -
-lmpool:{{m}}:complete_turn -       -        rw     -           -   -        -
-lmpool:{{m}}:waiting:d    rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:partition:d  rw       rw       -      -           rw  rw       rw
-lmpool:{{m{{3}}:jobs      rw       rw       rw     -           rw  rw       rw
-lmpool:{{m{{3}}:waiting:d rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:reply:c      rw       rw       rw     -           rw  rw       rw
-lmpool:{{m}}:adapters     r        rw       rw     -           r   r        r
-lmpool:{{m}}:adapter_check:n -        rw       rw     -           -   -        -
-lmpool:{{m}}:adapter_load:l -        -        rw     -           -   -        -
-lmpool:{{m}}:dead         r        r        rw     -           r   rw       r
-lmpool:{{m}}:reasons      -        -        rw     -           -   -        -
-lmpool:{{trie}}:jobs      rw       rw       rw     rw          rw  rw       rw
-lmpool:{{trie}}:waiting:d rw       rw       rw     rw          rw  rw       rw
-lmpool:{{trie}}:reply:c   rw       rw       rw     rw          rw  rw       rw
-lmpool:{{trie}}:dead      r        r        rw     rw          r   rw       r
-lmpool:{{trie}}:adapters  r        rw       rw     w           r   r        r
-other:models              -        -        -      -           -   -        -
-arq:lmpool:batch          -        -        -      -           -   -        rw
+key                       producer adapters weights worker trie-worker web operator batch
+lmpool:models             r        r        r       rw     -           r   r        r
+lmpool:models:trie        r        r        r       rw     rw          r   r        r
+lmpool:loading            r        r        r       rw     rw          r   r        r
+lmpool:worker:w           r        r        r       rw     rw          r   r        r
+lmpool:row:f:d            rw       rw       rw      rw     r           rw  rw       rw
+{TRIE_ROWS}d              rw       rw       rw      rw     rw          rw  rw       rw
+lmpool:tokenizer:d        r        r        r       rw     -           r   r        r
+lmpool:trie:d             rw       rw       rw      rw     r           rw  rw       rw
+lmpool:tokens:d           rw       rw       rw      rw     -           rw  rw       rw
+lmpool:weights:n          w        w        w       -      r           w   w        w
+lmpool:{{m}}:jobs         rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:lane:w       rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:lanes        rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:backlog      rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:backlog:jobs rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:virtual_time rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:sole_client  rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:wanted       w        w        w       -      -           rw  rw       w
+lmpool:{{m}}:capacity     r        r        r       rw     -           r   r        r
+lmpool:{{m}}:workers      r        r        r       rw     -           r   r        r
+lmpool:{{m}}:loading      r        r        r       rw     -           r   r        r
+lmpool:{{m}}:claim_cursor -        -        -       rw     -           -   -        -
+lmpool:{{m}}:watcher      w        w        w       rw     -           w   w        w
+lmpool:{{m}}:turn         -        -        -       rw     -           -   -        -
+lmpool:{{m}}:complete_turn -       -        -       rw     -           -   -        -
+lmpool:{{m}}:waiting:d    rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:partition:d  rw       rw       rw      -      -           rw  rw       rw
+lmpool:{{m{{3}}:jobs      rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m{{3}}:waiting:d rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:reply:c      rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:adapters     r        rw       r       rw     -           r   r        r
+lmpool:{{m}}:adapter_check:n -        rw       -       rw     -           -   -        -
+lmpool:{{m}}:adapter_load:l -        -        -       rw     -           -   -        -
+lmpool:{{m}}:versions     r        r        rw      rw     -           r   r        r
+lmpool:{{m}}:versions:state r        r        rw      rw     -           r   r        r
+lmpool:{{m}}:versions:turn:0 -        -        -       w      -           -   -        -
+lmpool:{{m}}:versions:data:n:0 -        -        w       rw     -           -   -        -
+lmpool:{{m}}:dead         r        r        r       rw     -           r   rw       r
+lmpool:{{m}}:reasons      -        -        -       rw     -           -   -        -
+lmpool:{{trie}}:jobs      rw       rw       rw      rw     rw          rw  rw       rw
+lmpool:{{trie}}:waiting:d rw       rw       rw      rw     rw          rw  rw       rw
+lmpool:{{trie}}:reply:c   rw       rw       rw      rw     rw          rw  rw       rw
+lmpool:{{trie}}:dead      r        r        r       rw     rw          r   rw       r
+lmpool:{{trie}}:adapters  r        rw       r       rw     w           r   r        r
+other:models              -        -        -       -      -           -   -        -
+arq:lmpool:batch          -        -        -       -      -           -   -        rw
 """
 # Commands without a key that every user may run (OF_ALL) or one user may run (WITHOUT_KEY). test_access.py checks INFO.
 # SCRIPTS may name any key of the pool, because the server checks each command in a script.
 OF_ALL = {"asking", "cluster|slots", "exec", "multi", "ping", "select", "time"} | {
     f"command|{name}" for name in ("count", "docs", "getkeys", "getkeysandflags", "help", "info", "list")
 }
-WITHOUT_KEY = {"producer": set(), "adapters": set(), "worker": set(), "trie-worker": set(), "web": set(),
-               "operator": {"scan"}, "batch": {"dbsize", "discard", "unwatch"}}  # fmt: skip
+WITHOUT_KEY = {"producer": set(), "adapters": set(), "weights": set(), "worker": set(), "trie-worker": set(),
+               "web": set(), "operator": {"scan"}, "batch": {"dbsize", "discard", "unwatch"}}  # fmt: skip
 # Arguments to try for commands whose keys follow a number of keys, or a word.
 MOVABLE = ("1 KEY", "1 KEY MIN", "0 1 KEY MIN", "KEY 1 KEY", "x 1 KEY", "STREAMS KEY 0", "GROUP g c STREAMS KEY >")
 SCRIPTS = {"eval", "evalsha"}
@@ -148,7 +152,7 @@ def test_the_table_has_every_key_of_a_pool() -> None:
     made = {getattr(model, name) for name in dir(model) if isinstance(getattr(model, name), bytes)} - {model.base}
     made |= {keys.models(), keys.trie_models(), keys.loading(), keys.worker("w"), keys.row("f"), keys.vocabulary("d"),
              keys.tokenizer("d"), keys.weights(), model.lane("w"), model.reply("c"), model.adapter_check("n"),
-             model.adapter_load("l")}  # fmt: skip
+             model.adapter_load("l"), model.version_turn(0), model.version_data("n", 0)}  # fmt: skip
     listed = table()[1]
     assert {key.decode() for key in made if not any(name.startswith(key.decode()) for name in listed)} == set()
     assert keys.trie_models().decode().endswith(TRIE_SERVICE)

@@ -488,7 +488,7 @@ def test_the_backend_serves_the_vocabulary_of_its_seed() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("name", value) for value in ("", "a{b", "a}b", "a\nb", "x" * 201, 5, None, b"m")),
+        *(("name", value) for value in ("", "a{b", "a}b", "a\nb", "x" * 201, 5, None, b"m", "a@", "a@0", "a@12")),
         *(("vocab_size", value) for value in (0, -1, 4_000_001, 1.5, "64", None, True, float("nan"))),
         *(("seed", value) for value in (-1, 2**62 + 1, 0.5, "0", None, False)),
         *(("step_ms", value) for value in (-0.1, 600_001, float("nan"), float("inf"), "5", None, True)),

@@ -468,6 +468,15 @@ def test_a_zero_that_was_given_is_a_value() -> None:
     assert chosen == HfSettings("somewhere", kv_cache_bytes=0)
 
 
+def test_a_name_of_a_version_is_refused_for_workers_and_accepted_for_clients(tmp_path: Path) -> None:
+    (folder := tmp_path / "llama@12").mkdir()
+    for name in ("", "x@", "x@0"):
+        with pytest.raises(SettingsError, match="name: '.*' must not end with @ or with @ and a number"):
+            HfSettings(str(folder), name)
+    assert HfSettings(str(folder), "user@host").served_as == "user@host"
+    assert Producer("llama@12")._model == "llama@12"
+
+
 def test_the_model_argument_names_models_without_weights() -> None:
     _, chosen = _configure("some-name", "synthetic", {})
     assert chosen == SyntheticSettings(name="some-name")

@@ -98,8 +98,12 @@ def routes(targets: Targets) -> list[Route]:
         async with targets.use(wanted.model, turn) as target:
             how = await _sampling(target, wanted, params)
             how.check(target, wanted.token_ids)
-            if not wanted.stream:
-                return json_response(await _complete(target, wanted, params, how))
+
+        async def complete(target: Target) -> Response:
+            return json_response(await _complete(target, wanted, params, how))
+
+        if not wanted.stream:
+            return await targets.answer(wanted.model, turn, complete)
         if params.prompt_logprobs is not None or params.prompt_logprob_token_ids is not None:
             raise Refused(400, "prompt_logprobs, prompt_logprob_token_ids: not available with stream=true")
 

@@ -67,7 +67,8 @@ def routes(targets: Targets) -> list[Route]:
         turn = turn_of(request.scope)
         wanted = _read(turn, RowsRequest)
         prompts, is_one = _texts(wanted.ids)
-        async with targets.use(wanted.model, turn, wanted.adapter) as target:
+
+        async def compute(target: Target) -> Response:
             width = target.info.vocab_size if wanted.targets is None else _longest(wanted.targets)
             turn.hold(4 * len(prompts) * width)
             names = ("targets", "mode", "temperature", "keep_row")
@@ -75,13 +76,18 @@ def routes(targets: Targets) -> list[Route]:
             found = await target.producer.batch_logprobs(prompts, **options, **target.options)
             return _respond({"rows": found[0] if is_one else found}, wanted.format or "npy")
 
+        return await targets.answer(wanted.model, turn, compute, wanted.adapter)
+
     async def positions(request: Request) -> Response:
         turn = turn_of(request.scope)
         wanted = _read(turn, PositionsRequest)
         prompts, is_one = _texts(wanted.ids)
-        async with targets.use(wanted.model, turn, wanted.adapter) as target:
+
+        async def compute(target: Target) -> Response:
             arrays = _joined(await _predict(target, wanted, prompts, is_one=is_one), is_one=is_one)
             return _respond(arrays, wanted.format or ("npy" if len(arrays) == 1 else "safetensors"))
+
+        return await targets.answer(wanted.model, turn, compute, wanted.adapter)
 
     handlers = {"/v1/rows": rows, "/v1/positions": positions}
     return [Route(path, handler, methods=["POST"]) for path, handler in handlers.items()]

@@ -105,8 +105,11 @@ def routes(targets: Targets) -> list[Route]:
         wanted = read_fields(turn.body, CompletionRequest, IGNORED, _NEUTRAL)
         if wanted.stream:
             return await _begin_stream(targets, turn, wanted)
-        async with targets.use(wanted.model, turn) as target:
+
+        async def complete(target: Target) -> Response:
             return json_response(await _complete(target, wanted))
+
+        return await targets.answer(wanted.model, turn, complete)
 
     async def tokenize(request: Request) -> Response:
         turn = turn_of(request.scope)

@@ -108,9 +108,13 @@ def routes(targets: Targets) -> list[Route]:
             hows = [await _sampling(target, job) for job in jobs]
             for job, how in zip(jobs, hows, strict=True):
                 how.check(target, job.ids)
-            if not wanted.stream:
-                answers = await gather([_complete(*pair, target, wanted) for pair in zip(jobs, hows, strict=True)])
-                return json_response(answers if is_batch else answers[0])
+
+        async def complete(target: Target) -> Response:
+            answers = await gather([_complete(*pair, target, wanted) for pair in zip(jobs, hows, strict=True)])
+            return json_response(answers if is_batch else answers[0])
+
+        if not wanted.stream:
+            return await targets.answer(wanted.model, turn, complete)
 
         async def chunks() -> AsyncGenerator[bytes, None]:
             async with targets.use(wanted.model, turn) as target:

@@ -55,7 +55,8 @@ def routes(targets: Targets) -> list[Route]:
         check_count(len(wanted.sequences), 1)
         if (lengths := len(wanted.prompt_lengths)) != (count := len(wanted.sequences)):
             raise Refused(400, f"prompt_lengths: {lengths} lengths for {count} sequences; give one for each")
-        async with targets.use(wanted.model, turn) as target:
+
+        async def score(target: Target) -> Response:
             if wanted.top_logprobs > (most := target.info.vocab_size):
                 raise Refused(400, f"top_logprobs: {wanted.top_logprobs} is more than the {most} tokens of the model")
             work = [
@@ -63,8 +64,10 @@ def routes(targets: Targets) -> list[Route]:
                 for at, (ids, length) in enumerate(zip(wanted.sequences, wanted.prompt_lengths, strict=True))
             ]
             scored = await gather(work)
-        make = _binary if wanted.response_format == "binary" else _lists
-        return json_response(await by_size(sum(each.ids.size for each in scored), make, scored))
+            make = _binary if wanted.response_format == "binary" else _lists
+            return json_response(await by_size(sum(each.ids.size for each in scored), make, scored))
+
+        return await targets.answer(wanted.model, turn, score)
 
     return [Route(PATH, handle, methods=["POST"])]
 

@@ -1,4 +1,4 @@
-"""The commands `logprobs`, `status`, `flush`, `bench` and `adapters`; `register` adds all client commands."""
+"""The commands `logprobs`, `status`, `flush`, `bench`, `adapters`, `weights`; `register` adds all client commands."""
 
 from __future__ import annotations
 
@@ -34,9 +34,11 @@ from lmpool.producer.cli.status import (
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
+from lmpool.protocol.version import MAX_NUMBER
 from lmpool.rows.cache import scan_pattern
 
 adapters_app = typer.Typer(name="adapters", help="LoRA adapters of a model: list, add, remove.", no_args_is_help=True)
+weights_app = typer.Typer(name="weights", help="Versions of a model's weights: list, publish.", no_args_is_help=True)
 
 AdapterName = Annotated[str, typer.Argument(help="The name that requests use for the adapter.")]
 
@@ -49,7 +51,7 @@ def register(app: typer.Typer) -> None:
     """Add the client commands."""
     for command in (logprobs, status, top, flush, bench):
         app.command()(command)
-    for group in (trie_app, adapters_app, dead_app, queue_app):
+    for group in (trie_app, adapters_app, weights_app, dead_app, queue_app):
         app.add_typer(group)
 
 
@@ -113,6 +115,10 @@ async def status(
 async def flush(
     at: ServerOptions,
     model: Annotated[str | None, typer.Option("--model", help="Name of the model (default: all models).")] = None,
+    version: Annotated[
+        int | None,
+        typer.Option(min=0, max=MAX_NUMBER, help="Version of the model's weights (default: the one that clients use)."),
+    ] = None,
 ) -> None:
     """Drop the cached rows of one model, or of all models, from Redis. Workers compute them again on request.
 
@@ -120,7 +126,10 @@ async def flush(
     """
     dropped, batch = 0, list[bytes]()
     async with at.connected() as (redis, discovery):
-        pattern = scan_pattern(at.keys, None if model is None else await discovery.info(model))
+        info = None if model is None and version is None else await discovery.info(model)
+        if info is not None and version is not None:
+            info = await discovery.info(f"{info.base}@{version}")
+        pattern = scan_pattern(at.keys, info)
         async for key in redis.scan_iter(match=pattern, count=1000):
             batch.append(key)
             if len(batch) == _UNLINKED_PER_CALL:
@@ -226,3 +235,32 @@ async def remove(at: PoolOptions, name: AdapterName) -> None:
     async with at.producer() as producer:
         await producer.remove_adapter(name)
     say(f"{name} is not in service any more")
+
+
+@weights_app.command("list")
+@with_options
+async def list_versions(at: PoolOptions, as_json: AsJson = False) -> None:
+    """Show the published versions of the weights, and which version clients use."""
+    async with at.producer() as producer:
+        states, used = await producer.versions(), producer.model.version
+    if as_json:
+        say_json({"used": used, "versions": {str(number): state for number, state in states.items()}})
+        return
+    if states:
+        rows = [{"version": number, "state": state or "not served yet"} for number, state in states.items()]
+        Terminal().print(FittingTable(None, (Column("version", 0), Column("state", 0)), rows))
+    say(f"clients use version {used}" + ("" if states else ", and no other version was published"))
+
+
+@weights_app.command()
+@with_options
+async def publish(
+    at: PoolOptions,
+    weights: Annotated[str, typer.Argument(help="Folder or file of safetensors, on the workers' machines too.")],
+    version: Annotated[int | None, typer.Option(min=1, max=MAX_NUMBER, help="Number (default: the next).")] = None,
+    stored: Annotated[bool, typer.Option("--stored", help="Store the file in the pool, for other machines.")] = False,
+) -> None:
+    """Publish a version of the model's weights; workers change to it one after the other."""
+    async with at.producer() as producer:
+        number = await producer.publish_weights(weights, version, stored=stored)
+    say(f"version {number} is served")

@@ -25,6 +25,7 @@ from lmpool.producer.client.discovery import Discovery
 from lmpool.producer.client.session import WhenAbsent
 from lmpool.producer.producer import Producer
 from lmpool.protocol.keys import Keys
+from lmpool.protocol.version import split_name
 from lmpool.settings import check_name
 
 T = TypeVar("T")
@@ -47,7 +48,8 @@ def complete_model(context: typer.Context, incomplete: str) -> list[str]:
         found = [name.decode("utf-8", "replace") for name in asyncio.run(names())]
     except (LMPoolError, OSError):
         return []
-    return sorted(name for name in found if name.startswith(incomplete) and name.isprintable())
+    found += [split_name(name)[0] for name in found]
+    return sorted(name for name in set(found) if name.startswith(incomplete) and name.isprintable())
 
 
 TEXT = typer.Argument(help="The prompt: text, or token ids such as 1,2,3 with --ids; - reads standard input.")

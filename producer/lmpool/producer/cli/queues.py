@@ -40,7 +40,7 @@ async def show_queue(
 ) -> None:
     """Show the numbers of prompts that wait, are held by workers and are in lanes, and the clients of the backlog."""
     async with at.connected(model) as (client, discovery):
-        names = sorted(await discovery.infos()) if model is None else [model]
+        names = sorted(await discovery.served()) if model is None else [model]
         counted = {name: await count_queue(client, await discovery.partitions(name)) for name in names}
         doubts = {name: await why_unknown(discovery, name) for name, counts in counted.items() if not counts["queued"]}
     if as_json:
@@ -107,7 +107,7 @@ async def list_letters(
     """Show the prompts that were given up, of one model or of all served models."""
     count, newest = 0, list[dict[str, Any]]()
     async with at.connected(model) as (client, discovery):
-        names = sorted(await discovery.infos()) if model is None else [model]
+        names = sorted(await discovery.served()) if model is None else [model]
         doubt = "" if names else "no model is served: pass --model for a model that is not served"
         for name in names:
             letters = DeadLetters(client, *await discovery.partitions(name))
@@ -179,7 +179,7 @@ async def retry(
 
     async with _letters_of(model, at) as (letters, discovery, name):
         info = await discovery.info(name)
-        adapters = await letters.served_adapters(info)
+        adapters = await letters.served_adapters(at.keys, info)
 
         async def queue_again(letter: DeadLetter) -> None:
             try:

@@ -20,11 +20,9 @@ from lmpool.broker.registries import VersionRegistry, look_up, look_up_tokenizer
 from lmpool.broker.scripts import (
     Alive,
     Load,
-    QueueState,
     read_alive_in,
     read_infos,
     read_loads,
-    read_queue_in,
     read_texts,
 )
 from lmpool.broker.server import Server
@@ -233,6 +231,12 @@ class Discovery:
         """Return the infos of all served models by name; leaves out infos that cannot be read."""
         return (await self._read_infos())[0]
 
+    async def served(self) -> dict[str, ModelInfo]:
+        """Return the infos of all served models by names for commands: version 0 next to others is "syn@0"."""
+        infos = await self.infos()
+        versioned = {info.base for info in infos.values() if info.version}
+        return {f"{name}@0" if name in versioned else name: info for name, info in infos.items()}
+
     async def info(self, name: str | None) -> ModelInfo:
         """Return the info of the model `name`, or of the only served model if `name` is None.
 
@@ -257,6 +261,9 @@ class Discovery:
         if not infos:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
+        if name is not None and (base := split_name(name)[0]) != name and base in {i.base for i in infos.values()}:
+            advice = f"`lmpool weights list --model {base}` lists the versions of its weights"
+            raise await self._unknown(name, f"the model {name!r} is not served; ", advice)
         if name is not None:
             near = get_close_matches(name.lower(), by_lower := {other.lower(): other for other in infos}, 1)
             guess = f"did you mean {by_lower[near[0]]!r}? " if near else ""
@@ -380,10 +387,6 @@ class Discovery:
         key: Any = self._keys.model(model, partition).workers
         deadlines = await self._redis.zmscore(key, cast(list[str], workers)) if workers else []
         return [worker for worker, deadline in zip(workers, deadlines, strict=True) if deadline is None]
-
-    async def queue(self, model: str) -> QueueState:
-        """Return the state of a model's queue."""
-        return await read_queue_in(self._redis, await self.partitions(model))
 
 
 class Liveness:

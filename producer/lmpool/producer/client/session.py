@@ -95,8 +95,8 @@ class Session(Requester):
                 if model and self._settings.when_absent == "wait":
                     await self._discovery.want(model)
                 raise
-            self._adopt(info)
             self._wanted = model or info.base
+            self._adopt(info)
             await self._liveness.poll()
         except errors.LMPoolError:
             raise
@@ -247,7 +247,7 @@ class Session(Requester):
         self._connections.adopt(info)
         self._requests.restart(info.fingerprint)
         self._submitter.homes = Homes(has_choice=self._liveness.count > 1)
-        self._settings.counters.model = info.name
+        self._settings.counters.model = self._wanted  # Not the version's name: series of metrics must not end.
         self.info = info
 
     def _follow_model(self) -> None:

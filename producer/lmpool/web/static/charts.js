@@ -68,14 +68,14 @@ export class Charts {
     if (frame.at <= (this.at.at(-1) ?? 0)) return;
     this.at.push(frame.at);
     this.memory.push(frame.memory?.used_bytes ?? null);
-    const models = new Map((frame.models ?? []).map((model) => [model.name, model]));
+    const models = new Map(Object.entries(frame.drawn ?? {}));  // Name of a model -> its values, in the order of series.
     for (const name of models.keys()) {
       if (!this.models.has(name)) {
         this.models.set(name, Object.fromEntries(this.series.map((field) => [field, missing(this.at.length - 1)])));
       }
     }
     for (const [name, columns] of this.models) {
-      for (const field of this.series) columns[field].push(models.get(name)?.[field] ?? null);
+      this.series.forEach((field, i) => columns[field].push(models.get(name)?.[i] ?? null));
     }
     if (this.at.length > HOUR) this.removeOldest();
     // In a graph of one hour a pixel stands for several seconds, so drawing every second would change nothing.

@@ -24,6 +24,7 @@ from typing import Any, ClassVar, cast
 
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import MAX_ADAPTERS, MAX_LOADED
+from lmpool.protocol.version import check_base
 from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
 from lmpool.workers.backends.checkpoint import local_path
 from lmpool.workers.backends.lora import read_adapter_folders
@@ -131,6 +132,7 @@ class ModelSettings:
             if (value is not None or name == "model") and not (isinstance(value, str) and value.strip()):
                 raise SettingsError(f"{name}: {shown(value)} is not a name")
         check_name("name", self.served_as)
+        check_base("name", self.served_as)
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_ALIASES.get(self.dtype, self.dtype))
         check_choice("dtype", self.dtype, DTYPES)

@@ -23,6 +23,7 @@ from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import Encoding, NewRows, RowBlock, VectorBlock, no_new_rows, widen_bf16
 from lmpool.protocol.tensors import TensorType, apply_change, new_changes
+from lmpool.protocol.version import check_base
 from lmpool.settings import check_choice, check_name, check_number, check_numbers, option
 from lmpool.synthetic import FEW_TOKENS, Draw, base_rows, draw, draw_few_tokens, fill, synthetic_vocabulary
 from lmpool.vocabulary import Vocabulary
@@ -69,6 +70,7 @@ class SyntheticSettings:
 
     def __post_init__(self) -> None:
         check_name("name", self.name)
+        check_base("name", self.name)
         check_numbers(self)
         check_choice("encoding", self.encoding, ("f32", "bf16"))
         _ = self.adapter_folders  # The property raises an error if an adapter is malformed.

@@ -329,6 +329,8 @@ class Heartbeat:
     async def _is_old(self, model: str) -> bool:
         """Whether clients use a later version of a model's weights than the one with the name `model`."""
         base, number = split_name(model)
+        if base == TRIE_SERVICE:
+            return False  # Trie workers have no versions, and their Redis user may not read infos of models.
         return (number or 0) < await read_pointer(self.redis, self.keys, base)
 
     def _fields(self, counters: Mapping[str, str | int | float]) -> list[str | int | float]:
