@@ -15,7 +15,16 @@ from lmpool.aio import delays
 from lmpool.broker.registries import VersionRegistry
 from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
-from lmpool.protocol.tensors import INDICES, Types, check_full, check_sparse, read_types, types_of, unpack_types
+from lmpool.protocol.tensors import (
+    INDICES,
+    TIED_HEAD,
+    Types,
+    check_full,
+    check_sparse,
+    read_types,
+    types_of,
+    unpack_types,
+)
 from lmpool.protocol.version import CHUNK_BYTES, MAX_NUMBER, MAX_SPARSE, MAX_STORED_BYTES, SERVED, Registered, Version
 from lmpool.settings import check_number, shown
 
@@ -138,7 +147,7 @@ class WeightVersions:
 def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
     """Check weights against the types of the model's tensors; read or encode them if the pool stores them."""
     if isinstance(weights, Mapping):
-        data = memoryview(_encode(weights))
+        data = memoryview(_encode(weights, wanted))
         types = types_of(data)
         source = ""
     elif isinstance(weights, (str, Path)):
@@ -158,13 +167,14 @@ def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
     return _Upload(source, data, is_sparse, len(data))
 
 
-def _encode(tensors: Mapping[Any, Any]) -> bytes:
-    """A safetensors file with tensors of torch or numpy."""
+def _encode(tensors: Mapping[Any, Any], wanted: Types) -> bytes:
+    """A safetensors file with tensors of torch or numpy, without a tied head that the checkpoint lacks."""
+    tensors = {name: tensor for name, tensor in tensors.items() if name != TIED_HEAD or name in wanted}
     try:
         if all(type(tensor).__module__ == "numpy" for tensor in tensors.values()):
             from safetensors.numpy import save
 
-            return save(dict(tensors))
+            return save(tensors)
         from safetensors.torch import save as save_torch
 
         return save_torch({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
