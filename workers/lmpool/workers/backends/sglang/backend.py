@@ -259,8 +259,9 @@ class SglangBackend(EngineBackend):
         """See `ChangesWeights.tensors`."""
         return self._tensors
 
-    def load_weights(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+    def load_weights(self, full: Path | None, sparse: Sequence[Path], held: int) -> None:
         """See `ChangesWeights.load_weights`."""
+        full = full or Path(self._settings.model)
         names = [*new_changes(full, sparse, held, self._tensors)]
         if names and self._engine.packs_weights:
             names = [*self._tensors]

@@ -260,9 +260,9 @@ class VllmBackend(EngineBackend):
         """See `ChangesWeights.tensors`."""
         return self._tensors
 
-    def load_weights(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+    def load_weights(self, full: Path | None, sparse: Sequence[Path], held: int) -> None:
         """See `ChangesWeights.load_weights`."""
-        new = checked_weights(full, sparse, held, self._tensors)
+        new = checked_weights(full or Path(self._settings.model), sparse, held, self._tensors)
         self._close(self._sessions.close_oldest(len(self._sessions)))
         if not self._core.reset_prefix_cache():
             raise WorkerError("vLLM has requests in flight, and its prefix cache cannot be dropped")
