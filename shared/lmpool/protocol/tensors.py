@@ -17,6 +17,7 @@ import json
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -39,7 +40,9 @@ INDEX = "model.safetensors.index.json"
 """File in a folder that names the folder's files of weights."""
 
 _MAX_DIMENSIONS = 32  # Max dimensions of a tensor, fewer than the 64 of numpy.
-_CHUNK = 1 << 18  # Numbers that are checked at once, so that the buffer stays in the CPU's cache.
+_CHUNK = 1 << 18  # Numbers that are checked at once, twice, so that they stay in the CPU's cache.
+
+_MADV_POPULATE_READ = 22  # From Linux's mman.h; the module mmap lacks it.
 
 # Dtype in safetensors -> numpy dtype of the same size. numpy has no 8-bit floats and no bfloat16: take the bits.
 _DTYPES = {
@@ -47,9 +50,9 @@ _DTYPES = {
     "F16": "<f2", "BF16": "<u2", "U32": "<u4", "I32": "<i4", "F32": "<f4", "U64": "<u8", "I64": "<i8", "F64": "<f8",
 }  # fmt: skip
 
-# Dtype -> the smallest bits, shifted left by one to drop the sign, of a number that is NaN or infinite.
+# Dtype -> the smallest bits of a positive number that is infinite or NaN; with the sign bit, of a negative number.
 _NOT_FINITE = {
-    "F8_E4M3": 0xFE, "F8_E5M2": 0xF8, "F16": 0xF800, "BF16": 0xFF00, "F32": 0xFF00_0000, "F64": 0xFFE0_0000_0000_0000,
+    "F8_E4M3": 0x7F, "F8_E5M2": 0x7C, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F80_0000, "F64": 0x7FF0_0000_0000_0000,
 }  # fmt: skip
 
 
@@ -89,14 +92,21 @@ def read_types(path: Path) -> dict[str, TensorType]:
     return {name: tensor.type for name, tensor in map_tensors(path).items()}
 
 
-def map_tensors(path: Path) -> dict[str, MappedTensor]:
-    """Map the tensors of a safetensors file, or of the files of a folder, into memory; see `read_types`."""
+def map_tensors(path: Path, *, is_read_whole: bool = False) -> dict[str, MappedTensor]:
+    """Map the tensors of a safetensors file, or of the files of a folder, into memory; see `read_types`.
+
+    `is_read_whole`: map all pages now, because a caller that reads all numbers would wait longer for page after page.
+    """
     tensors: dict[str, MappedTensor] = {}
     for file in _files(path):
         try:
             with file.open("rb") as opened:
                 # Map a private copy: torch warns about memory that it cannot write to.
-                found = _read(np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY), np.uint8))
+                memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
+            found = _read(np.frombuffer(memory, np.uint8))
+            if is_read_whole:
+                with suppress(OSError):  # Linux before 5.14 does not have this advice.
+                    memory.madvise(_MADV_POPULATE_READ)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = f"{shown(str(file))} is no whole safetensors file: {first_line(error)}"
             raise SettingsError(f"weights: {reason}; write it again") from error
@@ -237,7 +247,7 @@ def _sets(full: Path | None, sparse: Sequence[Path], wanted: Types) -> list[_Ten
     sets = []
     for check, paths in ((check_full, [] if full is None else [full]), (check_sparse, sparse)):
         for path in paths:
-            tensors = map_tensors(path)
+            tensors = map_tensors(path, is_read_whole=True)
             check({name: tensor.type for name, tensor in tensors.items()}, wanted)
             sets.append(tensors)
     return sets
@@ -258,11 +268,12 @@ def _check_numbers(sets: Sequence[_Tensors], wanted: Types) -> None:
 def _check_finite(name: str, found: TensorType, numbers: NDArray[Any]) -> None:
     if (limit := _NOT_FINITE.get(found.dtype)) is None:
         return
-    bits = numbers.reshape(-1).view(f"<u{numbers.itemsize}")
-    shifted = np.empty(min(_CHUNK, len(bits)), bits.dtype)
-    for start in range(0, len(bits), _CHUNK):
-        part = bits[start : start + _CHUNK]
-        if np.left_shift(part, 1, out=shifted[: len(part)]).max() >= limit:
+    size = numbers.itemsize
+    signed, unsigned = (numbers.reshape(-1).view(f"<{kind}{size}") for kind in "iu")
+    sign = 1 << (8 * size - 1)
+    for start in range(0, len(signed), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        if signed[part].max() >= limit or unsigned[part].max() >= limit | sign:
             raise SettingsError(f"weights: the tensor {shown(name)} has a number that is NaN or infinite")
 
 
