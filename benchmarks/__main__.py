@@ -32,6 +32,7 @@ from benchmarks.measures import (
 )
 from benchmarks.peers.environment import peers_python, versions
 from benchmarks.teacher import divergences, gateway, positions
+from benchmarks.teacher import versions as weight_versions
 from lmpool.errors import LMPoolError
 
 _POOL: dict[str, Callable[[Testbed], list[Result]]] = {
@@ -94,6 +95,8 @@ _TEACHER: dict[str, Callable[[Testbed], list[Result]]] = {
     "gateway-vllm": gateway.vllm,
     "gateway-rows": gateway.rows,
     "divergence": divergences.divergence,
+    "weights": weight_versions.weights,
+    "weights-rolling": weight_versions.weights_rolling,
 }
 _DEVICES = {f"hf-{size}": devices.measured(size) for size in ("1b", "8b")}
 _GROUPS = {

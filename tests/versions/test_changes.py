@@ -16,7 +16,7 @@ from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, Weights
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V, until_async
-from tests.versions.traffic import Traffic, weights
+from tests.versions.traffic import Seeds, Traffic, weights
 
 PROMPT = [1, 2, 3]
 CHANGES = 5
@@ -31,7 +31,7 @@ async def is_of_seed(producer: Producer, seed: int, prompt: list[int] = PROMPT, 
 async def test_each_answer_is_of_the_version_that_it_names(pool: Pool) -> None:
     for _ in range(2):
         pool.start()
-    traffic = Traffic({version: 100 + version if version else 0 for version in range(CHANGES + 1)})
+    traffic = Traffic(Seeds({version: 100 + version if version else 0 for version in range(CHANGES + 1)}))
     async with traffic.running(pool, 4), pool.producer("syn") as publisher:
         for version in range(1, CHANGES + 1):
             assert await publisher.publish_weights(weights(100 + version)) == version

@@ -20,7 +20,7 @@ from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import Pool, V, until_async
 from tests.versions.test_changes import is_of_seed
-from tests.versions.traffic import Traffic, weights
+from tests.versions.traffic import Seeds, Traffic, weights
 
 LEASE = ("--lease-s", 1)
 MAX_FILE_BYTES = 1 << 16
@@ -140,7 +140,7 @@ async def test_the_server_restarts_during_a_change(moment: str, own_server: Embe
         worker = pool.start(*LEASE, command=gate.command)
         if moment == "serving":
             gate.open()
-        traffic = Traffic({0: 0, 1: 1})
+        traffic = Traffic(Seeds({0: 0, 1: 1}))
         async with pool.producer("syn") as publisher:
             publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
             await asyncio.to_thread(worker.until_says, "changing from version 0 to version 1")
@@ -158,7 +158,7 @@ async def test_the_server_restarts_during_a_change(moment: str, own_server: Embe
 async def test_rows_are_of_the_named_versions_while_workers_are_killed(pool: Pool) -> None:
     pool.start(*LEASE)
     pool.start(*LEASE)
-    traffic = Traffic({version: 50 + version if version else 0 for version in range(6)})
+    traffic = Traffic(Seeds({version: 50 + version if version else 0 for version in range(6)}))
     async with traffic.running(pool, 3), pool.producer("syn") as publisher:
         for version in range(1, 4):
             publishing = asyncio.create_task(publisher.publish_weights(weights(50 + version)))

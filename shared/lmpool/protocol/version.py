@@ -36,7 +36,7 @@ SERVED, REFUSED = "served", "refused: "
 
 _NAMED = re.compile(r"(.*)@(0|[1-9][0-9]{0,9})", re.DOTALL)
 _MAX_VERSION_BYTES = 16 * 1024  # Max bytes of an encoded entry.
-_DIGEST_BYTES = 16
+_DIGEST_BYTES = 16  # Bytes of the BLAKE2b digest of a stored part.
 _FORMAT = 1  # MessagePack tag of an encoded entry.
 
 

@@ -36,7 +36,7 @@ _TOGETHER = 4  # Min rows of a small vocabulary that are drawn together: for few
 _CRASH_EXIT = 70  # Exit code of a worker that received a prompt with the crash token.
 _ID_BYTES = 4  # Bytes of a token id.
 _BLOCK_BYTES = 16 * _ID_BYTES  # Bytes of the token ids of a block in the simulated prefix cache: 16 tokens.
-_MAX_SEED = 2**62
+_MAX_SEED = 2**62  # Largest seed that the generator of rows takes.
 _TENSORS = {"seed": TensorType("I64", ())}  # The weights of a synthetic model.
 
 
