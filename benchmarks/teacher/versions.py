@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.harness.pairs import Goal, Result, Side, alternate
+from benchmarks.harness.pairs import Goal, Result, Side, Take, alternate
 from benchmarks.harness.testbed import Testbed
 from benchmarks.measures.real_model import smollm2_folder
 from lmpool.producer import SyncProducer
@@ -30,7 +30,7 @@ def weights(testbed: Testbed) -> list[Result]:
     with _serving(testbed, folders[0], 1) as ask:
         turns = itertools.cycle(reversed(folders))
         copy = _copier(folders[0])
-        taken = {
+        taken: dict[str, Take] = {
             "publish": lambda: ask(next(turns)),
             "copy": lambda: copy(folders[1]),
             "sparse": lambda: ask(sparse),
