@@ -13,7 +13,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -113,6 +113,24 @@ def ended(monkeypatch: pytest.MonkeyPatch, name: str, *arguments: str | int | Pa
     with pytest.raises(SystemExit) as caught:
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     return caught.value
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Callable[..., str]]:
+    """A function that returns the output of an example that starts its own pool.
+
+    The example runs in this process, which has imported torch already.
+    """
+    import torch
+
+    def call(name: str, *arguments: str | int) -> str:
+        monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+        runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    threads = torch.get_num_threads()
+    yield call
+    torch.set_num_threads(threads)
 
 
 def cells(out: str) -> list[list[str]]:
@@ -227,6 +245,77 @@ def test_invalid_options_of_distillation_are_refused(
     del error
     gc.collect()
     assert [record.message for record in caplog.records if record.name == "asyncio"] == []
+
+
+def test_a_served_student_learns_from_its_own_texts_as_without_a_pool(printed: Callable[..., str]) -> None:
+    out = printed("on_policy_distillation.py", "--steps", 6, "--every", 2, "--batch", 4, "--length", 8)
+    found = re.findall(r"step +(\d+): loss ([0-9.]+) on texts of version (\d+), published version (\d+)\n", out)
+    in_pool, alone = found[:3], found[3:]
+    # Each step has the texts of the version that was published last.
+    assert [tuple(map(int, (step, *versions))) for step, _, *versions in in_pool] == [(2, 0, 1), (4, 1, 2), (6, 2, 3)]
+    assert in_pool == alone
+    losses = [float(loss) for _, loss, *_ in in_pool]
+    assert losses[2] < losses[0]
+    difference = re.search(r"largest difference of a loss: (\S+) nats", out)
+    assert difference is not None
+    assert float(difference[1]) < 1e-4
+
+
+def test_a_served_twist_learns_to_guide_particles_as_without_a_pool(printed: Callable[..., str]) -> None:
+    options = ("--updates", 10, "--every", 5, "--particles", 32, "--length", 8, "--runs", 6, "--rate", 0.01)
+    out = printed("twisted_smc.py", *options)
+    found = re.findall(r"training: log Z \S+, standard deviation (\S+) in 6 runs, effective sample size (\d+)%\n", out)
+    before, after, *alone = [(float(spread), int(share)) for spread, share in found]
+    assert after[0] < before[0] / 2
+    assert after[1] > before[1]
+    assert alone == [before, after]
+    assert re.findall(r"published version (\d)\n", out) == ["1", "2"] * 2
+    differences = re.search(r"largest difference of a loss: (\S+), of an estimate of log Z: (\S+);", out)
+    assert differences is not None
+    assert max(float(differences[1]), float(differences[2])) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["on_policy_distillation.py", "twisted_smc.py"])
+def test_an_example_that_starts_its_pool_refuses_invalid_options(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended(monkeypatch, name, "--every", 0).code == 2
+    assert "--every: 0 must be at least 1\n" in capsys.readouterr().err
+
+
+def test_the_gradient_of_a_twist_is_0_where_psi_is_the_expected_potential() -> None:
+    """Check texts of two characters of a uniform base model, whose expected potentials are means over all texts."""
+    import torch
+
+    example = runpy.run_path(str(ROOT / "examples" / "twisted_smc.py"), run_name="twisted_smc")
+    count = len(example["CHARACTERS"])
+    pairs = np.array([(0, first, second) for first in range(count) for second in range(count)])
+    weights = np.exp(example["log_potential"](pairs))
+    # Instead of samples: all texts, each with its probability.
+    uniform = np.full((count, count), -np.log(count), np.float32)
+    steps = [
+        example["Prefixes"](np.zeros((1, 1), np.int64), np.zeros(1), uniform[:1]),
+        example["Prefixes"](np.column_stack([np.zeros(count, np.int64), range(count)]), np.zeros(count), uniform),
+    ]
+    run = example["Run"](steps, pairs, weights / weights.sum(), 0.0)
+    best = weights.reshape(count, count)
+
+    class Table:
+        """A twist with a logit for each pair of a last character and a next one; the start is a row of its own."""
+
+        def __init__(self) -> None:
+            self.first = torch.tensor(np.log(best.mean(axis=1)), requires_grad=True)
+            self.second = torch.tensor(np.log(best), requires_grad=True)
+
+        def __call__(self, input_ids: Any) -> Any:
+            rows = [self.first.expand(len(input_ids), count), self.second[input_ids[:, -1]]]
+            return type("Output", (), {"logits": torch.stack(rows[: input_ids.shape[1]], dim=1)})
+
+    table = Table()
+    example["twist_loss"](table, run).backward()
+    for logits in (table.first, table.second):
+        assert logits.grad is not None
+        assert float(logits.grad.abs().max()) < 1e-6
 
 
 def test_perplexity_is_that_of_transformers_on_the_same_windows(
@@ -426,4 +515,5 @@ def test_every_example_for_a_trainer_is_explained_and_listed(path: Path) -> None
 def test_every_example_that_asks_a_pool_is_tested() -> None:
     # tests/trainers runs ray_map.py.
     others = {"demo.py", "lighteval_model.py", "own_backend.py", "ray_map.py", "smollm2.py", "surprise.ipynb"}
-    assert {path.name for path in EXAMPLES} == others | set(ASKING)
+    own_pool = {"on_policy_distillation.py", "twisted_smc.py"}
+    assert {path.name for path in EXAMPLES} == others | own_pool | set(ASKING)
