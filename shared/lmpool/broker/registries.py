@@ -246,7 +246,7 @@ class VersionRegistry:
     async def forget(self, versions: Iterable[Version], *, keep_entries: bool = False) -> None:
         """Remove the stored files of versions that no worker needs any more, and their entries and states."""
         for version in versions:
-            for index in range(len(version.chunks)):
+            for index in range(0 if version.source else len(version.chunks)):
                 await self.redis.unlink(self.keys.version_data(version.nonce, index))
             if not keep_entries:
                 await self.redis.xdel(self.keys.versions, version.entry)

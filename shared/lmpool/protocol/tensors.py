@@ -13,6 +13,7 @@ write a new file and rename it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import mmap
@@ -40,6 +41,7 @@ INDEX = "model.safetensors.index.json"
 """File in a folder that names the folder's files of weights."""
 
 _MAX_DIMENSIONS = 32  # Max dimensions of a tensor, fewer than the 64 of numpy.
+_SAMPLES, _SAMPLE_BYTES = 256, 4096  # Number and bytes of the samples of a file (`sample_digest`).
 _CHUNK = 1 << 18  # Numbers that are checked at once, twice, so that they stay in the CPU's cache.
 
 _MADV_POPULATE_READ = 22  # From Linux's mman.h; the module mmap lacks it.
@@ -114,6 +116,26 @@ def map_tensors(path: Path, *, is_read_whole: bool = False) -> dict[str, MappedT
             raise SettingsError(f"weights: two files in {shown(str(path))} have the tensor {shown(twice)}")
         tensors |= found
     return tensors
+
+
+def sample_digest(path: Path) -> bytes:
+    """A digest (16 bytes) of samples of a file, or of a folder's files, which differs if files were replaced.
+
+    Reads the sizes, the beginnings and 256 evenly spaced blocks of each file: a digest of all bytes would take longer
+    than loading the weights. Raises `SettingsError` as `read_types`.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for file in _files(path):
+        try:
+            with file.open("rb") as opened:
+                size = opened.seek(0, 2)
+                digest.update(size.to_bytes(8, "little"))
+                for place in range(0, size, max(_SAMPLE_BYTES, size // _SAMPLES)):
+                    opened.seek(place)
+                    digest.update(opened.read(_SAMPLE_BYTES))
+        except OSError as error:
+            raise SettingsError(f"weights: {shown(str(file))} cannot be read: {error}") from error
+    return digest.digest()
 
 
 def types_of(data: memoryview) -> dict[str, TensorType]:

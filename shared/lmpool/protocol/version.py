@@ -72,6 +72,7 @@ class Version(Message, frozen=True, tag=_FORMAT):
     changes: Annotated[int, msgspec.Meta(ge=-1, le=MAX_NUMBER)] = -1  # Version that a sparse one changes; -1: full.
     source: Annotated[str, msgspec.Meta(max_length=4096)] = ""  # Folder, file or URL for workers; "": stored in chunks.
     nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0  # Bytes of the tensors' files.
+    # Digests of the stored parts; with a `source`, one digest of samples of its files (`tensors.sample_digest`).
     chunks: tuple[Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)], ...] = ()
 
     @property

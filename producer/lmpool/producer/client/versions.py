@@ -22,6 +22,7 @@ from lmpool.protocol.tensors import (
     check_full,
     check_sparse,
     read_types,
+    sample_digest,
     types_of,
     unpack_types,
 )
@@ -40,6 +41,7 @@ class _Upload(NamedTuple):
 
     source: str  # Folder or file on the workers' machines; "" if the pool stores `data`.
     data: memoryview  # The file; empty with a `source`.
+    samples: tuple[bytes, ...]  # Digest of samples of the files of `source`.
     is_sparse: bool
     nbytes: int
 
@@ -79,7 +81,7 @@ class WeightVersions:
         """Store the file if the pool must store it, and add the version to the registry."""
         registry, nonce = self._registry, secrets.token_hex(8)
         chunks = [upload.data[at : at + CHUNK_BYTES] for at in range(0, len(upload.data), CHUNK_BYTES)]
-        digests = tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
+        digests = upload.samples or tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
         for index, chunk in enumerate(chunks):
             await self._insist(partial(registry.store, nonce, index, chunk), deadline)
         while True:
@@ -164,7 +166,8 @@ def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
         raise errors.SettingsError(f"weights: {text}: save them in a folder that the workers can read")
     is_sparse = any(name.endswith(INDICES) and name not in wanted for name in types)
     (check_sparse if is_sparse else check_full)(types, wanted)
-    return _Upload(source, data, is_sparse, len(data))
+    samples = (sample_digest(Path(source)),) if source else ()
+    return _Upload(source, data, samples, is_sparse, len(data))
 
 
 def _encode(tensors: Mapping[Any, Any], wanted: Types) -> bytes:

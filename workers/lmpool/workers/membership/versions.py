@@ -27,7 +27,7 @@ from lmpool.errors import ModelMismatch, ProtocolError, SettingsError, WorkerErr
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
-from lmpool.protocol.tensors import TensorType, pack_types
+from lmpool.protocol.tensors import TensorType, pack_types, sample_digest
 from lmpool.protocol.version import REFUSED, SERVED, Registered, Version, name_of_version, pointer_of, split_name
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
@@ -46,6 +46,10 @@ _CANARY_TOKENS = 4  # Max tokens of this prompt.
 
 
 T = TypeVar("T")
+
+
+class _Unservable(SettingsError):
+    """The backend holds new weights whose rows cannot be served."""
 
 
 class VersionKeeper:
@@ -70,6 +74,8 @@ class VersionKeeper:
         self._files: dict[str, tempfile.TemporaryDirectory[str]] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
         self._waits_until = math.inf  # Monotonic time until which workers of older versions go first.
+        # A version that this worker could not load, and the monotonic time before which it does not try again.
+        self._not_before: tuple[Version | None, float] = None, 0.0
         self._renewing: asyncio.Task[None] | None = None
         self.next: tuple[Version, ...] | None = None
         self.is_used = True
@@ -93,16 +99,19 @@ class VersionKeeper:
         self._tensors = pack_types(tensors)
         try:
             await self._claim_registry()
-            while chain := (await self._registry.read()).chain(is_tried=False):
-                try:
-                    await self._load(chain)
-                    break
-                except SettingsError as error:
-                    if (await self._registry.read()).chain(is_tried=False) == chain:
-                        raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
+            if chain := (await self._registry.read()).chain(is_tried=False):
+                await self._load(chain)
+        except _Unservable as error:
+            raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
+        except SettingsError as error:  # Serve version 0, and try again after a lease.
+            self._note_failure(chain[-1], str(error))
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         return opened._replace(info=self.info)
+
+    def _note_failure(self, version: Version, reason: str) -> None:
+        self._not_before = version, time.monotonic() + self._settings.lease_s
+        _log.warning("other workers serve version %d, and this one will try again: %s", version.number, reason)
 
     async def _claim_registry(self) -> None:
         """Clear the registry if it belongs to another checkpoint, which no live worker serves."""
@@ -137,7 +146,8 @@ class VersionKeeper:
             reason = f"it changes version {newest.changes}, which is not the version before it"
             await self._registry.decide(number, REFUSED + reason)
             return True
-        if await self._lets_others_go_first():
+        failed, not_before = self._not_before
+        if (failed == newest and time.monotonic() < not_before) or await self._lets_others_go_first():
             await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
             return True
         # Only one worker tries a version that no worker has served: it decides whether the version is refused.
@@ -204,17 +214,17 @@ class VersionKeeper:
         The version counts as served before this worker registers for it, so that no client uses an undecided version.
 
         Raises:
-            WorkerError: other workers serve the version, and this worker cannot load it; or the backend broke.
+            WorkerError: the earlier weights cannot be loaded again; or the backend broke.
         """
         chain, self.next = self.next or (), None
         before, number = self._chain, chain[-1].number
         _log.info("changing from version %d to version %d", self.info.version, number)
-        reason = ""
+        reason, has_changed = "", True
         try:
             await self._load(chain)
         except SettingsError as error:
-            reason = first_line(error)
-        if not await self._decide(chain[-1], reason):
+            reason, has_changed = first_line(error), isinstance(error, _Unservable)
+        if not await self._decide(chain[-1], reason) and has_changed:
             try:
                 await self._load(before, anew=True)
             except SettingsError as error:
@@ -225,19 +235,18 @@ class VersionKeeper:
     async def _decide(self, version: Version, reason: str) -> bool:
         """Say that a version is served, or refused for a reason; returns whether this worker serves the version.
 
-        The first decision counts. Raises WorkerError if other workers serve the version, and this one cannot.
+        The first decision counts. If others serve the version, and this worker cannot, it tries again after a lease.
         """
         # If a later version was published, the files of this one may have been removed.
         if reason and (await self._insist(self._registry.read)).newest_usable != version:
             return False
         state = f"{REFUSED}{reason}" if reason else SERVED
         decided = await self._insist(partial(self._registry.decide, version.number, state))
-        if reason and decided == SERVED:
-            text = f"other workers serve version {version.number} of {self.info.base!r}, and this one cannot"
-            raise WorkerError(f"{text}: {reason}")
         if decided != SERVED:
             _log.warning("version %d is not served: %s", version.number, decided.removeprefix(REFUSED))
-        return decided == SERVED
+        elif reason:
+            self._note_failure(version, reason)
+        return decided == SERVED and not reason
 
     async def confirm(self) -> None:
         """Tell all that this worker has registered for its version."""
@@ -295,6 +304,11 @@ class VersionKeeper:
         files = paths[full] if full is not None else None, [paths[version] for version in sparse]
         change = partial(_change_weights, *files, len(known) if is_next else -1, self._own_adapters)
         await self._engine.run(f"load of version {chain[-1].number if chain else 0}", change)
+        try:
+            for version in chain:  # A file may have been replaced while it was read.
+                await self._path(version)
+        except SettingsError as error:
+            raise _Unservable(str(error)) from error
         self._chain = chain
         self.info = self.info.of_version(chain[-1] if chain else None)
         nonces = {version.nonce for version in chain}
@@ -308,7 +322,11 @@ class VersionKeeper:
             SettingsError: the files do not exist, lie outside of the allowed folders, or are damaged.
         """
         if version.source:
-            return await asyncio.to_thread(_local_path, version.source, self._settings.weights_root)
+            path = await asyncio.to_thread(_local_path, version.source, self._settings.weights_root)
+            if (await asyncio.to_thread(sample_digest, path),) != version.chunks:
+                reason = f"{shown(version.source)} has changed since version {version.number} was published"
+                raise SettingsError(f"weights: {reason}: write each version to a place of its own")
+            return path
         if version.nonce not in self._files:
             self._files[version.nonce] = await self._fetch(version)
         return Path(self._files[version.nonce].name) / "model.safetensors"
@@ -378,7 +396,8 @@ def _change_weights(
     """Have the backend load weights, and check the row of one prompt; `adapters` are those that stay loaded.
 
     Raises:
-        SettingsError: the weights cannot be loaded, or their row is no row. The backend may have them nevertheless.
+        SettingsError: the weights cannot be loaded, and the backend has its earlier ones.
+        _Unservable: the backend has loaded the weights, and their row is no row.
     """
     assert isinstance(backend, ChangesWeights)
     for adapter in set(backend.adapters) - set(adapters):
@@ -391,8 +410,8 @@ def _change_weights(
         finished = backend.step()
         blocks = [block for block in finished.blocks if block.digests]
         if finished.failures:
-            raise SettingsError(f"weights: a prompt fails with them: {finished.failures[_CANARY]}")
+            raise _Unservable(f"weights: a prompt fails with them: {finished.failures[_CANARY]}")
     try:
         check_row(blocks[0].row(0))
     except ProtocolError as error:
-        raise SettingsError(f"weights: the row of a prompt is no row with them: {error}") from error
+        raise _Unservable(f"weights: the row of a prompt is no row with them: {error}") from error
