@@ -67,6 +67,10 @@ def test_a_version_is_a_model_that_requests_can_name(pool: Pool) -> None:
     for path, more in others.items():
         assert gateway.post(path, {**more, "model": "syn@1"}).headers["x-lmpool-version"] == "1"
     assert np.array_equal(rows_of(gateway, [[5]], "syn@1")[0], expected([[5]], seed=7))
+    assert gateway.sent("/v1/completions", **body)["model"] == "syn"
+    facts = gateway.request("/model_info").json
+    assert facts["served_model_name"] == "syn"
+    assert "@1." in facts["weight_version"]
     cards = gateway.request("/v1/models").json["data"]
     assert [(card["id"], card["parent"]) for card in cards] == [("syn", None), ("syn@1", "syn")]
     assert gateway.request("/v1/models/syn@1").json["id"] == "syn@1"

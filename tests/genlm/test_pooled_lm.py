@@ -33,6 +33,7 @@ from lmpool.errors import (
     UnknownAdapter,
     UnknownModel,
 )
+from lmpool.producer import SyncProducer
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
@@ -178,6 +179,17 @@ async def test_it_reports_its_name_and_the_outcomes_of_its_requests(small_pool: 
         model.next_token_logprobs_sync([1, 7])
         model.next_token_logprobs_sync([1, 7])
         assert (model.stats().requests, model.stats().local_hits) == (4, 1)
+
+
+def test_a_model_that_is_not_named_follows_the_versions_of_its_weights(pool: Pool, tokenizer: Any) -> None:
+    pool.start("--vocab-size", SIZE)
+    options: Any = {"redis": pool.url, "prefix": pool.prefix}
+    with SyncProducer(**options) as publisher:
+        publisher.publish_weights({"seed": np.array(7)})
+    with PooledLM.from_name(**options, tokenizer=tokenizer) as model:
+        assert (repr(model), model.info.version) == ("PooledLM('syn')", 1)
+    with PooledLM.from_name("syn@1", **options, tokenizer=tokenizer) as model:
+        assert repr(model) == "PooledLM('syn@1')"
 
 
 async def test_cleared_rows_are_fetched_again(small: PooledLM) -> None:

@@ -274,7 +274,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/http/cli.py": {"typer"},
         "producer/lmpool/http/errors.py": {"starlette"},
         "producer/lmpool/http/limits.py": {"starlette"},
-        "producer/lmpool/http/models.py": {"huggingface_hub"},
+        "producer/lmpool/http/models.py": {"huggingface_hub", "starlette"},
         "producer/lmpool/http/arrays.py": {"pyarrow"},
         **{
             f"producer/lmpool/http/dialects/{name}.py": {"starlette"}
@@ -469,8 +469,9 @@ def test_the_public_names_of_the_client_are_pinned() -> None:
     picks |= {"positions", "batch_positions", "stream_positions", "generate", "batch_generate", "logz", "batch_logz"}
     picks |= {"mass", "batch_mass", "mass_of_bytes", "token_set", "hidden", "head"}
     adapters = {"adapters", "add_adapter", "remove_adapter"}
+    versions = {"versions", "at", "versioned", "reach_version", "publish_weights"}
     texts = {"tokenizer", "encode", "decode"}
-    assert calls == rows | picks | adapters | {"model", "stats", "open", "close", "close_soon", *texts}
+    assert calls == rows | picks | adapters | versions | {"model", "stats", "open", "close", "close_soon", *texts}
     # SyncProducer has no `open` and `close_soon`: it connects when it is created, and its calls block.
     sync = {name for name in dir(lmpool.producer.SyncProducer) if not name.startswith("_")}
     assert sync == calls - {"open", "close_soon"}
@@ -522,6 +523,7 @@ def test_the_names_of_the_errors_are_pinned() -> None:
         "UnknownTokenSet",
         "UnknownTokenizer",
         "UnknownVocabulary",
+        "WeightsRefused",
         "WorkerError",
     ]
 

@@ -208,6 +208,14 @@ def test_events_describe_changes_of_workers(
     assert [f"{event['worker']} {event['what']}" for event in events.newest] == expected
 
 
+def test_a_worker_that_changes_its_weights_is_no_new_worker() -> None:
+    events, (at, (syn,)) = Events(), survey(0, a={}, b={})
+    name, (first, second) = syn["name"], syn["workers"]
+    events.add_survey(at, [syn])
+    events.add_survey(1, [{"name": f"{name}@0", "workers": [first]}, {"name": f"{name}@1", "workers": [second]}])
+    assert list(events.newest) == []
+
+
 async def test_trie_workers_are_shown_without_a_vocabulary(pool: Pool) -> None:
     for name, key in (("syn", pool.keys.models()), ("trie", pool.keys.trie_models())):
         info = ModelInfo(name, backend="x", vocab_size=1, max_prompt_tokens=8, revision="r", dtype="float32")

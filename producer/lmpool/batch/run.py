@@ -37,6 +37,7 @@ from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.version import split_name
 from lmpool.settings import check_number, shown
 
 # Max items between reading and writing, per concurrent request: two keep all requests busy while a result is late.
@@ -363,7 +364,11 @@ class Run:
             return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
-            raise errors.ModelMismatch(f"{changed}. {TRY_AGAIN} when the first model is served again")
+            base, version = split_name(began.name)
+            advice = f"{TRY_AGAIN} when the first model is served again"
+            if base == now.base and (version or 0) != now.version:
+                advice = f"{TRY_AGAIN} with --model {base}@{version or 0}, while workers serve this version"
+            raise errors.ModelMismatch(f"{changed}. {advice}")
         self._checked = now
 
     async def _check_adapter(self) -> None:

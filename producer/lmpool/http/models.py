@@ -186,7 +186,7 @@ class Targets:
         try:
             async with self._models.use(model_name or None) as model:
                 texts = await model.texts()
-                yield Target(name or model.producer.model.name, model, adapter or named, texts, turn)
+                yield Target(name or model.producer.model.base, model, adapter or named, texts, turn)
         except (UnknownModel, UnknownAdapter):
             self._names.pop(name, None)
             raise

@@ -293,6 +293,17 @@ async def test_a_changed_model_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     assert content(output) == content(tmp_path / "whole")
 
 
+async def test_published_weights_end_a_run_with_advice(pool: Pool, tmp_path: Path) -> None:
+    pool.start("--max-batch", 1, "--step-ms", 20)
+    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    async with pool.producer() as producer, pool.producer() as publisher:
+        running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=SHARD_LINES, concurrency=8))
+        await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")
+        await publisher.publish_weights({"seed": np.array(7)})
+        with pytest.raises(ModelMismatch, match="Run the same command again with --model syn@0, while"):
+            await running
+
+
 async def test_a_folder_without_results_is_free_for_another_run(pool: Pool, tmp_path: Path) -> None:
     pool.start()
     source, output = tmp_path / "in.jsonl", tmp_path / "out"

@@ -8,10 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import Alive
+from lmpool.broker.server import Server
 from lmpool.errors import NoWorker
-from lmpool.producer.client.discovery import Liveness
+from lmpool.producer.client.discovery import Discovery, Liveness
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.version import Version
+from tests.support.pool import Pool, deadline_ms
 
 INFO = replace(ModelInfo("syn", "synthetic", 64, 32, "seed-0", "float32"), lease_s=4.0)
 
@@ -23,6 +27,9 @@ class Empty:
 
     async def alive(self, model: str) -> Alive:
         return Alive(0, 0, ())
+
+    async def is_changing(self, info: ModelInfo) -> bool:
+        return False
 
     async def check_writes(self, model: str) -> None:
         pass
@@ -39,6 +46,21 @@ async def test_workers_are_not_missing_before_a_lease_and_a_restart_have_passed(
     *before, last = await checks(100, 101, 103, 104.9, 105)
     assert before == [None] * 4
     assert "no live worker has served 'syn' for 5 s" in str(last)
+
+
+async def test_a_worker_that_loads_a_later_version_is_not_missing(pool: Pool) -> None:
+    info = replace(INFO, name="syn@2")
+    keys = pool.keys.model("syn")
+    async with Server(pool.url).client() as redis:
+        discovery, registry = Discovery(redis, pool.keys), VersionRegistry(redis, keys)
+        liveness = Liveness(cast(Any, SimpleNamespace(model=SimpleNamespace(info=info))), discovery)
+        for number in (1, 2, 3):
+            await registry.add(Version(number, 16 * "0", source="/weights"))
+        for name, is_changing in (("syn@2", False), ("syn", False), ("syn@1", False), ("syn@3", True)):
+            pool.redis.zadd(pool.keys.model(name).loading, {"w": deadline_ms()})
+            assert await discovery.is_changing(info) == is_changing, name
+        pool.redis.delete(pool.keys.model("syn@2").loading)
+        assert [await liveness.check(time) for time in (100, 103, 106, 109)] == [None] * 4
 
 
 @pytest.mark.parametrize("gap", [4.5, 600])

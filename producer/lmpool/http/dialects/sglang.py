@@ -129,7 +129,7 @@ def routes(targets: Targets) -> list[Route]:
         async with targets.use("", turn_of(request.scope)) as target:
             info = target.info
             return json_response({
-                "model_path": info.source or info.name, "served_model_name": info.name, "tokenizer_path": info.source,
+                "model_path": info.source or info.name, "served_model_name": info.base, "tokenizer_path": info.source,
                 "is_generation": True, "weight_version": info.revision,
             })  # fmt: skip
 

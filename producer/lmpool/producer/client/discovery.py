@@ -56,6 +56,8 @@ _log = logging.getLogger("lmpool.producer")
 _MAX_WARNED = 100
 # Max loading workers whose models an error text names, so that its cost does not grow with the pool.
 _MAX_NAMED = 8
+# Max later versions, the newest ones, that are checked for workers which load them.
+_MAX_LATER = 4
 # Min seconds without a worker before requests fail: a worker that restarts needs about as long to register again.
 _RESTART_S = 5.0
 # If two checks are at least this many seconds apart, workers may have joined and left unnoticed in between.
@@ -310,6 +312,12 @@ class Discovery:
         info = (await self._read_infos(name))[0].get(name)
         return info if info is not None and (await self.alive(name, info.partitions)).serving else None
 
+    async def is_changing(self, info: ModelInfo) -> bool:
+        """Return whether a worker loads a later version of a model's weights, to which clients will change."""
+        versions = (await VersionRegistry(self._redis, self._keys.model(info.base)).read()).versions
+        later = [version.number for version in versions if version.number > info.version]
+        return any([(await self.alive(name_of_version(info.base, number))).loading for number in later[-_MAX_LATER:]])
+
     async def want(self, model: str) -> None:
         """Record that a client waits for a model that is not served, so that an autoscaler can start a worker."""
         # Ignore missing rights: the server user that an older release documents may not write this key.
@@ -416,6 +424,9 @@ class Liveness:
         gap, self._checked_at = now - self._checked_at, now
         alive = await self._count()
         self.count, self._is_loading = alive.serving, not alive.serving and alive.loading > 0
+        if not self.count and not self._is_loading:
+            # The last worker of this version may be changing to another version, which can take long.
+            self._is_loading = await self._discovery.is_changing(info)
         if self.count or self._is_loading:
             self.missing_since = None
             return None

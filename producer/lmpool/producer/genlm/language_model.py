@@ -103,7 +103,8 @@ class PooledLM(CopiedAsItself, AsyncLM):  # type: ignore[misc]  # genlm-backend 
         try:
             if connects:
                 # Store the model's name: the pool may serve more models when this object connects again.
-                address = replace(address, model=self.info.name)
+                base = self.info.base
+                address = replace(address, model=address.model or base)
             if tokenizer is None:
                 tokenizer = load_tokenizer(self.info, option="tokenizer", otherwise="pass tokenizer=")
             tokens, self.str_vocab = decode_vocab(tokenizer)
