@@ -87,7 +87,7 @@ class Traffic:
     @asynccontextmanager
     async def running(self, pool: Pool, clients: int) -> AsyncIterator[None]:
         """Let clients request rows until the body ends; raises the first error of a client."""
-        producers = [pool.producer("syn", timeout=DEADLINE_S) for _ in range(clients)]
+        producers = [pool.producer("syn", timeout=DEADLINE_S, when_absent="wait") for _ in range(clients)]
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self.ask(producer, at)) for at, producer in enumerate(producers)]
