@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -263,12 +264,14 @@ class Offline:
 class FakeSession:
     """The part of a session that `SessionPerLoop` uses."""
 
+    info = SimpleNamespace(version=0)
+
     def __init__(self, openings: Openings) -> None:
         self.loop = asyncio.get_running_loop()
         self.closed = False
         self._openings = openings
 
-    async def open(self, model: str | None) -> None:
+    async def open(self, model: str | None, least: int = 0) -> None:
         await self._openings.open()
 
     async def close(self) -> None:

@@ -69,6 +69,16 @@ async def test_commands_show_the_queue_and_the_workers_of_each_version(pool: Poo
     assert "syn (1 worker), syn@1 (1 worker)" in await on(pool, "doctor")
 
 
+async def test_versions_without_workers_are_left_out(pool: Pool, producer: Producer) -> None:
+    pool.redis.delete(pool.keys.model("syn").workers)  # As if the worker of version 0 had left.
+    service = await asyncio.to_thread(WebService, pool)
+    assert [model["name"] for model in json.loads(await on(pool, "status", "--json"))] == ["syn@1"]
+    models = (await asyncio.to_thread(service.request, "/api/models")).json["models"]
+    assert [model["name"] for model in models] == ["syn", "syn@1"]
+    pool.redis.delete(pool.keys.model("syn@1").workers)
+    assert len(json.loads(await on(pool, "status", "--json"))) == len(QUEUED), "no worker serves the model"
+
+
 async def test_the_demand_for_a_model_includes_all_versions(pool: Pool, producer: Producer) -> None:
     async with Server(pool.url).client() as redis:
         demand = {name: await read_demand(redis, pool.keys, name) for name in ("syn", "syn@1", "syn@5")}

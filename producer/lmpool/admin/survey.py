@@ -49,7 +49,7 @@ async def read_survey(redis: Redis, keys: Keys) -> Survey:
     Raises:
         RedisError, OSError: the server cannot be used.
     """
-    infos = await Discovery(redis, keys).served()
+    infos = await Discovery(redis, keys).live()
     shown = {info.name: name for name, info in infos.items()}
     partitions = {name: keys.partitions(info) for name, info in infos.items()}
     serving = {name: set((await read_alive_in(redis, partitions[name], names=True)).names) for name in infos}

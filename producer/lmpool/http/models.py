@@ -238,7 +238,7 @@ class Listed(NamedTuple):
 async def list_models(redis: Redis, keys: Keys) -> list[Listed]:
     """The names of the served models; then those of their adapters, and of the versions that workers serve."""
     discovery, by_base = Discovery(redis, keys), dict[str, list[ModelInfo]]()
-    for _, info in sorted((await discovery.infos()).items()):
+    for _, info in sorted((await discovery.live()).items()):
         if not info.is_trie:
             by_base.setdefault(info.base, []).append(info)
     served: list[Listed] = []

@@ -238,7 +238,7 @@ async def _read_served(redis: Redis, keys: Keys) -> list[dict[str, Any]]:
     model must not hide other models.
     """
     served = []
-    infos = await Discovery(redis, keys).served()
+    infos = await Discovery(redis, keys).live()
     for name, info in sorted(({info.base: info for info in infos.values()} | infos).items()):
         if not info.is_trie:
             model: dict[str, Any] = {"name": name, "adapters": [], "trouble": ""}

@@ -239,6 +239,17 @@ class Discovery:
         versioned = {info.base for info in infos.values() if info.version}
         return {f"{name}@0" if name in versioned else name: info for name, info in infos.items()}
 
+    async def live(self) -> dict[str, ModelInfo]:
+        """As `served`, but leave out versions without workers, if workers serve another version of the model.
+
+        The info of a version outlives its last worker by up to a minute.
+        """
+        infos = await self.served()
+        versioned = {name: info for name, info in infos.items() if split_name(name)[1] is not None}
+        old = {name for name, info in versioned.items() if not (await self.alive(info.name, info.partitions)).serving}
+        known = {info.base for name, info in infos.items() if name not in old}
+        return {name: info for name, info in infos.items() if name not in old or info.base not in known}
+
     async def info(self, name: str | None) -> ModelInfo:
         """Return the info of the model `name`, or of the only served model if `name` is None.
 
