@@ -103,7 +103,7 @@ async def test_a_worker_whose_disk_is_full_refuses_stored_weights(pool: Pool, tm
     large = tmp_path / "large.safetensors"
     save_file({"seed": np.array(1)}, large, {"note": "x" * 2 * MAX_FILE_BYTES})
     async with pool.producer("syn") as producer:
-        with pytest.raises(WeightsRefused, match="cannot store the file of the pool: .*File too large"):
+        with pytest.raises(WeightsRefused, match="cannot store the files: .*File too large"):
             await producer.publish_weights(large, stored=True)
         assert await is_of_seed(producer, 0)
         assert await producer.publish_weights(weights(2)) == 2

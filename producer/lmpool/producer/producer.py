@@ -288,6 +288,7 @@ class Producer(CopiedAsItself, PartialRows):
         version: int | None = None,
         *,
         stored: bool = False,
+        bucket: str = "",
         timeout: float | None = None,
     ) -> int:
         """Publish a version of the model's weights; returns its number when the first worker serves it.
@@ -303,6 +304,8 @@ class Producer(CopiedAsItself, PartialRows):
                 ascending) and `NAME.values` of each changed tensor, relative to the newest version.
             version: number of the version, above all earlier ones; None for the next number.
             stored: store the file in the pool, because the workers cannot read its path. At most 1 GiB.
+            bucket: URL of a folder in a bucket, such as s3://bucket/weights, to which the files are copied, because the
+                workers cannot read their path. Both sides need `lmpool[fsspec]` and a package for the scheme.
             timeout: seconds, or None for the producer's timeout.
 
         Raises:
@@ -313,7 +316,7 @@ class Producer(CopiedAsItself, PartialRows):
         """
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
-        number = await session.versions.publish(weights, version, stored=stored, deadline=deadline)
+        number = await session.versions.publish(weights, version, stored=stored, url=bucket, deadline=deadline)
         await session.reach(number, deadline)
         return number
 

@@ -18,8 +18,7 @@ from lmpool.protocol.adapter import Adapter, Registered
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.token_set import TokenSet, tokens_of_bits
 from lmpool.protocol.tokenizer import MAX_PACKED_BYTES, PackedTokenizer, unpack_tokenizer
-from lmpool.protocol.version import CHUNK_BYTES, MAX_ENTRIES, Version, unpack_version
-from lmpool.protocol.version import Registered as RegisteredVersions
+from lmpool.protocol.version import CHUNK_BYTES, MAX_ENTRIES, PublishedVersions, Version, unpack_version
 from lmpool.vocabulary import Vocabulary
 
 MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; the limits of vocabularies allow no larger one.
@@ -163,7 +162,7 @@ class VersionRegistry:
         self.redis = redis
         self.keys = keys
 
-    async def read(self) -> RegisteredVersions:
+    async def read(self) -> PublishedVersions:
         """Read all versions, their states and the types of the model's tensors."""
         states, versions = await read_hash(self.redis, self.keys.version_states, most_bytes=_MAX_TENSORS_BYTES), []
         for entry, fields in cast(Any, await self.redis.xrange(self.keys.versions, count=MAX_ENTRIES)):
@@ -174,7 +173,7 @@ class VersionRegistry:
             if name.isdigit() and isinstance(value, bytes)
         }
         tensors = states.get(_TENSORS_FIELD, b"")
-        return RegisteredVersions(tuple(versions), texts, tensors if isinstance(tensors, bytes) else b"")
+        return PublishedVersions(tuple(versions), texts, tensors if isinstance(tensors, bytes) else b"")
 
     async def add(self, version: Version) -> bool:
         """Add a version; False if the registry has a version with this number or a larger one."""

@@ -100,7 +100,7 @@ def map_tensors(path: Path, *, is_read_whole: bool = False) -> dict[str, MappedT
     `is_read_whole`: map all pages now, because a caller that reads all numbers would wait longer for page after page.
     """
     tensors: dict[str, MappedTensor] = {}
-    for file in _files(path):
+    for file in weight_files(path):
         try:
             with file.open("rb") as opened:
                 # Map a private copy: torch warns about memory that it cannot write to.
@@ -125,7 +125,7 @@ def sample_digest(path: Path) -> bytes:
     than loading the weights. Raises `SettingsError` as `read_types`.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for file in _files(path):
+    for file in weight_files(path):
         try:
             with file.open("rb") as opened:
                 size = opened.seek(0, 2)
@@ -327,8 +327,8 @@ def _whole(name: str, sets: Sequence[_Tensors]) -> NDArray[Any]:
     return numbers
 
 
-def _files(path: Path) -> list[Path]:
-    """The files with the weights of a file or folder."""
+def weight_files(path: Path) -> list[Path]:
+    """The safetensors files of a folder, or the file itself; raises `SettingsError` as `read_types`."""
     if path.is_file():
         return [path]
     if not path.is_dir():

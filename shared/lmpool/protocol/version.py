@@ -89,7 +89,7 @@ class Version(Message, frozen=True, tag=_FORMAT):
 _VERSIONS = msgspec.msgpack.Decoder(Version)
 
 
-class Registered(NamedTuple):
+class PublishedVersions(NamedTuple):
     """A registry as it was read."""
 
     versions: tuple[Version, ...]  # Oldest first.

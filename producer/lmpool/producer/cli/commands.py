@@ -259,8 +259,9 @@ async def publish(
     weights: Annotated[str, typer.Argument(help="Folder or file of safetensors, on the workers' machines too.")],
     version: Annotated[int | None, typer.Option(min=1, max=MAX_NUMBER, help="Number (default: the next).")] = None,
     stored: Annotated[bool, typer.Option("--stored", help="Store the file in the pool, for other machines.")] = False,
+    bucket: Annotated[str, typer.Option(help="URL of a folder in a bucket, to which the files are copied.")] = "",
 ) -> None:
     """Publish a version of the model's weights; workers change to it one after the other."""
     async with at.producer() as producer:
-        number = await producer.publish_weights(weights, version, stored=stored)
+        number = await producer.publish_weights(weights, version, stored=stored, bucket=bucket)
     say(f"version {number} is served")

@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 from lmpool import errors
 from lmpool.aio import delays
+from lmpool.broker import bucket
 from lmpool.broker.registries import VersionRegistry
 from lmpool.producer.client.discovery import TROUBLE, Connections
 from lmpool.producer.client.requests import Deadline
@@ -25,8 +27,17 @@ from lmpool.protocol.tensors import (
     sample_digest,
     types_of,
     unpack_types,
+    weight_files,
 )
-from lmpool.protocol.version import CHUNK_BYTES, MAX_NUMBER, MAX_SPARSE, MAX_STORED_BYTES, SERVED, Registered, Version
+from lmpool.protocol.version import (
+    CHUNK_BYTES,
+    MAX_NUMBER,
+    MAX_SPARSE,
+    MAX_STORED_BYTES,
+    SERVED,
+    PublishedVersions,
+    Version,
+)
 from lmpool.settings import check_number, shown
 
 T = TypeVar("T")
@@ -61,7 +72,7 @@ class WeightVersions:
         registered = await self._insist(self._registry.read, deadline)
         return {version.number: registered.states.get(version.number, "") for version in registered.versions}
 
-    async def publish(self, weights: object, number: int | None, *, stored: bool, deadline: Deadline) -> int:
+    async def publish(self, weights: object, number: int | None, *, stored: bool, url: str, deadline: Deadline) -> int:
         """Publish a version, and wait until a worker serves it; see `Producer.publish_weights`."""
         if number is not None:
             check_number("version", number, 1, MAX_NUMBER)
@@ -71,12 +82,14 @@ class WeightVersions:
             raise errors.SettingsError(f"weights: {text} (quantised, offloaded, or a backend without this ability)")
         wanted = unpack_types(registered.tensors)
         upload = await asyncio.to_thread(_prepare, weights, wanted, stored)
+        if url:
+            upload = await asyncio.to_thread(_copied, upload, url)
         version = await self._register(upload, number, registered, deadline)
         await self._wait(version, deadline)
         return version.number
 
     async def _register(
-        self, upload: _Upload, number: int | None, registered: Registered, deadline: Deadline
+        self, upload: _Upload, number: int | None, registered: PublishedVersions, deadline: Deadline
     ) -> Version:
         """Store the file if the pool must store it, and add the version to the registry."""
         registry, nonce = self._registry, secrets.token_hex(8)
@@ -187,3 +200,16 @@ def _encode(tensors: Mapping[Any, Any], wanted: Types) -> bytes:
         raise errors.SettingsError(
             f"weights: these are no tensors of numpy or torch: {errors.first_line(error)}"
         ) from error
+
+
+def _copied(upload: _Upload, url: str) -> _Upload:
+    """Copy the files of weights to a folder of their own in a bucket."""
+    place = f"{url.rstrip('/')}/lmpool-{secrets.token_hex(8)}"
+    if upload.source:
+        bucket.upload(weight_files(Path(upload.source)), place)
+        return upload._replace(source=place)
+    with TemporaryDirectory(prefix="lmpool-weights-") as folder:
+        file = Path(folder) / "model.safetensors"
+        file.write_bytes(upload.data)
+        bucket.upload([file], place)
+        return upload._replace(source=place, data=memoryview(b""), samples=(sample_digest(file),))

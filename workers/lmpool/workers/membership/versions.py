@@ -19,7 +19,7 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from lmpool.aio import delays, end_tasks
-from lmpool.broker import scripts
+from lmpool.broker import bucket, scripts
 from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive_in, read_pointer
 from lmpool.broker.server import Server
@@ -28,7 +28,7 @@ from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
 from lmpool.protocol.tensors import TensorType, pack_types, sample_digest
-from lmpool.protocol.version import REFUSED, SERVED, Registered, Version, name_of_version, pointer_of, split_name
+from lmpool.protocol.version import REFUSED, SERVED, PublishedVersions, Version, name_of_version, pointer_of, split_name
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
@@ -137,7 +137,7 @@ class VersionKeeper:
                 change()
         await asyncio.Event().wait()
 
-    async def _begin_change(self, registered: Registered) -> bool:
+    async def _begin_change(self, registered: PublishedVersions) -> bool:
         """Take a turn if there is another version to serve; returns whether there is one."""
         if (newest := registered.newest_usable) is None or newest.number <= self.info.version:
             return False
@@ -321,20 +321,24 @@ class VersionKeeper:
         Raises:
             SettingsError: the files do not exist, lie outside of the allowed folders, or are damaged.
         """
-        if version.source:
+        if version.source and not bucket.is_url(version.source):
             path = await asyncio.to_thread(_local_path, version.source, self._settings.weights_root)
-            if (await asyncio.to_thread(sample_digest, path),) != version.chunks:
-                reason = f"{shown(version.source)} has changed since version {version.number} was published"
-                raise SettingsError(f"weights: {reason}: write each version to a place of its own")
-            return path
-        if version.nonce not in self._files:
-            self._files[version.nonce] = await self._fetch(version)
-        return Path(self._files[version.nonce].name) / "model.safetensors"
+        else:
+            if version.nonce not in self._files:
+                self._files[version.nonce] = await self._fetch(version)
+            path = Path(self._files[version.nonce].name)
+        if version.source and (await asyncio.to_thread(sample_digest, path),) != version.chunks:
+            reason = f"{shown(version.source)} has changed since version {version.number} was published"
+            raise SettingsError(f"weights: {reason}: write each version to a place of its own")
+        return path
 
     async def _fetch(self, version: Version) -> tempfile.TemporaryDirectory[str]:
-        """Copy the file of a version from the pool to a new folder, which is removed with the returned object."""
+        """Copy the files of a version to a new folder, which is removed with the returned object."""
         try:
             folder = tempfile.TemporaryDirectory(prefix="lmpool-weights-")
+            if version.source:
+                await asyncio.to_thread(bucket.download, version.source, Path(folder.name))
+                return folder
             with (Path(folder.name) / "model.safetensors").open("wb") as out:
                 for index, digest in enumerate(version.chunks):
                     data = await self._insist(partial(self._registry.load, version, index))
@@ -343,7 +347,7 @@ class VersionKeeper:
                         raise SettingsError(f"{text} in the pool ({len(data)} bytes): publish it again")
                     await asyncio.to_thread(out.write, data)
         except OSError as error:
-            raise SettingsError(f"weights: this worker cannot store the file of the pool: {error}") from error
+            raise SettingsError(f"weights: this worker cannot store the files: {error}") from error
         return folder
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
