@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,20 @@ async def test_workers_that_start_later_serve_the_newest_version(pool: Pool) -> 
         pool.start().until_says("serving 'syn@2'")
         first.end()
         assert await is_of_seed(publisher, 2, [5])
+
+
+async def test_a_pool_without_workers_says_so_and_goes_on_with_the_newest_version(pool: Pool) -> None:
+    worker = pool.start()
+    async with pool.producer("syn") as publisher:
+        await publisher.publish_weights(weights(1))
+    worker.signal(signal.SIGTERM)
+    assert await asyncio.to_thread(worker.wait) == 0
+    for name in ("syn", "syn@1"):
+        with pytest.raises(UnknownModel, match=f"'{name}' is not served"):
+            await pool.producer(name).open()
+    pool.start().until_says("serving 'syn@1'")
+    async with pool.producer("syn") as producer:
+        assert await is_of_seed(producer, 1)
 
 
 async def test_the_versions_belong_to_one_checkpoint(pool: Pool) -> None:

@@ -23,6 +23,7 @@ from lmpool.broker.scripts import (
     read_alive_in,
     read_infos,
     read_loads,
+    read_pointer,
     read_texts,
 )
 from lmpool.broker.server import Server
@@ -264,7 +265,8 @@ class Discovery:
         if name is None and unreadable and not infos:
             raise next(iter(unreadable.values()))
         # The model was registered after the call of `find`; or clients do not use a version yet, and workers serve one.
-        if named := [info for info in infos.values() if name in (info.name, info.base)]:
+        used = await read_pointer(self._redis, self._keys, name) if name is not None else 0
+        if named := [info for info in infos.values() if name in (info.name, info.base) and info.version >= used]:
             return max(named, key=lambda info: info.version)
         if name == TRIE_SERVICE:
             otherwise = f"{errors.argument('local', 'True')} (workers with --with-trie answer calls with prompt= too)"
@@ -285,8 +287,7 @@ class Discovery:
             error.has_others = True
             raise error
         if len({info.base for info in infos.values()}) == 1:  # All are versions of one model.
-            newest = max(infos.values(), key=lambda info: info.version)
-            return await self.find(newest.base) or newest
+            return await self.info(next(iter(infos.values())).base)
         # The info of a model outlives workers that were killed, so check which models have live workers.
         live = []
         for info in infos.values():
@@ -306,7 +307,9 @@ class Discovery:
         packed = await read_infos(self._redis, self._keys, served)
         pointed = packed.pop(pointer_of(served).encode(), b"")
         if number is None and isinstance(pointed, bytes) and pointed.isdigit() and int(pointed):
-            return await self.find(name_of_version(base, int(pointed)))
+            served = name_of_version(base, int(pointed))
+            packed = await read_infos(self._redis, self._keys, served)
+            packed.pop(pointer_of(served).encode(), None)
         infos, unreadable = self._unpack(packed)
         if served in unreadable:
             raise unreadable[served]
