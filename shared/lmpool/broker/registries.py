@@ -26,6 +26,7 @@ MAX_BYTES = 64 * 1024 * 1024  # Max bytes of a packed vocabulary; the limits of 
 KNOWN_FOR_S = 2.0
 MARGIN_S = 0.5  # Additional seconds that a change of an adapter waits, because clocks run at different rates.
 _ENTRY_FIELD = b"v"  # The only field of an entry of the registry of versions.
+_REGISTRY_TTL_MS = 7 * 24 * 3_600_000  # Lifetime of the registry of versions without workers, as of their queue.
 _UNUSED_TTL_MS = 3_600_000  # Lifetime of the stored parts of weights until a worker reads them.
 _OWNER_FIELD = "owner"  # Field of the hash `version_states` with the lineage of the model.
 _TENSORS_FIELD = b"tensors"  # Field of the same hash with the types of the model's tensors.
@@ -206,7 +207,13 @@ class VersionRegistry:
         if owner.get(_OWNER_FIELD.encode()) != lineage.encode():
             return False
         await self.redis.hset(key, _TENSORS_FIELD, tensors)
+        await self.renew()
         return True
+
+    async def renew(self) -> None:
+        """Keep the registry for a week. Workers renew it."""
+        for key in (self.keys.version_states, self.keys.versions):
+            await self.redis.pexpire(key, _REGISTRY_TTL_MS)
 
     async def clear(self) -> None:
         """Remove all versions, and the owner of the registry."""

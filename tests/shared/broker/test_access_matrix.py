@@ -56,6 +56,7 @@ lmpool:{{m}}:partition:d  rw       rw       rw      -      -           rw  rw   
 lmpool:{{m{{3}}:jobs      rw       rw       rw      rw     -           rw  rw       rw
 lmpool:{{m{{3}}:waiting:d rw       rw       rw      rw     -           rw  rw       rw
 lmpool:{{m}}:reply:c      rw       rw       rw      rw     -           rw  rw       rw
+lmpool:{{m}}:moved        r        r        r       w      -           r   r        r
 lmpool:{{m}}:adapters     r        rw       r       rw     -           r   r        r
 lmpool:{{m}}:adapter_check:n -        rw       -       rw     -           -   -        -
 lmpool:{{m}}:adapter_load:l -        -        -       rw     -           -   -        -

@@ -409,7 +409,7 @@ async def test_loading_an_adapter_returns_its_revision_or_the_reason(adapter_fol
         with pytest.raises(SettingsError, match="cannot be read"):
             await engine_thread.load_adapter("c", str(adapter_folder / "none"))
         assert not broken, "an adapter that cannot be loaded is no fault of the backend"
-        with pytest.raises(WorkerError, match="the backend broke while it loaded .* the device is gone"):
+        with pytest.raises(WorkerError, match="the backend broke during the load of .* the device is gone"):
             await engine_thread.load_adapter("broken", str(adapter_folder))
 
         async def is_broken() -> bool:

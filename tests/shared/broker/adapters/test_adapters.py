@@ -227,7 +227,7 @@ async def test_a_worker_never_computes_with_other_weights_than_the_job_names(poo
 
 def test_calls_of_a_producer_are_coroutine_functions() -> None:
     """Methods that take `adapter` are wrapped, but remain coroutine functions, because frameworks check that."""
-    others, streams = {"clear_cache", "close_soon", "stats"}, {"stream_positions"}
+    others, streams = {"at", "clear_cache", "close_soon", "stats"}, {"stream_positions"}
     for name, call in inspect.getmembers(Producer, inspect.isfunction):
         if not name.startswith("_"):
             assert inspect.iscoroutinefunction(call) == (name not in others | streams), name

@@ -120,6 +120,8 @@ class VersionKeeper:
             return
         used = await read_pointer(self._redis, self._keys, base)
         if await self._count(name_of_version(base, used)):
+            if not used:
+                return  # No version is in use: the comparison of infos, which comes next, names the differences.
             advice = "serve this checkpoint under another --name, or stop the other workers first"
             raise ModelMismatch(f"version {used} of {base!r}, which is of another checkpoint, is served: {advice}")
         _log.warning("the published versions of %r are of another checkpoint, and are removed", base)
@@ -258,7 +260,9 @@ class VersionKeeper:
         if not self._tensors:
             return
         registered, mine = await self._registry.read(), self.info.version
-        if not registered.tensors:
+        if registered.tensors:
+            await self._registry.renew()
+        else:
             await self._registry.claim(self.info.lineage, self._tensors)
         if registered.newest < mine:  # Only the workers know the versions after a loss of the server's memory.
             for version in self._chain:
