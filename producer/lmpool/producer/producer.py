@@ -258,12 +258,19 @@ class Producer(CopiedAsItself, PartialRows):
         For example `row, version = await producer.versioned(producer.logprobs, ids)`. If clients change to another
         version during the call, the call is made again.
         """
-        session = await self._sessions.open(Deadline.of(options.get("timeout"), self._timeout))
+        owner = getattr(ask, "__self__", self)
+        if {"version", "min_version"} & options.keys() or (isinstance(owner, Producer) and owner is not self):
+            raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         while True:
-            before = session.info.version
+            before = await self._weights()
             answer = await ask(*args, **options)
-            if before == session.info.version:
-                return answer, before
+            if await self._weights() == before:
+                return answer, before[1].version
+
+    async def _weights(self) -> tuple[Session, ModelInfo]:
+        """The session of the running event loop, and the info of the weights that it uses now."""
+        session = await self._sessions.open(Deadline(self._timeout))
+        return session, session.info
 
     async def reach_version(self, version: int, *, timeout: float | None = None) -> None:
         """Wait until this producer uses a version of the weights that workers serve, or a later one.
@@ -317,7 +324,8 @@ class Producer(CopiedAsItself, PartialRows):
         deadline = Deadline.of(timeout, self._timeout)
         session = await self._sessions.open(deadline)
         number = await session.versions.publish(weights, version, stored=stored, url=bucket, deadline=deadline)
-        await session.reach(number, deadline)
+        if split_name(self._model or "")[1] is None:  # A producer for one version stays with it.
+            await session.reach(number, deadline)
         return number
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
-from lmpool.errors import ProducerClosed
+from lmpool.errors import ProducerClosed, SettingsError
 from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions
@@ -185,11 +185,14 @@ class SyncProducer(CopiedAsItself):
 
     def versioned(self, ask: Callable[..., T], *args: Any, **options: Any) -> tuple[T, int]:
         """As `Producer.versioned`, for a method of this `SyncProducer`."""
+        owner = getattr(ask, "__self__", self)
+        if {"version", "min_version"} & options.keys() or (isinstance(owner, SyncProducer) and owner is not self):
+            raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         while True:
-            before = self.model.version
+            before = self.model, self._asynchronous._sessions.session
             answer = ask(*args, **options)
-            if before == self.model.version:
-                return answer, before
+            if (self.model, self._asynchronous._sessions.session) == before:
+                return answer, before[0].version
 
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`: drop the rows in this producer's own memory."""

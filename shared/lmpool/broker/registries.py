@@ -166,15 +166,18 @@ class VersionRegistry:
     async def read(self) -> PublishedVersions:
         """Read all versions, their states and the types of the model's tensors."""
         states, versions = await read_hash(self.redis, self.keys.version_states, most_bytes=_MAX_TENSORS_BYTES), []
-        for entry, fields in cast(Any, await self.redis.xrange(self.keys.versions, count=MAX_ENTRIES)):
-            versions.append(unpack_version(entry, fields.get(_ENTRY_FIELD, b"")))
+        newest = cast(Any, await self.redis.xrevrange(self.keys.versions, count=MAX_ENTRIES))
+        for entry, fields in reversed(newest):
+            with suppress(ProtocolError):  # A newer release, or another client, has written the entry.
+                versions.append(unpack_version(entry, fields.get(_ENTRY_FIELD, b"")))
         texts = {
             int(name): value.decode("utf-8", "replace")
             for name, value in states.items()
             if name.isdigit() and isinstance(value, bytes)
         }
         tensors = states.get(_TENSORS_FIELD, b"")
-        return PublishedVersions(tuple(versions), texts, tensors if isinstance(tensors, bytes) else b"")
+        last = newest[0][0].decode() if newest else "0-0"
+        return PublishedVersions(tuple(versions), texts, tensors if isinstance(tensors, bytes) else b"", last)
 
     async def add(self, version: Version) -> bool:
         """Add a version; False if the registry has a version with this number or a larger one."""
@@ -186,9 +189,9 @@ class VersionRegistry:
             return False
         return True
 
-    async def wait(self, after: Version | None, block_ms: int) -> None:
-        """Wait until the registry has a later version than `after`, or for `block_ms`."""
-        await self.redis.xread({self.keys.versions: after.entry if after else "0-0"}, count=1, block=block_ms)
+    async def wait(self, reader: Redis, after: str, block_ms: int) -> None:
+        """Wait with the client `reader` until the registry has a later entry than `after`, or for `block_ms`."""
+        await reader.xread({self.keys.versions: after}, count=1, block=block_ms)
 
     async def decide(self, number: int, state: str) -> str:
         """Set the state of a version unless it has one; returns the state that it has now."""
@@ -210,9 +213,11 @@ class VersionRegistry:
         await self.renew()
         return True
 
-    async def renew(self) -> None:
-        """Keep the registry for a week. Workers renew it."""
-        for key in (self.keys.version_states, self.keys.versions):
+    async def renew(self, chain: Iterable[Version] = ()) -> None:
+        """Keep the registry for a week, and the stored files of the versions in `chain`. Workers renew them."""
+        parts = [(version, index) for version in chain for index in range(version.parts)]
+        data = [self.keys.version_data(version.nonce, index) for version, index in parts]
+        for key in (self.keys.version_states, self.keys.versions, *data):
             await self.redis.pexpire(key, _REGISTRY_TTL_MS)
 
     async def clear(self) -> None:
@@ -244,15 +249,15 @@ class VersionRegistry:
         await self.redis.set(self.keys.version_data(nonce, index), bytes(data), px=_UNUSED_TTL_MS)
 
     async def load(self, version: Version, index: int) -> bytes:
-        """Read one part of the file of a version, which has no TTL from now on; b"" if it is not stored."""
+        """Read one part of the file of a version, and keep it for as long as the registry; b"" if it is not stored."""
         key = self.keys.version_data(version.nonce, index)
-        await self.redis.persist(key)
+        await self.redis.pexpire(key, _REGISTRY_TTL_MS)
         return await _read(self.redis, key, CHUNK_BYTES)
 
     async def forget(self, versions: Iterable[Version], *, keep_entries: bool = False) -> None:
         """Remove the stored files of versions that no worker needs any more, and their entries and states."""
         for version in versions:
-            for index in range(0 if version.source else len(version.chunks)):
+            for index in range(version.parts):
                 await self.redis.unlink(self.keys.version_data(version.nonce, index))
             if not keep_entries:
                 await self.redis.xdel(self.keys.versions, version.entry)

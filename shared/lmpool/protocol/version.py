@@ -81,6 +81,11 @@ class Version(Message, frozen=True, tag=_FORMAT):
         return f"{self.number}-0"
 
     @property
+    def parts(self) -> int:
+        """Number of parts that the pool stores."""
+        return 0 if self.source else len(self.chunks)
+
+    @property
     def is_sparse(self) -> bool:
         """Whether the version has only the numbers that differ from the version `changes`."""
         return self.changes >= 0
@@ -95,11 +100,12 @@ class PublishedVersions(NamedTuple):
     versions: tuple[Version, ...]  # Oldest first.
     states: Mapping[int, str]  # Number -> SERVED, or REFUSED and a reason; undecided versions have no state.
     tensors: bytes  # Packed types of the model's tensors (`lmpool.protocol.tensors`); b"" before a worker wrote them.
+    last: str = "0-0"  # Id of the last entry, which may be unreadable.
 
     @property
     def newest(self) -> int:
-        """The largest number so far, refused versions included; 0 for none."""
-        return self.versions[-1].number if self.versions else 0
+        """The largest number so far, refused versions and unreadable entries included; 0 for none."""
+        return int(self.last.partition("-")[0])
 
     @property
     def newest_usable(self) -> Version | None:

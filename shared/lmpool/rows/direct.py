@@ -99,6 +99,11 @@ class DirectReader:
         while len(self._places) > _MAX_PLACES:  # The first places belong to requests that were cancelled.
             del self._places[next(iter(self._places))]
 
+    def forget(self) -> None:
+        """Discard all places, because the client changes to other weights."""
+        self._places.clear()
+        self._missed.clear()
+
     def take(self, digests: Sequence[bytes]) -> dict[RowPlace, list[bytes]]:
         """Return and discard the recorded places of rows."""
         found: dict[RowPlace, list[bytes]] = {}

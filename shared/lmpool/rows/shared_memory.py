@@ -382,14 +382,18 @@ class SegmentReader:
     async def refresh(self, fingerprint: str) -> None:
         """Let `find` search the existing segments with a model's rows; release segments that were removed."""
         # Select segments before the first await: from now on `find` must search segments of this model only.
-        self._wanted = fingerprint_bytes(fingerprint)
-        self._select()
+        self.select(fingerprint)
         if unknown := await self.release_removed() - set(map(name_of, self._segments)):
             # Receive in a thread: a frozen worker would block the event loop.
             received = await asyncio.to_thread(self._receive, unknown)
             if not self._is_closed:
                 self._segments = {segment.layout.nonce: segment for segment in received} | self._segments
                 self._select()
+
+    def select(self, fingerprint: str) -> None:
+        """Let `find` search only the known segments with a model's rows."""
+        self._wanted = fingerprint_bytes(fingerprint)
+        self._select()
 
     def _select(self) -> None:
         self._searched = [found for found in self._segments.values() if found.layout.fingerprint == self._wanted]

@@ -113,6 +113,10 @@ class Connections(Tasks):
         """Switch to a model, or to other weights of the same model."""
         if hasattr(self, "model") and info.name != self.model.info.name:
             self.partitions.leave()
+        # From now on no row of other weights may be found.
+        self.segments.select(info.fingerprint)
+        if self.direct is not None:
+            self.direct.forget()
         self._close_rows()
         rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""

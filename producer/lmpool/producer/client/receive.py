@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from redis.exceptions import NoPermissionError
 
 from lmpool import errors
 from lmpool.aio import delays
@@ -115,7 +116,7 @@ class Requester:
         This checks shared memory at most four times per event-loop tick, and never while requests are pending, because
         the prompt would overtake these requests. Otherwise, the submitter checks shared memory for the prompt.
         """
-        row = self._cache.get(prompt.digest)
+        row = self._cache.get(prompt.digest) if self._requests.owns_cache else None
         if row is not None:
             stats = self._stats
             stats.requests += 1
@@ -127,7 +128,8 @@ class Requester:
             began = self.loop.time()
             row = self._segments.find(prompt.digest, self.info.vocab_size)
             if row is not None:
-                self._cache.put(prompt.digest, row, is_shared=True)
+                if self._requests.owns_cache:
+                    self._cache.put(prompt.digest, row, is_shared=True)
                 self.count_hits(began)
         return row
 
@@ -291,6 +293,7 @@ class Receiver:
         """Read this client's reply stream in a partition, forever."""
         connections, reader = self._connections, partition.reader
         last, moved, was_damaged, unread = b"0-0", b"0-0", False, 0
+        may_follow = True  # Whether the server's user may read the stream `moved`: an older users.acl lacks this right.
         waits, key = delays(), partition.reply
         while True:
             if key != partition.reply:  # Submit pending requests again: they name the old reply key.
@@ -299,11 +302,14 @@ class Receiver:
             try:
                 block_s = min(_MAX_BLOCK_S, max(_MIN_BLOCK_S, connections.model.info.lease_s / 3))
                 has_moved = partition.keys.moved
-                streams = (b"STREAMS", key, has_moved, last, moved)
+                streams = (b"STREAMS", key, has_moved, last, moved) if may_follow else (b"STREAMS", key, last)
                 found = entries_by_stream(await reader.call(*_XREAD, int(1000 * block_s), *streams))
                 entries, moves = found.get(key, []), found.get(has_moved, [])
             except TROUBLE as error:
                 if key != partition.reply:
+                    continue
+                if may_follow and isinstance(error, NoPermissionError):
+                    may_follow = False
                     continue
                 connections.note(error)
                 is_damaged = isinstance(error, errors.ProtocolError) or reader.ended_within_reply

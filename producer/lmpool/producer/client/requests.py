@@ -269,6 +269,7 @@ class PendingRequests:
         self.on_end: Callable[[], None] | None = None
         self.reading: set[str] = set()
         self._cache: RowLRU = counters.cache
+        self._owner = ""  # Fingerprint of the session's model.
         self._stats = counters.stats
         self._in_flight = self._in_flight_bytes = 0
 
@@ -331,7 +332,7 @@ class PendingRequests:
                 if request.overwrites >= _MAX_OVERWRITES:
                     self.resolve(request, row)
                 continue
-            if not request.prompt.query:
+            if not request.prompt.query and self.owns_cache:
                 self._cache.put(digest, row, is_shared=are_shared)
             self._remove(request)
             self._answer(request, row, now)
@@ -346,10 +347,10 @@ class PendingRequests:
         and release memory for the next rows.
         """
         # Read the first row alone, to measure the size of rows.
-        at, size = 0, 1
+        at, size, owner = 0, 1, self._owner
         self.reading.add(kind)
         try:
-            while at < len(digests):
+            while at < len(digests) and self._owner == owner:  # The callers may change to other weights.
                 begin, at = at, at + size
                 pending = [digest for digest in digests[begin:at] if digest in self._requests]
                 pairs = zip(pending, map(read, pending), strict=True)
@@ -376,8 +377,14 @@ class PendingRequests:
             self._count_failure(type(answer).__name__, began)
             waiter(copy_error(answer))
 
+    @property
+    def owns_cache(self) -> bool:
+        """Whether the producer's cache has rows of this session's weights: sessions of other loops share the cache."""
+        return self._cache.owner == self._owner
+
     def restart(self, fingerprint: str) -> None:
         """Mark all requests as unsent, because the model has changed to this fingerprint."""
+        self._owner = fingerprint
         if fingerprint != self._cache.owner:
             self._cache.clear()
             self._cache.owner = fingerprint

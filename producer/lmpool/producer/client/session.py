@@ -24,6 +24,7 @@ from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, Pendin
 from lmpool.producer.client.submit import Homes
 from lmpool.producer.client.versions import WeightVersions
 from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.version import split_name
 
 T = TypeVar("T")
 
@@ -275,6 +276,8 @@ class Session(Requester):
             await self._connections.scan_segments()
 
     def _change_model(self, info: ModelInfo) -> None:
+        if info.lineage == self.info.lineage and info.version < self.info.version:
+            return  # Another task has changed to a later version meanwhile.
         _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
         self._adopt(info)
         self._submitter.retry_soon()
@@ -296,7 +299,10 @@ class Session(Requester):
 
         Raises:
             DeadlineExceeded: no worker has served such a version within the deadline.
+            SettingsError: this session is for one version, which is older.
         """
+        if (pinned := split_name(self._wanted)[1]) is not None and pinned < number:
+            raise errors.SettingsError(f"min_version: {number} is above {pinned}, the version of this producer")
         for wait in delays(_MAX_RETRY_INTERVAL_S):
             if self.info.version >= number:
                 return

@@ -122,6 +122,7 @@ class WeightVersions:
             for wait in delays(_MAX_WAIT_S):
                 registered = await self._insist(self._registry.read, deadline)
                 if reason := registered.reason(number):
+                    await self._insist(partial(self._registry.forget, [version], keep_entries=True), deadline)
                     raise errors.WeightsRefused(f"no worker serves version {number}: {reason}")
                 if any(state == SERVED for other, state in registered.states.items() if other >= number):
                     break

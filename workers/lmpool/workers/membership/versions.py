@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from redis.exceptions import RedisError
+from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool.aio import delays, end_tasks
 from lmpool.broker import bucket, scripts
+from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive_in, read_pointer
 from lmpool.broker.server import Server
@@ -69,7 +70,11 @@ class VersionKeeper:
 
     def __init__(self, server: Server, settings: WorkerSettings, worker_id: str, engine_thread: EngineThread) -> None:
         self._server, self._settings, self._worker_id, self._engine = server, settings, worker_id, engine_thread
-        self._redis, self._keys = server.client(reply_timeout_s=_REPLY_S), Keys(settings.prefix)
+        self._redis, self._keys = (
+            server.client(reply_timeout_s=reply_timeout(settings.lease_s / 2)),
+            Keys(settings.prefix),
+        )
+        self._reader = server.client(reply_timeout_s=_REPLY_S)  # Only for reads that block.
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
         self._files: dict[str, tempfile.TemporaryDirectory[str]] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
@@ -105,6 +110,9 @@ class VersionKeeper:
             raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
         except SettingsError as error:  # Serve version 0, and try again after a lease.
             self._note_failure(chain[-1], str(error))
+        except NoPermissionError as error:
+            _log.warning("the weights cannot change: the server's user has not all rights of a worker: %s", error)
+            self._tensors = b""
         except (RedisError, OSError) as error:
             raise self._server.explain(error) from error
         return opened._replace(info=self.info)
@@ -134,7 +142,7 @@ class VersionKeeper:
         while self._tensors and self.next is None:
             registered = await self._registry.read()
             if not await self._begin_change(registered):
-                await self._registry.wait(registered.versions[-1] if registered.versions else None, int(_BLOCK_S * 1e3))
+                await self._registry.wait(self._reader, registered.last, int(_BLOCK_S * 1000))
             elif self.next is not None:
                 change()
         await asyncio.Event().wait()
@@ -261,7 +269,7 @@ class VersionKeeper:
             return
         registered, mine = await self._registry.read(), self.info.version
         if registered.tensors:
-            await self._registry.renew()
+            await self._registry.renew(self._chain)
         else:
             await self._registry.claim(self.info.lineage, self._tensors)
         if registered.newest < mine:  # Only the workers know the versions after a loss of the server's memory.
@@ -370,6 +378,7 @@ class VersionKeeper:
         for folder in self._files.values():
             folder.cleanup()
         await self._redis.aclose()
+        await self._reader.aclose()
 
 
 def _parts(chain: tuple[Version, ...]) -> tuple[Version | None, tuple[Version, ...]]:
@@ -381,7 +390,7 @@ def _local_path(source: str, roots: Sequence[str]) -> Path:
     """The folder or file of a version on this machine, with all links followed, if it lies in one of `roots`."""
     try:
         path = Path(source).expanduser().resolve()
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise SettingsError(f"weights: {shown(source)} cannot be read: {error}") from error
     if roots and not any(path.is_relative_to(Path(root).resolve()) for root in roots):
         advice = "put it there, or start all workers with another --weights-root"
