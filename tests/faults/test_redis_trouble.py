@@ -33,7 +33,7 @@ from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, SLOW_SERVER, Pool, V, is_held, until_async
+from tests.support.pool import DEADLINE_S, PATIENCE, Pool, V, is_held, until_async
 from tests.support.servers.proxy import Proxy, Way
 
 LEASE = ("--lease-s", 1)
@@ -185,7 +185,7 @@ async def test_a_reply_stream_that_arrives_too_late_is_dropped(
     await start(far_pool, *LEASE)
     async with far_pool.producer() as producer:
         await ask(producer, prompts(1))
-        with redis.Redis.from_url(own_server.url, **SLOW_SERVER) as server:
+        with redis.Redis.from_url(own_server.url, **PATIENCE) as server:
             (reply,) = server.scan_iter("*:reply:*")
             proxy.delay(Way.TO_CLIENT, 0.02)
             proxy.cut()  # The delay applies to new connections only, so close the open connections.
@@ -357,7 +357,7 @@ async def test_requests_survive_a_failover(
     """The primary crashes, its address leads to a replica, and a later command promotes the replica."""
     await start(far_pool)
     replica = EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "r")
-    with replica, redis.Redis.from_url(replica.url, **SLOW_SERVER) as other:
+    with replica, redis.Redis.from_url(replica.url, **PATIENCE) as other:
         port = _free_port()
         far_pool.redis.config_set("port", port)
         far_pool.redis.config_set("repl-diskless-sync-delay", 0)
@@ -406,7 +406,7 @@ async def test_requests_survive_a_script_that_keeps_the_server_busy(shaken: Pool
 
 
 def _never_ends(url: str) -> None:
-    with redis.Redis.from_url(url, **SLOW_SERVER) as client, pytest.raises(redis.ResponseError, match="killed"):
+    with redis.Redis.from_url(url, **PATIENCE) as client, pytest.raises(redis.ResponseError, match="killed"):
         client.eval("while true do end", 0)
 
 

@@ -37,7 +37,7 @@ from lmpool.producer import SyncProducer
 from lmpool.producer.genlm import PooledLM, load_model_by_name
 from lmpool.producer.genlm.connection import Address
 from tests.genlm.small import SIZE, RowsOfThePool, expected
-from tests.support.pool import SLOW_SERVER, Pool, open_sockets, until, until_async
+from tests.support.pool import PATIENCE, Pool, open_sockets, until, until_async
 
 IDS = [72, 105, 33]
 PROMPTS = [[1], [1, 2], IDS, [1]]
@@ -361,7 +361,7 @@ def test_a_pickled_model_connects_again(small: PooledLM) -> None:
 
 
 def test_a_redis_client_is_taken_and_cannot_be_pickled(small_pool: Pool, tokenizer: Any) -> None:
-    with redis.Redis.from_url(small_pool.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(small_pool.url, **PATIENCE) as client:
         model = PooledLM.from_name("syn", redis=client, prefix=small_pool.prefix, tokenizer=tokenizer)
         with model:
             assert torch.equal(model.next_token_logprobs_sync(IDS), expected(IDS))

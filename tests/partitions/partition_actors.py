@@ -35,7 +35,7 @@ from lmpool.workers.queue.jobs import JobReader, Taken
 from lmpool.workers.queue.leases import Leases
 from tests.producer.client.tables import row
 from tests.shared.broker.scripts.script_calls import FAILURE, finish_args
-from tests.support.pool import SLOW_SERVER
+from tests.support.pool import PATIENCE
 
 KEYS, MODEL, NUMBERS = Keys("test"), "m", (0, 1, 2)
 INFO = ModelInfo(MODEL, "synthetic", 3000, 100, "seed", "float32", lease_s=3600.0, partitions=NUMBERS)
@@ -63,7 +63,7 @@ class Masters(redis.asyncio.Redis):
 
     def __init__(self, url: str, seen: Counter[str]) -> None:
         super().__init__()
-        self.plain, self._raw = (redis.Redis.from_url(url, protocol=2, **SLOW_SERVER) for _ in range(2))
+        self.plain, self._raw = (redis.Redis.from_url(url, protocol=2, **PATIENCE) for _ in range(2))
         self._raw.response_callbacks.clear()
         self.down, self.failing, self.was_down, self.seen = set[int](), set[int](), set[int](), seen
 

@@ -19,17 +19,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer, SyncProducer
 from lmpool.producer.client.submit import Submitter
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import (
-    DEADLINE_S,
-    SLOW_SERVER,
-    Pool,
-    V,
-    WorkerProcess,
-    is_held,
-    lmpool_command,
-    until,
-    until_async,
-)
+from tests.support.pool import DEADLINE_S, PATIENCE, Pool, V, WorkerProcess, is_held, lmpool_command, until, until_async
 
 BAD_PROMPTS: list[tuple[Any, type[errors.LMPoolError], str]] = [
     ([], errors.EmptyPrompt, "at least 1 token"),
@@ -207,7 +197,7 @@ async def test_the_environment_names_the_server(pool: Pool, monkeypatch: pytest.
 
 
 async def test_a_wrong_password_is_reported_but_not_shown(own_server: EmbeddedServer) -> None:
-    with redis.Redis.from_url(own_server.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(own_server.url, **PATIENCE) as client:
         client.config_set("requirepass", "right")
     for url in (own_server.url, own_server.url.replace("unix://", "unix://:wrongsecret@")):
         with pytest.raises(errors.AuthenticationFailed) as caught:
@@ -217,7 +207,7 @@ async def test_a_wrong_password_is_reported_but_not_shown(own_server: EmbeddedSe
 
 
 async def test_a_password_that_is_right_works(own_server: EmbeddedServer, tmp_path: Path) -> None:
-    with redis.Redis.from_url(own_server.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(own_server.url, **PATIENCE) as client:
         client.config_set("requirepass", "s3cret@/ &?")
     url = own_server.url.replace("unix://", "unix://:s3cret%40%2F%20%26%3F@")
     options = ["worker", "syn", "--backend", "synthetic", "--vocab-size", "9", "--redis", url]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -159,16 +160,27 @@ async def test_a_failing_prefix_fails_only_its_continuation(pool: Pool) -> None:
     assert failing.process.poll() is None
 
 
+TWOS = bytes(20) + b"\x00\x00\x00\x40" * 5
+"""Five tokens whose log-probabilities are 2, which none can be."""
+
+
+async def cached(pool: Pool, producer: Producer) -> tuple[Continuation, Callable[[bytes], object]]:
+    """A continuation of five tokens in the cache, and a function that replaces its numbers there."""
+    (whole,) = await producer.generate(PROMPT, 5, seed=6)
+    await until_done(pool)
+    (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
+    value = pool.redis.get(key)
+    assert isinstance(value, bytes)
+    assert len(value) == 16 + len(TWOS)
+    return whole, lambda numbers: pool.redis.set(key, value[:16] + numbers, px=60_000)
+
+
 async def test_a_damaged_continuation_is_computed_again(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
-        (whole,) = await producer.generate(PROMPT, 5, seed=6)
-        await until_done(pool)
-        (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
-        value = pool.redis.get(key)
-        assert isinstance(value, bytes)
-        for damage in (b"\xff" * (len(value) - 16), bytes(20) + b"\x00\x00\x00\x40" * 5, b"\x01\x01\x01\x00" * 10):
-            pool.redis.set(key, value[:16] + damage, px=60_000)
+        whole, damage = await cached(pool, producer)
+        for numbers in (b"\xff" * 40, TWOS, b"\x01\x01\x01\x00" * 10):
+            damage(numbers)
             assert_same((await producer.generate(PROMPT, 5, seed=6))[0], whole)
             # The result can arrive before its job has ended: until then, a request for the same result joins this job.
             await until_done(pool)
@@ -177,18 +189,31 @@ async def test_a_damaged_continuation_is_computed_again(pool: Pool) -> None:
 async def test_a_damaged_continuation_is_removed_before_a_worker_computes_it(pool: Pool) -> None:
     worker = pool.start()
     async with pool.producer(cache_bytes=0) as producer:
-        (whole,) = await producer.generate(PROMPT, 5, seed=6)
-        await until_done(pool)
-        (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
-        value = pool.redis.get(key)
-        assert isinstance(value, bytes)
-        pool.redis.set(key, value[:16] + bytes(20) + b"\x00\x00\x00\x40" * 5, px=60_000)
+        whole, damage = await cached(pool, producer)
+        damage(TWOS)
         worker.signal(signal.SIGSTOP)
         asked = asyncio.create_task(producer.generate(PROMPT, 5, seed=6))
         # A client whose notification is late reads the cache again, and would take the damaged value for the new one.
         await until_async(lambda: _count(pool, 0), "the damaged value is removed")
         worker.signal(signal.SIGCONT)
         assert_same((await asked)[0], whole)
+
+
+async def test_a_damaged_continuation_that_is_read_twice_is_computed_again(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        whole, _ = await cached(pool, producer)
+        session: Any = producer._sessions.session
+        answer, damaged = session.answer, [np.frombuffer(TWOS, np.float32)] * 2
+
+        async def answer_late(*arguments: Any, **options: Any) -> Any:
+            # A read of the cache that began before the damaged value was removed may end after it.
+            return damaged.pop() if damaged else await answer(*arguments, **options)
+
+        monkeypatch.setattr(session, "answer", answer_late)
+        assert_same((await producer.generate(PROMPT, 5, seed=6))[0], whole)
 
 
 def test_without_asyncio_too(pool: Pool) -> None:

@@ -26,7 +26,7 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import SessionPerLoop
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
-from tests.support.pool import SLOW_SERVER, Pool, V, is_held, open_sockets, until, until_async
+from tests.support.pool import PATIENCE, Pool, V, is_held, open_sockets, until, until_async
 from tests.support.scrape import free_port
 
 ENDS_WITHIN_S = 120.0
@@ -271,7 +271,7 @@ class FakeSession:
         self.closed = False
         self._openings = openings
 
-    async def open(self, model: str | None, least: int = 0) -> None:
+    async def open(self, model: str | None, seen: object = None) -> None:
         await self._openings.open()
 
     async def close(self) -> None:
@@ -445,7 +445,7 @@ async def test_errors_that_waiting_cannot_fix_are_raised_at_once(own_server: Emb
     async with lmpool.testing.pool(SyntheticModel("one"), SyntheticModel("two")) as pool:
         with pytest.raises(AmbiguousModel):
             await Producer(redis=pool.url, when_absent="wait").open()
-    with redis.Redis.from_url(own_server.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(own_server.url, **PATIENCE) as client:
         client.config_set("requirepass", "secret")
         with pytest.raises(AuthenticationFailed):
             await Producer(redis=own_server.url, when_absent="wait").open()

@@ -31,7 +31,7 @@ from tests.support.fork_server import ForkedCommand, can_fork
 
 DEADLINE_S = 240.0
 """Max seconds that tests wait for a condition; importing transformers alone may take two minutes."""
-SLOW_SERVER: dict[str, Any] = {"socket_timeout": DEADLINE_S, "socket_connect_timeout": DEADLINE_S}
+PATIENCE: dict[str, Any] = {"socket_timeout": DEADLINE_S, "socket_connect_timeout": DEADLINE_S}
 """Options of a redis-py client: its own limits of 5 s are too short on a busy machine."""
 V = 512
 
@@ -359,7 +359,7 @@ class Pool:
 def _client(url: str) -> redis.Redis:
     """A redis-py client of a server or of a cluster; both kinds of client have equal methods."""
     if "+cluster" not in url:
-        return redis.Redis.from_url(url, **SLOW_SERVER)  # Some tests send values of 300 MiB.
+        return redis.Redis.from_url(url, **PATIENCE)  # Some tests send values of 300 MiB.
     return cast(redis.Redis, RedisCluster.from_url(url.replace("+cluster", "")))
 
 

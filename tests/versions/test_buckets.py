@@ -26,6 +26,9 @@ async def test_files_and_tensors_are_copied_to_a_bucket(pool: Pool, bucket: Test
         assert await is_of_seed(publisher, 1)
         assert await publisher.publish_weights(weights(2), bucket=bucket.url) == 2
         assert await is_of_seed(publisher, 2)
-        for url, message in (("http://x/y", "must begin with one of"), ("s3://nowhere-at-all/x", "cannot be written")):
+        for url, message in (
+            ("http://x/y", "scheme http:// is not accepted"),
+            ("s3://nowhere-at-all/x", "cannot be written"),
+        ):
             with pytest.raises(SettingsError, match=message):
                 await publisher.publish_weights(weights(3), bucket=url)

@@ -36,7 +36,7 @@ async def test_each_answer_is_of_the_version_that_it_names(pool: Pool) -> None:
     async with traffic.running(pool, 4), pool.producer("syn") as publisher:
         for version in range(1, CHANGES + 1):
             assert await publisher.publish_weights(weights(100 + version)) == version
-        await until_async(lambda: asyncio.sleep(0, CHANGES in traffic.answers), "clients use the last version")
+        await traffic.until_used(CHANGES)
 
 
 async def test_a_producer_follows_versions_and_can_use_older_ones(pool: Pool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,31 +17,36 @@ from tests.versions.traffic import weights
 
 LARGE_V = 8192
 """Entries of a row that is large enough for shared memory."""
+SHARED_BYTES = 2**24
+"""Bytes of shared memory for each worker: 400 rows."""
 PROMPTS = [[prompt] for prompt in range(16)]
 
 
 async def test_old_rows_in_shared_memory_are_not_found_for_a_new_version(pool: Pool) -> None:
     for _ in range(3):
-        pool.start("--vocab-size", LARGE_V)
+        pool.start("--vocab-size", LARGE_V, "--shm-bytes", SHARED_BYTES)
     async with pool.producer("syn", cache_bytes=0) as producer:
-        await producer.batch_logprobs(PROMPTS)
         session: Any = producer._sessions.session
-        digest = session.encode(PROMPTS[0]).digest
+        numbers = itertools.count(LARGE_V)
 
-        async def is_shared() -> bool:
-            return session._segments.find(digest, LARGE_V) is not None
+        async def shared() -> bytes | None:
+            # Workers make a segment while they answer; rows from before it stay in Redis, so this asks a new prompt.
+            prompt = list(divmod(next(numbers), LARGE_V))
+            await producer.logprobs(prompt)
+            digest = session.encode(prompt).digest
+            return None if session._segments.find(digest, LARGE_V) is None else digest
 
-        await until_async(is_shared, "the producer has found the segments of the workers")
+        await until_async(shared, "a row is found in shared memory")
         for version in (1, 2, 3):
             await producer.publish_weights(weights(version))
             for prompt in PROMPTS:
                 row, named = await producer.versioned(producer.logprobs, prompt)
                 assert named == version
                 assert np.array_equal(row, synthetic_row(prompt, vocab_size=LARGE_V, seed=version))
-        await until_async(is_shared, "the producer has found the segments of the new version")
+        digest = await until_async(shared, "a row of the new version is found in shared memory")
         # From the change on, before the next search for segments, no row of the old version is found.
         session._connections.adopt(session.info.of_version(Version(4, "0" * 16)))
-        assert not await is_shared()
+        assert session._segments.find(digest, LARGE_V) is None
 
 
 async def test_a_producer_for_one_version_stays_with_it(pool: Pool) -> None:

@@ -150,7 +150,11 @@ async def test_the_server_restarts_during_a_change(moment: str, own_server: Embe
             await asyncio.wait([publishing])
             # The server may have lost the version with its memory; the worker serves what it has loaded.
             async with traffic.running(pool, 2):
-                await until_async(lambda: asyncio.sleep(0, sum(traffic.answers.values()) > 3), "clients get rows")
+
+                async def are_served() -> bool:
+                    return bool(traffic.answers)
+
+                await until_async(are_served, "clients get rows")
     finally:
         pool.end()
 
@@ -165,7 +169,7 @@ async def test_rows_are_of_the_named_versions_while_workers_are_killed(pool: Poo
             pool.workers[-2].end()
             pool.start(*LEASE, wait=False)
             assert await publishing == version
-        await until_async(lambda: asyncio.sleep(0, 3 in traffic.answers), "clients use the last version")
+        await traffic.until_used(3)
     row = synthetic_row([1], vocab_size=V, seed=53)
     async with pool.producer("syn") as producer:
         assert np.array_equal(await producer.logprobs([1]), row)

@@ -13,7 +13,7 @@ import numpy as np
 
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import DEADLINE_S, Pool, V
+from tests.support.pool import DEADLINE_S, Pool, V, until_async
 
 PROMPTS = [[first, second] for first in range(10) for second in range(10)]
 """The prompts that clients draw from: few, so that some answers come from caches."""
@@ -83,6 +83,14 @@ class Traffic:
             assert error <= self.tolerance, f"a row that is off by {error} from version {version}"
             self.answers[version] = self.answers.get(version, 0) + 1
             await asyncio.sleep(0)  # An answer from the producer's memory takes no turn of the event loop.
+
+    async def until_used(self, version: int) -> None:
+        """Wait until a client has got a row of a version."""
+
+        async def is_used() -> bool:
+            return version in self.answers
+
+        await until_async(is_used, f"a client gets a row of version {version}")
 
     @asynccontextmanager
     async def running(self, pool: Pool, clients: int) -> AsyncIterator[None]:

@@ -15,10 +15,11 @@ import msgspec
 import typer
 
 from lmpool.aio import gather
-from lmpool.batch.fetch import FILES_VARIABLE, named
+from lmpool.batch.fetch import FILES_VARIABLE
 from lmpool.batch.folder import ERRORS, SUBMISSION, open_folder
 from lmpool.batch.kinds import KINDS_HELP
 from lmpool.batch.run import BatchSettings, Outcome, Pool, Progress, counted, run_batch
+from lmpool.broker.bucket import named
 from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
 from lmpool.producer import Producer

@@ -23,11 +23,13 @@ import tempfile
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from lmpool.broker import bucket
+from lmpool.broker.bucket import STORES, check_url, is_url, named
 from lmpool.embedded import secure
 from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
@@ -36,18 +38,13 @@ from lmpool.settings import shown
 CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
 # Environment variable: the folder below which jobs may use files (default: the worker's working directory).
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
-# URL schemes to which results may be written, and from which inputs may be read.
-STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 INPUTS = STORES | {"https"}  # URL schemes from which a job may read its input. `lmpool batch run` also reads http.
 
 # Seconds without use after which a copy is removed: a week, longer than most runs.
 _UNUSED_S = 7 * 86_400
 # Names that `temporary_folder` and `_cached` choose. The cache removes only files and folders with these names.
 _STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
-# Parts of a URL that may contain secrets: user and password, and the query of a presigned URL.
-_USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
 # errno values of a full disk, a full quota and a file that is too large.
@@ -58,30 +55,10 @@ NOT_READABLE = "The input cannot be read"  # Advice at the end of an error about
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
-def is_url(location: str) -> bool:
-    """Whether a location is a URL."""
-    return _URL.match(location) is not None
-
-
 def absolute(location: str) -> str:
     """Return a URL unchanged, a path as an absolute path, and a file: URL as its path."""
     location = _FILE_URL.sub("", location)
     return location if is_url(location) else str(Path(location).absolute())
-
-
-def named(text: str) -> str:
-    """Return a text for messages, without the users, passwords, queries and fragments of the URLs in the text."""
-    return _QUERY.sub(r"\1", _USER.sub("://", text))
-
-
-def check_url(url: str, schemes: Set[str]) -> None:
-    """Refuse a chained URL, or a scheme not in `schemes`: some file systems of fsspec run code that a URL contains."""
-    if "::" in url:
-        raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
-    scheme = url.partition("://")[0]
-    if scheme not in schemes:
-        accepted = ", ".join(sorted(schemes))
-        raise SettingsError(f"{named(url)}: the scheme {scheme}:// is not accepted. Give a path or one of {accepted}")
 
 
 def check_locations(root: Path, source: str, output: str) -> None:
@@ -95,17 +72,8 @@ def check_locations(root: Path, source: str, output: str) -> None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the URL's path in it. Directory listings are not cached."""
-    check_url(url, INPUTS | {"http"})
-    try:
-        from fsspec.core import url_to_fs
-
-        system, path = url_to_fs(url)  # fsspec may return a file system object that it has cached.
-    except (ImportError, ValueError) as error:
-        reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
-        raise SettingsError(f"{named(url)}: {reason}") from error
-    system.invalidate_cache()  # Discard cached listings: other processes may have changed the files.
-    return system, str(path).rstrip("/")
+    """The file system of the URL of an input or output; see `lmpool.broker.bucket.file_system`."""
+    return bucket.file_system(url, INPUTS | {"http"})
 
 
 @contextmanager

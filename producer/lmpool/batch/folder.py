@@ -32,7 +32,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from lmpool.batch.fetch import absolute, explained, fetch, file_system, is_url, named, temporary_folder
+from lmpool.batch.fetch import absolute, explained, fetch, file_system, temporary_folder
+from lmpool.broker.bucket import is_url, named
 from lmpool.errors import BatchError, BatchRefused
 
 _log = logging.getLogger("lmpool.batch")

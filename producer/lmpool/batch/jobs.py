@@ -28,10 +28,11 @@ import numpy as np
 from redis.exceptions import RedisError
 
 from lmpool.aio import await_beside, delays
-from lmpool.batch.fetch import FILES_VARIABLE, check_locations, named
+from lmpool.batch.fetch import FILES_VARIABLE, check_locations
 from lmpool.batch.folder import MANIFEST, SUBMISSION, Folder, Manifest, digest_of_file, open_folder
 from lmpool.batch.lines import Index, open_source
 from lmpool.batch.run import BatchSettings, Pool, Progress, Run, begin, counted
+from lmpool.broker.bucket import named
 from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError

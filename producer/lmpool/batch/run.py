@@ -27,11 +27,11 @@ from rich.progress import Progress as Bar
 
 from lmpool import errors
 from lmpool.aio import await_beside, finish
-from lmpool.batch.fetch import named
 from lmpool.batch.folder import TRY_AGAIN, VERSION, Folder, Input, Manifest, Model, Options, open_folder
 from lmpool.batch.kinds import parse_kind
 from lmpool.batch.lines import Body, Fields, Index, Line, Source, open_source
 from lmpool.batch.shards import Columns, Failed, ShardWriter, Text, choose_format, open_writer
+from lmpool.broker.bucket import named
 from lmpool.cli import Terminal, say
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer

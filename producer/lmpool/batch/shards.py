@@ -30,8 +30,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.batch.fetch import named, pyarrow
+from lmpool.batch.fetch import pyarrow
 from lmpool.batch.folder import Folder, Manifest, Shard, open_folder, sync
+from lmpool.broker.bucket import named
 from lmpool.errors import BatchError, SettingsError
 from lmpool.protocol.row import widen_bf16
 

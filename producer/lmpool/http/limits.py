@@ -36,8 +36,10 @@ TIMEOUT_HEADER = "x-lmpool-timeout"
 """Header with the seconds that a request may take."""
 
 MODEL_HEADER = "x-lmpool-model"
-VERSION_HEADER = "x-lmpool-version"
 """Header with the model of a request whose dialect has no field for it."""
+
+VERSION_HEADER = "x-lmpool-version"
+"""Header of a response with the version of the weights that computed it."""
 
 MAX_BODY_BYTES = 32 * 1024 * 1024
 """Max bytes of a request's body: about five million token ids as JSON."""

@@ -34,6 +34,8 @@ from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
+_MAX_PINNED = 8  # Max producers for single versions that `at` keeps open.
+
 
 class Producer(CopiedAsItself, PartialRows):
     """Requests rows from a pool, and results that are less or more than a row (see `PartialRows`).
@@ -163,16 +165,11 @@ class Producer(CopiedAsItself, PartialRows):
             UnknownModel, AmbiguousModel: the model is not served, or no model is named and several are served.
             UnknownAdapter: the model has no adapter of that name.
         """
-        if version != "latest" or min_version:
-            options: dict[str, Any] = {"targets": targets, "mode": mode, "temperature": temperature, "fresh": fresh}
-            options |= {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
-            producer = self if version == "latest" else self.at(version)
-            await producer.reach_version(min_version, timeout=timeout)
-            return await producer.logprobs(ids, **options)
         # Serve the usual request on a faster path without nested coroutines.
         session = self._sessions.by_loop.get(asyncio.get_running_loop())
         is_usual = targets is None and mode == "logprobs" and fresh is False and adapter == "" and temperature == 1
-        if is_usual and session is not None and not session.closed and self._traces is None:
+        is_newest = version == "latest" and not min_version
+        if is_usual and is_newest and session is not None and not session.closed and self._traces is None:
             timeout_s = self._timeout if timeout is None else check_timeout(timeout)
             info = session.info
             prompt = encode_prompt(ids, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
@@ -184,6 +181,12 @@ class Producer(CopiedAsItself, PartialRows):
                 return await waiter.future
             finally:
                 session.end(waiter)
+        if not is_newest:
+            options: dict[str, Any] = {"targets": targets, "mode": mode, "temperature": temperature, "fresh": fresh}
+            options |= {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
+            producer = self if version == "latest" else self.at(version)
+            await producer.reach_version(min_version, timeout=timeout)
+            return await producer.logprobs(ids, **options)
         check_flag("fresh", fresh)
         read_options({"mode": mode, "temperature": temperature})
         if mode == "logits" and fresh:
@@ -240,7 +243,7 @@ class Producer(CopiedAsItself, PartialRows):
         """Return a producer for one version of the model's weights; all its answers are of this version.
 
         Rows that are not cached are computed only while workers serve the version. The returned producer is closed with
-        this one.
+        this one, or when this method was called for eight other versions since.
 
         Raises:
             SettingsError: `version` is no number from 0 (the checkpoint that the workers were started with).
@@ -250,7 +253,10 @@ class Producer(CopiedAsItself, PartialRows):
         if version not in self._pinned:
             name = f"{split_name(self._model or self.model.base)[0]}@{version}"
             self._pinned[version] = Producer(name, redis=self._redis, **self._options)
-        return self._pinned[version]
+        producer = self._pinned[version] = self._pinned.pop(version)  # The last one was used last.
+        if len(self._pinned) > _MAX_PINNED:
+            self._pinned.pop(next(iter(self._pinned))).close_soon()
+        return producer
 
     async def versioned(self, ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> tuple[T, int]:
         """Call a method of this producer; returns its answer, and the version of the weights that computed all of it.
@@ -466,14 +472,14 @@ class Producer(CopiedAsItself, PartialRows):
 
     def close_soon(self) -> None:
         """Close without waiting, from any thread: each connection is closed in its own event loop."""
-        for producer in self._pinned.values():
+        for producer in list(self._pinned.values()):
             producer.close_soon()
         self._trie_sessions.close_soon()
         self._sessions.close_soon()
 
     async def close(self) -> None:
         """End pending requests and close the connections. The producer can be opened again."""
-        for producer in self._pinned.values():
+        for producer in list(self._pinned.values()):
             await producer.close()
         await self._trie_sessions.close()
         await self._sessions.close()

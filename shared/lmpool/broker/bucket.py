@@ -1,59 +1,71 @@
-"""Copies files of weights to and from buckets, through fsspec (https://filesystem-spec.readthedocs.io)."""
+"""URLs of files in buckets, and copies of whole folders there, through fsspec (https://filesystem-spec.readthedocs.io)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.settings import shown
 
-SCHEMES = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
-"""Schemes of the URLs that are accepted: other file systems of fsspec may run code that a URL contains."""
+STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
+"""URL schemes of stores to which files may be written."""
 
-
-def is_url(source: str) -> bool:
-    """Whether a source of weights is a URL, not a path."""
-    return "://" in source
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
+# Parts of a URL that may contain secrets: user and password, and the query of a presigned URL.
+_USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 
 
-def check_url(url: str) -> None:
-    """Refuse a URL with another scheme, or several schemes."""
-    if url.partition("://")[0] not in SCHEMES or "::" in url:
-        raise SettingsError(f"weights: {shown(url)} must begin with one of {', '.join(SCHEMES)} and ://")
+def is_url(location: str) -> bool:
+    """Whether a location is a URL."""
+    return _URL.match(location) is not None
+
+
+def named(text: str) -> str:
+    """Return a text for messages, without the users, passwords, queries and fragments of the URLs in the text."""
+    return _QUERY.sub(r"\1", _USER.sub("://", text))
+
+
+def check_url(url: str, schemes: Set[str]) -> None:
+    """Refuse a chained URL, or a scheme not in `schemes`: some file systems of fsspec run code that a URL contains."""
+    if "::" in url:
+        raise SettingsError(f"{named(url)}: chained URLs, with :: in them, are not accepted. Give one URL")
+    scheme = url.partition("://")[0]
+    if scheme not in schemes:
+        accepted = ", ".join(sorted(schemes))
+        raise SettingsError(f"{named(url)}: the scheme {scheme}:// is not accepted. Give a path or one of {accepted}")
+
+
+def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
+    """The file system of a URL with one of `schemes`, and the URL's path in it. Directory listings are not cached."""
+    check_url(url, schemes)
+    try:
+        from fsspec.core import url_to_fs
+
+        system, path = url_to_fs(url)  # fsspec may return a file system object that it has cached.
+    except (ImportError, ValueError) as error:
+        reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
+        raise SettingsError(f"{named(url)}: {reason}") from error
+    system.invalidate_cache()  # Discard cached listings: other processes may have changed the files.
+    return system, str(path).rstrip("/")
 
 
 def upload(files: Sequence[Path], url: str) -> None:
-    """Copy files into the folder `url`.
+    """Copy files into the folder `url` of a store; raises SettingsError if the store cannot be used."""
+    system, folder = file_system(url, STORES)
+    _call(url, "written", lambda: [system.put_file(str(file), f"{folder}/{file.name}") for file in files])
 
-    Raises:
-        SettingsError: the bucket cannot be used, or a package for its scheme is missing.
-    """
+
+def download(url: str, target: Path) -> None:
+    """Copy the files of the folder `url` of a store into a folder; raises SettingsError if the store cannot be used."""
+    system, folder = file_system(url, STORES)
+    names: list[str] = _call(url, "read", lambda: system.ls(folder, detail=False))
+    _call(url, "read", lambda: [system.get_file(name, str(target / name.rpartition("/")[2])) for name in names])
+
+
+def _call(url: str, done: str, call: Callable[[], Any]) -> Any:
     try:
-        system, folder = _open(url)
-        for file in files:
-            system.put_file(str(file), f"{folder}/{file.name}")
-    except Exception as error:
-        raise SettingsError(f"weights: {shown(url)} cannot be written: {first_line(error)}") from error
-
-
-def download(url: str, folder: Path) -> None:
-    """Copy the files of the folder `url` into an empty folder; raises SettingsError as `upload`."""
-    try:
-        system, place = _open(url)
-        for name in system.ls(place, detail=False):
-            system.get_file(name, str(folder / name.rpartition("/")[2]))
-    except Exception as error:
-        raise SettingsError(f"weights: {shown(url)} cannot be read: {first_line(error)}") from error
-
-
-def _open(url: str) -> tuple[Any, str]:
-    check_url(url)
-    try:
-        from fsspec.core import url_to_fs
-    except ImportError as error:
-        raise SettingsError("weights: URLs need `pip install 'lmpool[fsspec]'` and a package for the scheme") from error
-    system, path = url_to_fs(url)
-    system.invalidate_cache()  # Other processes may have changed the files.
-    return system, str(path).rstrip("/")
+        return call()
+    except Exception as error:  # Packages for stores raise exceptions of their own.
+        raise SettingsError(f"{named(url)} cannot be {done}: {named(first_line(error))}") from error

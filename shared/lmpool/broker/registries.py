@@ -29,7 +29,7 @@ _ENTRY_FIELD = b"v"  # The only field of an entry of the registry of versions.
 _REGISTRY_TTL_MS = 7 * 24 * 3_600_000  # Lifetime of the registry of versions without workers, as of their queue.
 _UNUSED_TTL_MS = 3_600_000  # Lifetime of the stored parts of weights until a worker reads them.
 _OWNER_FIELD = "owner"  # Field of the hash `version_states` with the lineage of the model.
-_TENSORS_FIELD = b"tensors"  # Field of the same hash with the types of the model's tensors.
+_TENSORS_FIELD = "tensors"  # Field of the same hash with the types of the model's tensors.
 _MAX_TENSORS_BYTES = 8 * 1024 * 1024  # Max bytes of these types: enough for 100,000 tensors.
 _TTL_MS = 24 * 3_600_000  # Lifetime of vocabularies, tokenizers and token sets; workers and clients renew it.
 
@@ -164,20 +164,24 @@ class VersionRegistry:
         self.keys = keys
 
     async def read(self) -> PublishedVersions:
-        """Read all versions, their states and the types of the model's tensors."""
-        states, versions = await read_hash(self.redis, self.keys.version_states, most_bytes=_MAX_TENSORS_BYTES), []
-        newest = cast(Any, await self.redis.xrevrange(self.keys.versions, count=MAX_ENTRIES))
+        """Read all versions and their states."""
+        versions, newest = [], cast(Any, await self.redis.xrevrange(self.keys.versions, count=MAX_ENTRIES))
         for entry, fields in reversed(newest):
             with suppress(ProtocolError):  # A newer release, or another client, has written the entry.
                 versions.append(unpack_version(entry, fields.get(_ENTRY_FIELD, b"")))
-        texts = {
-            int(name): value.decode("utf-8", "replace")
-            for name, value in states.items()
-            if name.isdigit() and isinstance(value, bytes)
-        }
-        tensors = states.get(_TENSORS_FIELD, b"")
+        numbers = [str(version.number) for version in versions]
+        states = await self._fields(_OWNER_FIELD, *numbers)
+        texts = {int(number): states[number].decode("utf-8", "replace") for number in numbers if number in states}
         last = newest[0][0].decode() if newest else "0-0"
-        return PublishedVersions(tuple(versions), texts, tensors if isinstance(tensors, bytes) else b"", last)
+        return PublishedVersions(tuple(versions), texts, last, _OWNER_FIELD in states)
+
+    async def tensors(self) -> bytes:
+        """Read the packed types of the model's tensors (`lmpool.protocol.tensors`); b"" before a worker wrote them."""
+        return (await self._fields(_TENSORS_FIELD)).get(_TENSORS_FIELD, b"")
+
+    async def _fields(self, *names: str) -> dict[str, bytes]:
+        found = await read_hash(self.redis, self.keys.version_states, most_bytes=_MAX_TENSORS_BYTES, fields=names)
+        return {name.decode("utf-8", "replace"): value for name, value in found.items() if isinstance(value, bytes)}
 
     async def add(self, version: Version) -> bool:
         """Add a version; False if the registry has a version with this number or a larger one."""
@@ -196,18 +200,13 @@ class VersionRegistry:
     async def decide(self, number: int, state: str) -> str:
         """Set the state of a version unless it has one; returns the state that it has now."""
         await self.redis.hsetnx(self.keys.version_states, str(number), state)
-        return (await self.states()).get(number, state)
-
-    async def states(self) -> dict[int, str]:
-        """Read the states of all versions."""
-        return dict((await self.read()).states)
+        return (await self._fields(str(number))).get(str(number), state.encode()).decode("utf-8", "replace")
 
     async def claim(self, lineage: str, tensors: bytes) -> bool:
         """Write the types of a model's tensors; False if the registry belongs to another `ModelInfo.lineage`."""
         key = self.keys.version_states
         await self.redis.hsetnx(key, _OWNER_FIELD, lineage)
-        owner = await read_hash(self.redis, key, most_bytes=_MAX_TENSORS_BYTES, fields=[_OWNER_FIELD])
-        if owner.get(_OWNER_FIELD.encode()) != lineage.encode():
+        if (await self._fields(_OWNER_FIELD)).get(_OWNER_FIELD) != lineage.encode():
             return False
         await self.redis.hset(key, _TENSORS_FIELD, tensors)
         await self.renew()

@@ -188,23 +188,26 @@ def info_key(keys: Keys, model: str) -> bytes:
 async def read_infos(redis: Redis, keys: Keys, name: str | None = None) -> dict[bytes, bytes | int]:
     """The encoded infos of one model or all models: name -> info, or its size if it exceeds `MAX_INFO_BYTES`.
 
-    Versions of a model's weights are models of their own: see `lmpool.protocol.version`. With `name`, the field
-    `pointer_of(name)` may be among them.
+    Versions of a model's weights are models of their own: see `lmpool.protocol.version`.
     """
-    wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]}
-    if name is not None:
-        wanted = {info_key(keys, name): [name, pointer_of(name)]}
+    wanted = {keys.models(): [], keys.trie_models(): [TRIE_SERVICE]} if name is None else {info_key(keys, name): [name]}
     infos: dict[bytes, bytes | int] = {}
     for key, fields in wanted.items():
         infos |= await read_hash(redis, key, most_bytes=MAX_INFO_BYTES, fields=fields)
-    return {field: info for field, info in infos.items() if name is not None or not field.endswith(b"@")}
+    return {field: info for field, info in infos.items() if not field.endswith(b"@")}
+
+
+async def read_named(redis: Redis, keys: Keys, name: str) -> tuple[dict[bytes, bytes | int], int]:
+    """The encoded info of one model, as `read_infos` returns it, and the version of its weights that clients use."""
+    pointer = pointer_of(name)
+    found = await read_hash(redis, info_key(keys, name), most_bytes=MAX_INFO_BYTES, fields=[name, pointer])
+    used = found.pop(pointer.encode(), b"")
+    return found, int(used) if isinstance(used, bytes) and used.isdigit() else 0
 
 
 async def read_pointer(redis: Redis, keys: Keys, base: str) -> int:
     """The version of the model `base` that clients use."""
-    field = pointer_of(base)
-    value = (await read_hash(redis, keys.models(), most_bytes=MAX_FIELD_BYTES, fields=[field])).get(field.encode(), b"")
-    return int(value) if isinstance(value, bytes) and value.isdigit() else 0
+    return (await read_named(redis, keys, base))[1]
 
 
 async def read_texts(redis: Redis, key: bytes, fields: Sequence[str] = ()) -> dict[str, str]:

@@ -176,8 +176,10 @@ def check_sparse(types: Types, wanted: Types) -> None:
         if {f"{changed}{INDICES}", f"{changed}{VALUES}"} - types.keys():
             raise SettingsError(f"weights: {shown(name)} is given alone: give {INDICES} and {VALUES} of a tensor")
         _check_type(name, found, {name: TensorType("I64" if name.endswith(INDICES) else of.dtype, (count,))})
-        if types[f"{changed}{INDICES}"].shape != types[f"{changed}{VALUES}"].shape:
-            raise SettingsError(f"weights: {shown(changed)} has not as many places ({INDICES}) as numbers ({VALUES})")
+        places, values = (types[f"{changed}{ending}"].shape for ending in (INDICES, VALUES))
+        if places != values:
+            text = f"{places} ({INDICES}) and {values} ({VALUES})"
+            raise SettingsError(f"weights: {shown(changed)} is given with the shapes {text}: they must be equal")
 
 
 def pack_types(types: Types) -> bytes:

@@ -7,7 +7,7 @@ to this version alone. Version 0 is the checkpoint that the workers were started
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -71,7 +71,6 @@ class Version(Message, frozen=True, tag=_FORMAT):
     nonce: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]  # Drawn by the publisher: numbers may come again.
     changes: Annotated[int, msgspec.Meta(ge=-1, le=MAX_NUMBER)] = -1  # Version that a sparse one changes; -1: full.
     source: Annotated[str, msgspec.Meta(max_length=4096)] = ""  # Folder, file or URL for workers; "": stored in chunks.
-    nbytes: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0  # Bytes of the tensors' files.
     # Digests of the stored parts; with a `source`, one digest of samples of its files (`tensors.sample_digest`).
     chunks: tuple[Annotated[bytes, msgspec.Meta(min_length=_DIGEST_BYTES, max_length=_DIGEST_BYTES)], ...] = ()
 
@@ -99,8 +98,8 @@ class PublishedVersions(NamedTuple):
 
     versions: tuple[Version, ...]  # Oldest first.
     states: Mapping[int, str]  # Number -> SERVED, or REFUSED and a reason; undecided versions have no state.
-    tensors: bytes  # Packed types of the model's tensors (`lmpool.protocol.tensors`); b"" before a worker wrote them.
-    last: str = "0-0"  # Id of the last entry, which may be unreadable.
+    last: str  # Id of the last entry, which may be unreadable; "0-0" for none.
+    has_owner: bool  # Whether a worker has claimed the registry for its model.
 
     @property
     def newest(self) -> int:
@@ -140,8 +139,3 @@ def unpack_version(entry: bytes, data: bytes) -> Version:
     if version.entry.encode() != entry:
         raise ProtocolError(f"the entry {shown(entry)} of the registry holds version {version.number}")
     return version
-
-
-def numbers_of(chain: Iterable[Version]) -> list[int]:
-    """The numbers of versions."""
-    return [version.number for version in chain]

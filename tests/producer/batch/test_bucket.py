@@ -23,6 +23,7 @@ from lmpool.batch import fetch
 from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
 from lmpool.batch.run import Run
 from lmpool.batch.shards import Text, open_writer
+from lmpool.broker.bucket import named
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
@@ -280,8 +281,8 @@ async def test_no_message_contains_the_signature_of_a_presigned_url(
             with pytest.raises((BatchError, SettingsError), match="in.jsonl.gz") as raised:
                 await run(producer, presigned, tmp_path / "other", "topk:3")
             assert "Signature" not in str(raised.value)
-    assert fetch.named(f"403, url='{presigned}#a' again") == f"403, url='{presigned.partition('?')[0]} again"
-    assert fetch.named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
+    assert named(f"403, url='{presigned}#a' again") == f"403, url='{presigned.partition('?')[0]} again"
+    assert named("/data/what?#1.jsonl") == "/data/what?#1.jsonl", "a path has no query"
 
 
 def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_path: Path) -> None:

@@ -42,16 +42,7 @@ from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
 from tests.shared.broker.secure_server import SecureServer
 from tests.support.gate import Gate
-from tests.support.pool import (
-    DEADLINE_S,
-    SLOW_SERVER,
-    Pool,
-    WorkerProcess,
-    lmpool_command,
-    run_lmpool,
-    until,
-    until_async,
-)
+from tests.support.pool import DEADLINE_S, PATIENCE, Pool, WorkerProcess, lmpool_command, run_lmpool, until, until_async
 
 TEXTS, SHARDS = draw_texts(120), 12
 OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
@@ -134,7 +125,7 @@ async def test_several_workers_write_the_output_of_one_run(jobs_pool: Pool, tmp_
     output = tmp_path / "out"
     assert submit(jobs_pool, source, output) == {"jobs": SHARDS, "there": 0, "done": 0, "shards": SHARDS}
     assert submit(jobs_pool, source, output) == {"jobs": 0, "there": SHARDS, "done": 0, "shards": SHARDS}
-    with redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER) as client:  # Keys of jobs have no TTL and stay.
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:  # Keys of jobs have no TTL and stay.
         assert {client.ttl(key) for key in (QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))} == {-1}
     assert status(jobs_pool, output) == {"shards": SHARDS, "done": 0, "queued": SHARDS, "under_way": 0, "failed": {}}
     workers = [worker(jobs_pool, "--burst") for _ in range(2)]
@@ -172,7 +163,7 @@ async def test_a_killed_worker_does_not_change_the_output_in_a_bucket(
     other, victim = worker(jobs_pool, "--burst", "--jobs", "2"), worker(jobs_pool, "--jobs", "2")
     gate.let(50)  # Compute 50 lines: more than four shards of ten lines, fewer than eight.
     await asyncio.to_thread(until, lambda: bucket.shards("out") >= 1, "a shard is done")
-    client = redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER)
+    client = redis.Redis.from_url(jobs_pool.url, **PATIENCE)
     marks = f"{in_progress_key_prefix}*"
     await asyncio.to_thread(until, lambda: len(list(client.scan_iter(match=marks))) == 4, "four jobs are in progress")
     victim.end()
@@ -252,12 +243,12 @@ async def test_status_queues_all_jobs_again_if_the_server_lost_its_data(
 ) -> None:
     _, output, expected = submitted
     if forget == "FLUSHALL":
-        with redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER) as client:
+        with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
             client.flushall()
     else:
         await asyncio.to_thread(own_server.stop)
         await asyncio.to_thread(own_server.start)
-    with redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
         assert client.zcard(QUEUE) == 0
     ended = await asyncio.to_thread(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
     assert (ended.returncode, ended.stderr) == (0, f"lmpool: the server lost {SHARDS} jobs: queued again\n")
@@ -271,7 +262,7 @@ async def test_status_queues_all_jobs_again_if_the_server_lost_its_data(
 
 async def test_status_queues_single_lost_jobs_again(jobs_pool: Pool, submitted: Submitted) -> None:
     source, output, expected = submitted
-    with redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
         names = [name.decode() for name in client.zrange(QUEUE, 0, -1)]
         # The server lost the definition of the first job, and the entries in the queue of all other jobs.
         client.delete(job_key_prefix + names[0])
@@ -301,7 +292,7 @@ async def test_no_file_contains_a_secret_of_the_inputs_url(jobs_pool: Pool, want
     source, output = bucket.presigned("in.jsonl", path.read_bytes()), path.parent / "out"
     submit(jobs_pool, source, output)
     assert b"Signature" not in b"".join(file.read_bytes() for file in output.iterdir())
-    with redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
         client.delete(QUEUE, *client.scan_iter(match=f"{job_key_prefix}*"))
     ended = await asyncio.to_thread(run_lmpool, "batch", "status", str(output), "--redis", jobs_pool.url)
     assert f"lost {SHARDS} jobs, which cannot be queued again: the URL of the input has a secret in it" in ended.stderr
@@ -461,7 +452,7 @@ async def test_arqs_own_command_runs_jobs_and_no_job_is_a_pickle(
 ) -> None:
     source, expected = wanted
     submit(jobs_pool, source, tmp_path / "out")
-    client = redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER)
+    client = redis.Redis.from_url(jobs_pool.url, **PATIENCE)
     keys = list(client.scan_iter(match=f"{job_key_prefix}*"))
     assert len(keys) == SHARDS
     assert all(msgpack.unpackb(client.get(key), strict_map_key=False)["f"] == "answer_shard" for key in keys)
@@ -507,7 +498,7 @@ def test_the_user_batch_can_submit_and_run_jobs_and_other_users_cannot(short_dir
 
 async def test_a_worker_reports_its_health(jobs_pool: Pool) -> None:
     process = worker(jobs_pool)
-    with redis.Redis.from_url(jobs_pool.url, **SLOW_SERVER) as client:
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
         key = QUEUE + health_check_key_suffix
         assert b"j_complete=0" in await asyncio.to_thread(until, lambda: client.get(key), "the report is there")
     process.end()

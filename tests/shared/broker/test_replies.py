@@ -17,7 +17,7 @@ from lmpool.broker import replies
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import AuthenticationFailed, LMPoolError, ServerError, ServerUnreachable
-from tests.support.pool import SLOW_SERVER
+from tests.support.pool import PATIENCE
 
 WRITE = "return redis.call('SET', KEYS[1], 1)"
 READ = "return redis.call('GET', KEYS[1])"
@@ -59,7 +59,7 @@ def test_a_refusal_is_a_sentence_with_the_server_s_text_in_and_outside_of_script
 ) -> None:
     command, script, sentence, settings = CASES[code]
     server = Server(own.url)
-    with redis_sync.Redis.from_url(own.url, **SLOW_SERVER) as client:
+    with redis_sync.Redis.from_url(own.url, **PATIENCE) as client:
         client.set("text", 1)
         key = "text" if code in ("WRONGTYPE", "MASTERDOWN") else "none"
         commands = [command, *([("EVAL", script, 1, key)] if script else [])]
@@ -82,7 +82,7 @@ def test_a_refusal_is_a_sentence_with_the_server_s_text_in_and_outside_of_script
 
 def test_missing_rights_and_wrong_passwords_have_different_errors(own: EmbeddedServer) -> None:
     server = Server(own.url)
-    with redis_sync.Redis.from_url(own.url, **SLOW_SERVER) as client:
+    with redis_sync.Redis.from_url(own.url, **PATIENCE) as client:
         client.execute_command("ACL", "SETUSER", "bob", "on", ">right", "~a*", "+get", "+eval")
         client.config_set("requirepass", "secret")
         told = []
@@ -95,7 +95,7 @@ def test_missing_rights_and_wrong_passwords_have_different_errors(own: EmbeddedS
                 (":", ("GET", "a"), "requires a password"),
             ]:
                 url = own.url.replace("unix://", f"unix://{user}@") if user != ":" else own.url
-                with redis_sync.Redis.from_url(url, **SLOW_SERVER) as other:
+                with redis_sync.Redis.from_url(url, **PATIENCE) as other:
                     error = explained(server, other, *command)
                 assert type(error) is AuthenticationFailed
                 assert str(error).startswith(f"{server} {sentence}")

@@ -174,7 +174,7 @@ def test_a_sparse_file_must_change_tensors_of_the_model() -> None:
         ({"a.indices": values, "a.values": values}, "'a.indices' has the dtype F32, the model's has I64"),
         ({"a.indices": indices, "a.values": indices}, "'a.values' has the dtype I64, the model's has F32"),
         ({"a.indices": TensorType("I64", (2, 1)), "a.values": values}, "'a.indices' has the shape (2, 1)"),
-        ({"a.indices": TensorType("I64", (3,)), "a.values": values}, "'a' has not as many places"),
+        ({"a.indices": TensorType("I64", (3,)), "a.values": values}, "'a' is given with the shapes (3,)"),
         ({"a": WANTED["a"], "a.indices": indices, "a.values": values}, "'a' is given whole and as 'a.indices'"),
     ):
         refused(text, lambda types=types: check_sparse(types, WANTED))  # type: ignore[misc]

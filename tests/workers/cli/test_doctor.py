@@ -18,7 +18,7 @@ from lmpool.embedded import EmbeddedServer
 from lmpool.rows import segment
 from lmpool.workers.cli import doctor
 from tests.contract.model import write_model
-from tests.support.pool import SLOW_SERVER, Pool, lmpool_command, run_lmpool, until
+from tests.support.pool import PATIENCE, Pool, lmpool_command, run_lmpool, until
 
 
 def examine(code: int, *arguments: str, **environment: str) -> dict[str, dict[str, Any]]:
@@ -73,7 +73,7 @@ def test_a_server_that_cannot_be_used_is_wrong(short_dir: Path, url: str | None,
 
 
 def test_a_server_that_may_evict_queues_or_refuse_writes_is_wrong(own_server: EmbeddedServer) -> None:
-    client = redis.Redis.from_url(own_server.url, **SLOW_SERVER)
+    client = redis.Redis.from_url(own_server.url, **PATIENCE)
     for policy in ("noeviction", "allkeys-lru"):
         client.config_set("maxmemory-policy", policy)
         found = examine(1, "--redis", own_server.url)

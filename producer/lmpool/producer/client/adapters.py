@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 from lmpool import errors
-from lmpool.aio import copy_error, delays
+from lmpool.aio import delays
 from lmpool.broker.registries import KNOWN_FOR_S, AdapterRegistry
-from lmpool.producer.client.discovery import TROUBLE, Connections
+from lmpool.producer.client.discovery import Connections
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol import adapter as wire
 from lmpool.settings import shown
@@ -95,13 +96,14 @@ class Adapters:
         nonce = secrets.token_hex(8)
         lifetime_s = deadline.left + _CHECK_MARGIN_S
         for wait in delays():
-            await self._insist(lambda: self._registry.begin_check(nonce, source, lifetime_s), deadline)
+            begin = partial(self._registry.begin_check, nonce, source, lifetime_s)
+            await self._connections.insist(begin, deadline, _ADVICE)
             try:
                 await check(wire.qualify(name, wire.CHECK_PREFIX + nonce))
                 break
             except errors.AdapterChanged:  # Try again: the server lost the check, or the worker evicted the adapter.
                 await asyncio.sleep(wait)
-        adapter = await self._insist(lambda: self._registry.read_check(nonce), deadline)
+        adapter = await self._connections.insist(lambda: self._registry.read_check(nonce), deadline, _ADVICE)
         if adapter is None or not adapter.revision:
             raise errors.ServerError(f"the server has lost the revision of the adapter {name!r}: add it again")
         await self._change(name, adapter, f"{name!r} is in service", deadline)
@@ -114,7 +116,7 @@ class Adapters:
 
     async def _change(self, name: str, adapter: wire.Adapter | None, state: str, deadline: Deadline) -> None:
         """Write an entry to the registry, and wait until no client may use the replaced entry any more."""
-        version, wait_s = await self._insist(lambda: self._registry.put(name, adapter), deadline)
+        version, wait_s = await self._connections.insist(lambda: self._registry.put(name, adapter), deadline, _ADVICE)
         if not version:  # The registry had no entry to remove.
             raise await self._unknown(name, deadline)
         self._belong_to(self._connections.model.lineage)
@@ -150,7 +152,7 @@ class Adapters:
                 registry, begin = self._registry, self._loop.time()
                 return await registry.read(*names), registry.fingerprint, begin
 
-        read = await self._insist(attempt, deadline, is_change=False)
+        read = await self._connections.insist(attempt, deadline)
         if read is None:
             return None
         registered, owner, begin = read
@@ -171,32 +173,6 @@ class Adapters:
         if owner != self._owner:
             self._known.clear()
             self._owner = owner
-
-    async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, *, is_change: bool = True) -> T:
-        """Repeat `attempt` until the server replies, or until the deadline."""
-        deadline, connections = deadline.bounded(), self._connections
-        trouble: BaseException | None = None
-        try:
-            async with deadline.limit():
-                for wait in delays():
-                    connections.check_open()
-                    try:
-                        return await attempt()
-                    except (errors.SettingsError, errors.ProducerClosed):
-                        raise
-                    except TROUBLE as error:
-                        trouble = error
-                        connections.note(error)
-                        explained = connections.server.explain(error)
-                        if is_change and isinstance(explained, errors.AuthenticationFailed):
-                            raise errors.AuthenticationFailed(f"{explained}; {_ADVICE}") from error
-                    await asyncio.sleep(wait)
-        except errors.DeadlineExceeded as late:
-            # If another request read the registry for this request, use the error that the connections recorded.
-            if late.__cause__ is not None and (why := trouble or connections.trouble) is not None:
-                raise copy_error(connections.server.explain(why)) from late
-            raise
-        raise AssertionError("the waits never end")
 
 
 def _resolved(source: str | Path) -> str:

@@ -6,16 +6,17 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
+from lmpool.aio import copy_error, delays
 from lmpool.broker.registries import VersionRegistry, look_up, look_up_tokenizer, register, register_tokens
 from lmpool.broker.scripts import (
     Alive,
@@ -23,6 +24,7 @@ from lmpool.broker.scripts import (
     read_alive_in,
     read_infos,
     read_loads,
+    read_named,
     read_pointer,
     read_texts,
 )
@@ -33,7 +35,7 @@ from lmpool.protocol.keys import WANTED_TTL_MS, Keys, ModelKeys
 from lmpool.protocol.model_info import MAX_INFO_BYTES, TRIE_SERVICE, ModelInfo
 from lmpool.protocol.token_set import TokenSet
 from lmpool.protocol.tokenizer import special_tokens
-from lmpool.protocol.version import name_of_version, pointer_of, split_name
+from lmpool.protocol.version import name_of_version, split_name
 from lmpool.rows.cache import RowCache
 from lmpool.rows.datagram import DatagramReceiver
 from lmpool.rows.direct import DirectReader
@@ -50,6 +52,8 @@ CLOSED = "the producer was closed while the request was in flight"
 _SCAN_S = 1.0
 # Min seconds between two lookups of a worker's row server, while rows come through Redis.
 _DIRECT_CHECK_S = 1.0
+
+T = TypeVar("T")
 
 _log = logging.getLogger("lmpool.producer")
 
@@ -206,6 +210,35 @@ class Connections(Tasks):
         except TROUBLE as error:
             self.note(error)
 
+    async def insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, advice: str = "") -> T:
+        """Repeat `attempt` until the server replies, or until the deadline.
+
+        `advice` is for a change that the server's user may not make; without `advice`, `attempt` is repeated then too.
+        """
+        deadline = deadline.bounded()
+        trouble: BaseException | None = None
+        try:
+            async with deadline.limit():
+                for wait in delays():
+                    self.check_open()
+                    try:
+                        return await attempt()
+                    except (errors.SettingsError, errors.ProducerClosed):
+                        raise
+                    except TROUBLE as error:
+                        trouble = error
+                        self.note(error)
+                        explained = self.server.explain(error)
+                        if advice and isinstance(explained, errors.AuthenticationFailed):
+                            raise errors.AuthenticationFailed(f"{explained}; {advice}") from error
+                    await asyncio.sleep(wait)
+        except errors.DeadlineExceeded as late:
+            # If another request has tried the same for this request, use the error that was noted.
+            if late.__cause__ is not None and (why := trouble or self.trouble) is not None:
+                raise copy_error(self.server.explain(why)) from late
+            raise
+        raise AssertionError("the waits never end")
+
     def describe_full_queue(self) -> str:
         """Return the text of the error for a full queue."""
         info, advice = self.model.info, "ask for less at once, add workers, or raise the workers' --queue-limit"
@@ -308,12 +341,10 @@ class Discovery:
         """
         base, number = split_name(name)
         served = base if number == 0 else name
-        packed = await read_infos(self._redis, self._keys, served)
-        pointed = packed.pop(pointer_of(served).encode(), b"")
-        if number is None and isinstance(pointed, bytes) and pointed.isdigit() and int(pointed):
-            served = name_of_version(base, int(pointed))
+        packed, used = await read_named(self._redis, self._keys, served)
+        if number is None and used:
+            served = name_of_version(base, used)
             packed = await read_infos(self._redis, self._keys, served)
-            packed.pop(pointer_of(served).encode(), None)
         infos, unreadable = self._unpack(packed)
         if served in unreadable:
             raise unreadable[served]
@@ -368,10 +399,7 @@ class Discovery:
 
     async def _read_infos(self, model: str | None = None) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return the infos of one or all models by name, and the errors of unreadable infos by name."""
-        packed = await read_infos(self._redis, self._keys, model)
-        if model is not None:
-            packed.pop(pointer_of(model).encode(), None)
-        return self._unpack(packed)
+        return self._unpack(await read_infos(self._redis, self._keys, model))
 
     def _unpack(self, packed: dict[bytes, bytes | int]) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         infos: dict[str, ModelInfo] = {}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from lmpool import errors
 from lmpool.aio import gather
-from lmpool.producer.client.requests import Deadline
+from lmpool.producer.client.requests import MAX_OVERWRITES, Deadline
 from lmpool.producer.client.session import Session
 from lmpool.protocol import picks
 from lmpool.protocol import query as wire
@@ -253,8 +253,9 @@ class Queries:
     ) -> T:
         """Request the result of a prompt's query and decode it with `read`, which raises ProtocolError for damage.
 
-        A worker computes a damaged result again once; a second damaged result raises CorruptRow. If the pool has
-        evicted the query's token set `allowed`, the set is stored again. `private` is an option of `Session.answer`.
+        Workers compute a damaged result again, twice: the first new answer may be a read of the damaged result that had
+        begun before. Then `CorruptRow` is raised. If the pool has evicted the query's token set `allowed`, the set is
+        stored again. `private` is an option of `Session.answer`.
         """
         ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:
@@ -264,10 +265,12 @@ class Queries:
                 raise
             await self.session.vocabularies.register_tokens(allowed.tokens, self.deadline)
             answer = await ask()
-        with suppress(errors.ProtocolError):
-            return read(answer)
+        for _ in range(MAX_OVERWRITES):
+            with suppress(errors.ProtocolError):
+                return read(answer)
+            answer = await ask(damaged=True)
         try:
-            return read(await ask(damaged=True))
+            return read(answer)
         except errors.ProtocolError as error:
             text = f"the cached answer for prompt {prompt.digest.hex()} is damaged: {error}"
             raise errors.CorruptRow(text) from error

@@ -39,8 +39,9 @@ ENDLESS_S = 9e8
 ALONE_S = 60.0
 """Seconds that a request without a deadline waits while the server or all workers are missing."""
 
-# Max requests to a worker to overwrite a damaged row, before the caller's request fails.
-_MAX_OVERWRITES = 2
+MAX_OVERWRITES = 2
+"""Max requests to a worker to overwrite a damaged row or result, before the caller's request fails."""
+
 # Max requests of one client that the server holds at once, so that a huge batch does not fill the server's memory.
 _MAX_IN_FLIGHT = 8192
 # Max bytes of the token ids of the requests that the server holds for one client.
@@ -329,7 +330,7 @@ class PendingRequests:
                 continue
             if isinstance(row, CorruptRow):
                 request.damaged = True
-                if request.overwrites >= _MAX_OVERWRITES:
+                if request.overwrites >= MAX_OVERWRITES:
                     self.resolve(request, row)
                 continue
             if not request.prompt.query and self.owns_cache:

@@ -79,16 +79,16 @@ class Session(Requester):
 
     # Opening and closing
 
-    async def open(self, model: str | None, least: int = 0) -> None:
+    async def open(self, model: str | None, seen: ModelInfo | None = None) -> None:
         """Connect and read the model info. After a failure the caller may try again.
 
-        `least`: the first version of the model's weights that this session may use, because the client has seen it.
+        `seen`: the info that the client has used last; this session uses no older version of the model's weights.
         """
         try:
             try:
                 info = await self._discovery.info(model)
-                if info.version < least:
-                    info = await self._newer(info, least)
+                if seen is not None and _is_older(info, seen):
+                    info = await self._newer(info, seen.version)
             except errors.UnknownModel as error:
                 if not error.is_loading:
                     # Workers cannot store model infos if the server refuses writes: report the refusal instead.
@@ -264,7 +264,7 @@ class Session(Requester):
 
     async def _reload_info(self) -> None:
         info = await self._discovery.find(self._wanted)
-        if info is not None and info.version < self.info.version:
+        if info is not None and _is_older(info, self.info):
             info = await self._discovery.find_served(self.info.base, self.info.version)
         if info is not None and info.fingerprint == self.info.fingerprint:
             self._connections.follow(info)
@@ -276,7 +276,7 @@ class Session(Requester):
             await self._connections.scan_segments()
 
     def _change_model(self, info: ModelInfo) -> None:
-        if info.lineage == self.info.lineage and info.version < self.info.version:
+        if _is_older(info, self.info):
             return  # Another task has changed to a later version meanwhile.
         _log.info("the model %r has changed: sending %d prompts again", info.name, len(self._requests))
         self._adopt(info)
@@ -316,6 +316,11 @@ class Session(Requester):
                     text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
                     raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}")
                 await asyncio.sleep(wait)
+
+
+def _is_older(info: ModelInfo, seen: ModelInfo) -> bool:
+    """Whether an info is of an earlier version of the same checkpoint."""
+    return info.version < seen.version and info.lineage == seen.lineage
 
 
 class CopiedAsItself:
@@ -462,7 +467,7 @@ class SessionPerLoop:
                     if session is None:
                         attempt.server = self._server()
                         session = self._make(attempt.server)
-                    await session.open(self._model, self.session.info.version if self.session is not None else 0)
+                    await session.open(self._model, self.session.info if self.session is not None else None)
                     with self._lock:
                         if attempt.is_over:
                             raise errors.ProducerClosed(CLOSED)

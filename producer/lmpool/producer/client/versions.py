@@ -15,7 +15,7 @@ from lmpool import errors
 from lmpool.aio import delays
 from lmpool.broker import bucket
 from lmpool.broker.registries import VersionRegistry
-from lmpool.producer.client.discovery import TROUBLE, Connections
+from lmpool.producer.client.discovery import Connections
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.tensors import (
     INDICES,
@@ -35,7 +35,6 @@ from lmpool.protocol.version import (
     MAX_SPARSE,
     MAX_STORED_BYTES,
     SERVED,
-    PublishedVersions,
     Version,
 )
 from lmpool.settings import check_number, shown
@@ -54,7 +53,6 @@ class _Upload(NamedTuple):
     data: memoryview  # The file; empty with a `source`.
     samples: tuple[bytes, ...]  # Digest of samples of the files of `source`.
     is_sparse: bool
-    nbytes: int
 
 
 class WeightVersions:
@@ -76,27 +74,25 @@ class WeightVersions:
         """Publish a version, and wait until a worker serves it; see `Producer.publish_weights`."""
         if number is not None:
             check_number("version", number, 1, MAX_NUMBER)
-        registered = await self._insist(self._registry.read, deadline)
-        if not registered.tensors:
+        tensors = await self._insist(self._registry.tensors, deadline)
+        if not tensors:
             text = f"the workers of {self._connections.model.info.base!r} cannot change their weights"
             raise errors.SettingsError(f"weights: {text} (quantised, offloaded, or a backend without this ability)")
-        wanted = unpack_types(registered.tensors)
-        upload = await asyncio.to_thread(_prepare, weights, wanted, stored)
+        upload = await asyncio.to_thread(_prepare, weights, unpack_types(tensors), stored)
         if url:
             upload = await asyncio.to_thread(_copied, upload, url)
-        version = await self._register(upload, number, registered, deadline)
+        version = await self._register(upload, number, deadline)
         await self._wait(version, deadline)
         return version.number
 
-    async def _register(
-        self, upload: _Upload, number: int | None, registered: PublishedVersions, deadline: Deadline
-    ) -> Version:
+    async def _register(self, upload: _Upload, number: int | None, deadline: Deadline) -> Version:
         """Store the file if the pool must store it, and add the version to the registry."""
         registry, nonce = self._registry, secrets.token_hex(8)
         chunks = [upload.data[at : at + CHUNK_BYTES] for at in range(0, len(upload.data), CHUNK_BYTES)]
         digests = upload.samples or tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
         for index, chunk in enumerate(chunks):
             await self._insist(partial(registry.store, nonce, index, chunk), deadline)
+        registered = await self._insist(registry.read, deadline)
         while True:
             newest, changes = registered.newest_usable, -1
             if upload.is_sparse:
@@ -104,7 +100,7 @@ class WeightVersions:
                 if len(registered.chain()) > MAX_SPARSE:
                     text = f"{MAX_SPARSE} sparse versions follow one another: publish a full version first"
                     raise errors.SettingsError(f"weights: {text}")
-            version = Version(number or registered.newest + 1, nonce, changes, upload.source, upload.nbytes, digests)
+            version = Version(number or registered.newest + 1, nonce, changes, upload.source, digests)
             added = await self._insist(partial(registry.add, version), deadline)
             registered = await self._insist(registry.read, deadline)
             if added or version in registered.versions:  # The reply to an earlier try may have been lost.
@@ -137,32 +133,13 @@ class WeightVersions:
         await self._insist(partial(self._registry.forget, old[:-_KEPT]), deadline)
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
-        """Repeat `attempt` until the server replies, or until the deadline."""
-        connections = self._connections
-        try:
-            async with deadline.limit():
-                for wait in delays():
-                    connections.check_open()
-                    try:
-                        return await attempt()
-                    except (errors.SettingsError, errors.ProducerClosed, errors.ProtocolError):
-                        raise
-                    except TROUBLE as error:
-                        connections.note(error)
-                        explained = connections.server.explain(error)
-                        if isinstance(explained, errors.AuthenticationFailed):
-                            raise errors.AuthenticationFailed(f"{explained}; {_ADVICE}") from error
-                    await asyncio.sleep(wait)
-        except errors.DeadlineExceeded as late:
-            if connections.trouble is not None and late.__cause__ is not None:
-                raise connections.trouble from late
-            raise
-        raise AssertionError("the delays never end")
+        return await self._connections.insist(attempt, deadline, _ADVICE)
 
 
 def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
     """Check weights against the types of the model's tensors; read or encode them if the pool stores them."""
     if isinstance(weights, Mapping):
+        _check_size(sum(getattr(tensor, "nbytes", 0) for tensor in weights.values()))
         data = memoryview(_encode(weights, wanted))
         types = types_of(data)
         source = ""
@@ -172,16 +149,21 @@ def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
         if stored:
             if not path.is_file():
                 raise errors.SettingsError(f"weights: {shown(str(path))} is no file, and the pool stores single files")
+            _check_size(path.stat().st_size)
             data = memoryview(path.read_bytes())
     else:
         raise errors.SettingsError(f"weights: {shown(weights)} is no folder, file or dict of tensors")
-    if len(data) > MAX_STORED_BYTES:
-        text = f"{len(data)} bytes are over the limit of {MAX_STORED_BYTES} for weights that the pool stores"
-        raise errors.SettingsError(f"weights: {text}: save them in a folder that the workers can read")
     is_sparse = any(name.endswith(INDICES) and name not in wanted for name in types)
     (check_sparse if is_sparse else check_full)(types, wanted)
     samples = (sample_digest(Path(source)),) if source else ()
-    return _Upload(source, data, samples, is_sparse, len(data))
+    return _Upload(source, data, samples, is_sparse)
+
+
+def _check_size(size: int) -> None:
+    """Refuse weights that the pool cannot store, before they take memory."""
+    if size > MAX_STORED_BYTES:
+        text = f"{size} bytes are over the limit of {MAX_STORED_BYTES} for weights that the pool stores"
+        raise errors.SettingsError(f"weights: {text}: save them in a folder that the workers can read")
 
 
 def _encode(tensors: Mapping[Any, Any], wanted: Types) -> bytes:

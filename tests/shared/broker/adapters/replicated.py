@@ -13,7 +13,7 @@ from pathlib import Path
 import redis
 
 from lmpool.embedded import EmbeddedServer
-from tests.support.pool import SLOW_SERVER, until_async
+from tests.support.pool import PATIENCE, until_async
 from tests.support.servers.proxy import Proxy
 
 
@@ -44,8 +44,8 @@ class Replicated:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Replicated]:
         """Run the replica while the context is open."""
-        with self._server, redis.Redis.from_url(self._server.url, **SLOW_SERVER) as self.replica:
-            with redis.Redis.from_url(self._primary.url, **SLOW_SERVER) as primary:
+        with self._server, redis.Redis.from_url(self._server.url, **PATIENCE) as self.replica:
+            with redis.Redis.from_url(self._primary.url, **PATIENCE) as primary:
                 primary.config_set("port", self._port)
                 primary.config_set("repl-diskless-sync-delay", 0)
             await self.follow()

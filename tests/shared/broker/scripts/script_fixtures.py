@@ -15,7 +15,7 @@ from lmpool.broker import scripts
 from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import GROUP
 from tests.shared.broker.scripts.script_calls import JOBS
-from tests.support.pool import SLOW_SERVER, spoken
+from tests.support.pool import PATIENCE, spoken
 
 
 @pytest.fixture(scope="module", name="server")
@@ -32,7 +32,7 @@ async def script_redis(request: pytest.FixtureRequest) -> AsyncIterator[redis_as
     if request.param == "fake":
         client = fakeredis.aioredis.FakeRedis()
     else:
-        client = redis_async.Redis.from_url(request.getfixturevalue("server"), **SLOW_SERVER)
+        client = redis_async.Redis.from_url(request.getfixturevalue("server"), **PATIENCE)
         await client.flushall()
     await client.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
     yield client

@@ -43,7 +43,7 @@ from tests.shared.broker.scripts.script_calls import (
     waiting,
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
-from tests.support.pool import SLOW_SERVER
+from tests.support.pool import PATIENCE
 
 # The script submit.lua
 
@@ -579,17 +579,15 @@ async def test_the_text_of_a_script_is_sent_only_if_the_server_does_not_have_it(
 
 @pytest.mark.parametrize("kind", ["commands", "rows"])
 async def test_a_script_runs_on_the_lines_of_the_path_of_a_request_too(server: str, kind: str) -> None:
-    control = redis_async.Redis.from_url(server, **SLOW_SERVER)
+    control = redis_async.Redis.from_url(server, **PATIENCE)
     await control.flushall()
     await control.script_flush()
     connection = CommandConnection(Server(server)) if kind == "commands" else RowConnection(Server(server), 10.0)
     keys = [JOBS, A, waiting(1), waiting(2)]
     try:
         for outcome in (b"QQ", b"JJ"):  # The script is first sent as text, then by its digest.
-            assert (
-                await scripts.SUBMIT.on(connection.call, keys, [100, LIFETIME_MS, "", 0, 2, b"job-1", b"job-2"])
-                == outcome
-            )
+            args: list[bytes | str | int] = [100, LIFETIME_MS, "", 0, 2, b"job-1", b"job-2"]
+            assert await scripts.SUBMIT.on(connection.call, keys, args) == outcome
         assert await control.script_exists(scripts.SUBMIT.sha) == [True]
         assert await scripts.CANCEL.on(connection.call, [JOBS, A, waiting(1)], [GROUP]) == 1
         with pytest.raises(ServerError, match="WRONGTYPE"):

@@ -31,7 +31,7 @@ from tests.shared.broker.scripts.script_calls import (
     waiting,
 )
 from tests.shared.broker.scripts.script_fixtures import script_server  # noqa: F401
-from tests.support.pool import SLOW_SERVER
+from tests.support.pool import PATIENCE
 
 USERS = Path(__file__).parents[4] / "docker/redis/users.acl"
 
@@ -45,7 +45,7 @@ async def has_command(redis: redis_async.Redis) -> bool:
 @pytest.fixture(name="admin")
 async def clean_server(server: str) -> AsyncIterator[redis_async.Redis]:
     """A client with all rights on a server with an empty queue."""
-    client = redis_async.Redis.from_url(server, **SLOW_SERVER)
+    client = redis_async.Redis.from_url(server, **PATIENCE)
     await client.flushall()
     await client.config_resetstat()
     await client.xgroup_create(JOBS, GROUP, id="0", mkstream=True)
@@ -63,7 +63,7 @@ async def script_user(
         return
     rights = ["+@all", *(["-msetex"] if await has_command(admin) else [])]
     await admin.acl_setuser("limited", enabled=True, reset=True, passwords=["+secret"], keys=["*"], commands=rights)
-    client = redis_async.Redis.from_url(server, username="limited", password="secret", **SLOW_SERVER)
+    client = redis_async.Redis.from_url(server, username="limited", password="secret", **PATIENCE)
     # Connect before the counters are reset: old servers refuse commands that redis-py sends when it connects.
     await client.ping()
     await admin.config_resetstat()

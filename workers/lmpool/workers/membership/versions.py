@@ -33,6 +33,7 @@ from lmpool.protocol.version import REFUSED, SERVED, PublishedVersions, Version,
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
+from lmpool.workers.execution.folders import LockedFolder, locked_folder
 from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
@@ -44,7 +45,7 @@ _MOVED_TTL_MS = 3_600_000  # Lifetime of the entries that have clients read the 
 _MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
 _CANARY = bytes(16)  # Digest of the prompt that is computed with new weights before any client's prompt.
 _CANARY_TOKENS = 4  # Max tokens of this prompt.
-
+_NOT_SERVED = "version %d is not served: %s"
 
 T = TypeVar("T")
 
@@ -76,7 +77,7 @@ class VersionKeeper:
         )
         self._reader = server.client(reply_timeout_s=_REPLY_S)  # Only for reads that block.
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
-        self._files: dict[str, tempfile.TemporaryDirectory[str]] = {}  # Nonce -> folder with a file from the pool.
+        self._files: dict[str, LockedFolder] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
         self._waits_until = math.inf  # Monotonic time until which workers of older versions go first.
         # A version that this worker could not load, and the monotonic time before which it does not try again.
@@ -94,7 +95,7 @@ class VersionKeeper:
         Raises:
             ModelMismatch: live workers serve versions of another checkpoint under this name.
             ServerError: the server cannot be used.
-            WorkerError: the version cannot be loaded.
+            WorkerError: the backend broke.
         """
         self.info, self._own_adapters = opened.info, frozenset(opened.adapters)
         self._registry = VersionRegistry(self._redis, self._keys.model(opened.info.name))
@@ -106,9 +107,9 @@ class VersionKeeper:
             await self._claim_registry()
             if chain := (await self._registry.read()).chain(is_tried=False):
                 await self._load(chain)
-        except _Unservable as error:
-            raise WorkerError(f"version {chain[-1].number} of {self.info.base!r}: {error}") from error
         except SettingsError as error:  # Serve version 0, and try again after a lease.
+            if isinstance(error, _Unservable):
+                await self._load((), anew=True)
             self._note_failure(chain[-1], str(error))
         except NoPermissionError as error:
             _log.warning("the weights cannot change: the server's user has not all rights of a worker: %s", error)
@@ -157,13 +158,11 @@ class VersionKeeper:
             await self._registry.decide(number, REFUSED + reason)
             return True
         failed, not_before = self._not_before
-        if (failed == newest and time.monotonic() < not_before) or await self._lets_others_go_first():
-            await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
-            return True
-        # Only one worker tries a version that no worker has served: it decides whether the version is refused.
-        slots = self._settings.max_unavailable if number in registered.states else 1
         lease_ms = int(self._settings.lease_s * 1000)
-        self._slot = await self._registry.take_turn(self._worker_id, slots, lease_ms)
+        if (failed != newest or time.monotonic() >= not_before) and not await self._lets_others_go_first():
+            # Only one worker tries a version that no worker has served: it decides whether the version is refused.
+            slots = self._settings.max_unavailable if number in registered.states else 1
+            self._slot = await self._registry.take_turn(self._worker_id, slots, lease_ms)
         if self._slot is None:
             await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
             return True
@@ -182,8 +181,8 @@ class VersionKeeper:
         if now < self._waits_until:
             for name in await scripts.read_infos(self._redis, self._keys):
                 base, number = split_name(name.decode("utf-8", "replace"))
-                older = name_of_version(base, number or 0)
-                if base == self.info.base and (number or 0) < self.info.version and await self._count(older):
+                is_older = base == self.info.base and (number or 0) < self.info.version
+                if is_older and await self._count(name_of_version(base, number or 0)):
                     return True
         self._waits_until = math.inf
         return False
@@ -247,13 +246,14 @@ class VersionKeeper:
 
         The first decision counts. If others serve the version, and this worker cannot, it tries again after a lease.
         """
-        # If a later version was published, the files of this one may have been removed.
-        if reason and (await self._insist(self._registry.read)).newest_usable != version:
+        # If a later version was published, or this one refused, its files may have been removed.
+        if reason and (registered := await self._insist(self._registry.read)).newest_usable != version:
+            _log.warning(_NOT_SERVED, version.number, registered.reason(version.number) or reason)
             return False
         state = f"{REFUSED}{reason}" if reason else SERVED
         decided = await self._insist(partial(self._registry.decide, version.number, state))
         if decided != SERVED:
-            _log.warning("version %d is not served: %s", version.number, decided.removeprefix(REFUSED))
+            _log.warning(_NOT_SERVED, version.number, decided.removeprefix(REFUSED))
         elif reason:
             self._note_failure(version, reason)
         return decided == SERVED and not reason
@@ -268,7 +268,7 @@ class VersionKeeper:
         if not self._tensors:
             return
         registered, mine = await self._registry.read(), self.info.version
-        if registered.tensors:
+        if registered.has_owner:
             await self._registry.renew(self._chain)
         else:
             await self._registry.claim(self.info.lineage, self._tensors)
@@ -344,10 +344,10 @@ class VersionKeeper:
             raise SettingsError(f"weights: {reason}: write each version to a place of its own")
         return path
 
-    async def _fetch(self, version: Version) -> tempfile.TemporaryDirectory[str]:
-        """Copy the files of a version to a new folder, which is removed with the returned object."""
+    async def _fetch(self, version: Version) -> LockedFolder:
+        """Copy the files of a version to a new folder, which the next worker removes if this one is killed."""
         try:
-            folder = tempfile.TemporaryDirectory(prefix="lmpool-weights-")
+            folder = locked_folder("lmpool-weights-", Path(tempfile.gettempdir()))
             if version.source:
                 await asyncio.to_thread(bucket.download, version.source, Path(folder.name))
                 return folder

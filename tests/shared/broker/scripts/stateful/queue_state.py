@@ -11,7 +11,7 @@ import redis
 from lmpool.broker import scripts
 from lmpool.protocol.keys import BULK_TIME, GROUP, JOB_FIELD, WAKE_FIELD
 from tests.shared.broker.scripts.script_calls import JOBS, MODEL, digest
-from tests.support.pool import SLOW_SERVER
+from tests.support.pool import PATIENCE
 
 PROMPTS = range(1, 25)
 WORKERS = ("w1", "w2", "w3", "w4")
@@ -67,7 +67,7 @@ class Caller:
     """
 
     def __init__(self, url: str) -> None:
-        self.redis: redis.Redis = redis.Redis.from_url(url, protocol=2, **SLOW_SERVER)
+        self.redis: redis.Redis = redis.Redis.from_url(url, protocol=2, **PATIENCE)
         self._look: Any = self.redis.register_script(_LOOK)
 
     def run(self, script: scripts.Script, keys: Sequence[bytes], args: Sequence[Any]) -> Any:

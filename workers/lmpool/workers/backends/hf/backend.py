@@ -201,7 +201,7 @@ class HfBackend(EngineBackend):
         """See `ChangesWeights.load_weights`. Adapters and the head refer to the weights, which are changed in place."""
         if self._pool is not None:
             self._pool.clear()
-        self._replaceable.load(full or self._folder, sparse, held)
+        self._replaceable.load(full, sparse, held)
 
     @property
     def devices(self) -> list[str]:

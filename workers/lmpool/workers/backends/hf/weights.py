@@ -30,6 +30,7 @@ class ReplaceableWeights:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path, settings: HfSettings) -> None:
+        self._folder = folder
         is_plain = settings.gguf_file is None and settings.quantization is None and not is_offloaded(model)
         self.types: Types = replaceable_tensors(folder) if is_plain else {}
         self._weights = _weights_by_name(model, self.types)
@@ -38,9 +39,9 @@ class ReplaceableWeights:
             self.types = {}
 
     @torch.no_grad()
-    def load(self, full: Path, sparse: Sequence[Path], held: int) -> None:
+    def load(self, full: Path | None, sparse: Sequence[Path], held: int) -> None:
         """See `ChangesWeights.load_weights`; drops nothing that was computed from the old weights."""
-        for name, changes in new_changes(full, sparse, held, self.types).items():
+        for name, changes in new_changes(full or self._folder, sparse, held, self.types).items():
             if (weight := self._weights.get(name)) is None:
                 continue  # The model does not use the tensor.
             for indices, values in changes:

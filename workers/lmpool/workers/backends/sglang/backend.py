@@ -261,7 +261,7 @@ class SglangBackend(EngineBackend):
 
     def load_weights(self, full: Path | None, sparse: Sequence[Path], held: int) -> None:
         """See `ChangesWeights.load_weights`."""
-        full = full or Path(self._settings.model)
+        full = full or self._folder
         names = [*new_changes(full, sparse, held, self._tensors)]
         if names and self._engine.packs_weights:
             names = [*self._tensors]

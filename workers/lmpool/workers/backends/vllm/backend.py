@@ -262,7 +262,7 @@ class VllmBackend(EngineBackend):
 
     def load_weights(self, full: Path | None, sparse: Sequence[Path], held: int) -> None:
         """See `ChangesWeights.load_weights`."""
-        new = checked_weights(full or Path(self._settings.model), sparse, held, self._tensors)
+        new = checked_weights(full or self._folder, sparse, held, self._tensors)
         self._close(self._sessions.close_oldest(len(self._sessions)))
         if not self._core.reset_prefix_cache():
             raise WorkerError("vLLM has requests in flight, and its prefix cache cannot be dropped")
