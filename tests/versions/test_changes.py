@@ -120,9 +120,12 @@ async def test_files_and_folders_are_read_by_workers_or_stored_in_the_pool(pool:
         for place in (file, str(file.parent)):
             await publisher.publish_weights(place)
             assert await is_of_seed(publisher, 3)
-        with pytest.raises(WeightsRefused, match="lies outside of .*--weights-root"):
-            await publisher.publish_weights(outside)
-        assert await publisher.publish_weights(outside, stored=True) == 4
+        (tmp_path / "allowed" / "links").mkdir()
+        (tmp_path / "allowed" / "links" / "model.safetensors").symlink_to(outside)
+        for place in (outside, tmp_path / "allowed" / "links"):
+            with pytest.raises(WeightsRefused, match="safetensors' lies outside of .*--weights-root"):
+                await publisher.publish_weights(place)
+        assert await publisher.publish_weights(outside, stored=True) == 5
         assert await is_of_seed(publisher, 4)
         assert len(pool.names("{syn}:versions:data:*")) == 1
         await publisher.publish_weights(file)

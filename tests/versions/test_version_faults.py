@@ -159,6 +159,41 @@ async def test_the_server_restarts_during_a_change(moment: str, own_server: Embe
         pool.end()
 
 
+async def test_a_worker_that_waits_for_the_server_during_a_change_can_be_stopped(
+    own_server: EmbeddedServer, tmp_path: Path
+) -> None:
+    gate = Gate(tmp_path / "gate")
+    pool = Pool(own_server.url, "lp", tmp_path)
+    try:
+        worker = pool.start(*LEASE, command=gate.command)
+        async with pool.producer("syn") as publisher:
+            publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+            await asyncio.to_thread(worker.until_says, "changing from version 0 to version 1")
+            await asyncio.to_thread(own_server.stop)
+            publishing.cancel()
+        gate.open()
+        await asyncio.to_thread(worker.until_says, "will try again: ")
+        worker.signal(signal.SIGTERM)
+        await asyncio.to_thread(worker.wait)
+    finally:
+        pool.end()
+
+
+async def test_a_version_whose_files_are_lost_is_replaced_through_version_0(pool: Pool, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"seed": np.array(1)}, file)
+    worker = pool.start(*LEASE)
+    async with pool.producer("syn") as producer:
+        assert await producer.publish_weights(file) == 1
+    worker.end()
+    file.unlink()
+    pool.start(*LEASE).until_says("cannot load version 1, which was served before")
+    async with pool.producer("syn@0") as producer:
+        assert await producer.publish_weights(weights(2)) == 2
+    async with pool.producer("syn") as producer:
+        assert await is_of_seed(producer, 2)
+
+
 async def test_rows_are_of_the_named_versions_while_workers_are_killed(pool: Pool) -> None:
     pool.start(*LEASE)
     pool.start(*LEASE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Callable, Sequence, Set
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,12 @@ _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 def is_url(location: str) -> bool:
     """Whether a location is a URL."""
     return _URL.match(location) is not None
+
+
+def is_below(url: str, root: str) -> bool:
+    """Whether a URL names the folder `root`, which may be no URL, or something in this folder."""
+    parts = url.split("/")
+    return parts[: len(folder := root.rstrip("/").split("/"))] == folder and ".." not in parts and "." not in parts
 
 
 def named(text: str) -> str:
@@ -60,7 +67,11 @@ def upload(files: Sequence[Path], url: str) -> None:
 def download(url: str, target: Path) -> None:
     """Copy the files of the folder `url` of a store into a folder; raises SettingsError if the store cannot be used."""
     system, folder = file_system(url, STORES)
-    names: list[str] = _call(url, "read", lambda: system.ls(folder, detail=False))
+    files: list[dict[str, Any]] = _call(url, "read", lambda: system.ls(folder, detail=True))
+    needed, free = sum(file["size"] or 0 for file in files), shutil.disk_usage(target).free
+    if needed > free:
+        raise SettingsError(f"{named(url)} has {needed} bytes, and {free} are free in {target}")
+    names = [str(file["name"]) for file in files]
     _call(url, "read", lambda: [system.get_file(name, str(target / name.rpartition("/")[2])) for name in names])
 
 

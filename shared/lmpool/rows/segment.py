@@ -109,10 +109,11 @@ class Segment:
 
     The backend's thread calls `new_rows`, any thread `write`, `find` and `row`, and one other thread all other methods.
     A slot may be reused while `row` is read: the copy is whole if `find` returned its number before and after the copy.
-    The constructor raises `OSError` if the folder of sockets cannot be used.
+    `last` is the largest number of a row so far. The constructor raises `OSError` if the folder of sockets cannot be
+    used.
     """
 
-    def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
+    def __init__(self, fd: int, memory: mmap.mmap, layout: Layout, last: int | None = None) -> None:
         self._fd = fd
         self._path = folder() / name_of(layout.nonce)
         self._memory = memory
@@ -126,11 +127,17 @@ class Segment:
         self._numbers: dict[bytes, int] = {}  # Digest -> number of the row.
         self._replaced: list[bytes] = []
         self._stored: set[bytes] = set()  # Digests of rows that Redis stores too.
-        self._last = layout.slots - 1  # Start value: the first row is in slot 0, and no row has number 0.
+        # Start value: the first row is in slot 0, and no row has number 0.
+        self._last = layout.slots - 1 if last is None else last
         # Slots that `new_rows` handed out, ordered by row number: first row number, weak reference to the memory.
         self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
-        self.nonce, self.size, self.slots = layout.nonce, layout.size, layout.slots
+        self.nonce, self.size, self.slots, self.fingerprint = (
+            layout.nonce,
+            layout.size,
+            layout.slots,
+            layout.fingerprint,
+        )
         self._first, self._stride = layout.first, layout.stride
         # Add checksums where processors reorder stores: there the numbers in slots do not prove that a row is whole.
         self.is_summed = platform.machine().lower() not in _ORDERED
@@ -227,10 +234,11 @@ class Segment:
             self._view[begin + len(header) : end] = values
         if rest := -length % WORD:
             self._view[end : end + rest] = bytes(rest)
-        _SLOT_AND_HEADER.pack_into(self._memory, at, 0, digest, length, 0, self.is_summed, header)
+        facts = digest, length, 0, self.is_summed, self.fingerprint
+        _SLOT_AND_HEADER.pack_into(self._memory, at, 0, *facts, header)
         if self.is_summed:
             checksum = shared_memory.checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
-            SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True)
+            SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True, self.fingerprint)
         # Write the number last, and in one store, which `struct` does not guarantee.
         self._words[at // WORD] = number
         # Add the row to the index, in place of the oldest entry of its bucket.
@@ -262,6 +270,20 @@ class Segment:
         begin = self._at(number) + SLOT.size
         length = SLOT.unpack_from(self._memory, self._at(number))[2]
         return self._bytes[begin : begin + length]
+
+    def renamed(self, fingerprint: str) -> Segment:
+        """The same memory under another name, for rows of other weights; use only the returned object from now on.
+
+        Readers that have mapped the memory under this name still find its rows until they are overwritten, and no rows
+        of the other weights. Raises `OSError` if the folder of sockets cannot be used.
+        """
+        self._listener.close()
+        nonce = secrets.token_bytes(_NONCE_SIZE)
+        layout = self._layout._replace(nonce=nonce, fingerprint=shared_memory.fingerprint_bytes(fingerprint))
+        self._memory[: shared_memory.HEADER.size] = layout.pack()
+        renamed = Segment(self._fd, self._memory, layout, self._last)
+        renamed._lent = self._lent
+        return renamed
 
     def close(self) -> None:
         """Stop handing out the segment. Processes that have mapped the segment can read it until they release it."""
@@ -361,6 +383,8 @@ def make_segment(
 class SegmentWriter:
     """Writes one worker's rows to a segment. While there is no segment, rows go through Redis.
 
+    All versions of the model's weights use the same memory, because allocating it may take longer than loading weights.
+
     `size` limits the bytes of the segment: None for a part of the free memory, 0 for no segment. `on_size` receives the
     segment's size whenever the size changes. `map_memory` receives the segment's memory while other processes of the
     worker can map it for writing.
@@ -384,10 +408,13 @@ class SegmentWriter:
         self.host = b""  # The host of clients that can read the segment; b"" if there is no segment.
         self.address = b""  # "HOST:PORT" of the worker's row server; b"" if there is none.
         self._lock = threading.Lock()
+        self._making: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Create the segment, and keep its socket in place."""
-        await asyncio.to_thread(self.make)
+        """Create the segment, and keep its socket in place. This method may be cancelled and called again."""
+        if self._making is None:
+            self._making = asyncio.create_task(asyncio.to_thread(self.make), name="segment")
+        await asyncio.shield(self._making)
         while self._is_wanted:
             await asyncio.sleep(_NAME_CHECK_S)
             try:
@@ -396,6 +423,23 @@ class SegmentWriter:
             except OSError as error:
                 # Clients that have mapped the segment can still read it; other clients get rows through Redis.
                 _log.debug("%s: %s", folder(), error)
+
+    def change(self, info: ModelInfo) -> None:
+        """Write rows of other weights of the model from now on, under another name of the segment."""
+        with self._lock:
+            self._info = info
+            self._rename()
+
+    def _rename(self) -> None:
+        wanted = shared_memory.fingerprint_bytes(self._info.fingerprint)
+        if self.segment is None or self.segment.fingerprint == wanted:
+            return
+        try:
+            self.segment = self.segment.renamed(self._info.fingerprint)
+        except OSError as error:
+            _log.warning("rows go through Redis, not through shared memory: %s: %s", folder(), error.strerror)
+            self.segment.close()
+            self.segment, self.host = None, b""
 
     def make(self) -> None:
         """Create a segment, if enough memory is free; blocks for up to seconds."""
@@ -414,6 +458,7 @@ class SegmentWriter:
             elif segment is not None:
                 self.host = shared_memory.host_token()  # Set first: the event loop reads it once a segment exists.
                 self.segment = segment
+                self._rename()  # The weights may have changed meanwhile.
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)
             elif self._is_wanted:

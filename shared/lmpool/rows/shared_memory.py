@@ -62,8 +62,9 @@ DIRECT_MARK = b"+"
 HEADER = struct.Struct("<6sH8s16sIQQQ")
 """The beginning of a segment: magic bytes, version of the layout, and the fields of `Layout`."""
 
-SLOT = struct.Struct("<Q16sQQ?23x")
-"""The beginning of a slot: number, digest, bytes of the encoded row, checksum, and whether there is a checksum."""
+SLOT = struct.Struct("<Q16sQQ?16s7x")
+"""The beginning of a slot: number, digest, bytes of the encoded row, checksum, whether there is a checksum, and the
+`Layout.fingerprint` of the row: later weights of the model use the same memory under another name."""
 
 BUCKET = struct.Struct("<8Q")
 """A bucket of the index: eight entries of 16 bits of a digest and 48 bits of the row's number, or 0 if empty."""
@@ -76,7 +77,7 @@ _F_GET_SEALS = 1034  # Value of F_GET_SEALS in Linux's headers.
 _NUMBER = struct.Struct("@Q")  # Native byte order: `struct` reads the number at once, not byte by byte.
 _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
-_MAGIC, _LAYOUT_VERSION = b"LMPSHM", 2  # A reader skips segments of another version.
+_MAGIC, _LAYOUT_VERSION = b"LMPSHM", 3  # A reader skips segments of another version.
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC = b"LMPS"
 # Versions of references without and with the address of a row server. A reference of another version counts as no row.
@@ -470,8 +471,10 @@ class SegmentReader:
         at = segment.first + number % layout.slots * layout.stride
         begin = at + SLOT.size + HEADER_SIZE
         slot = segment.memory[at:begin]
-        seen, whose, length, checksum, is_summed = SLOT.unpack_from(slot)
-        if seen != number or whose != digest or not HEADER_SIZE <= length <= layout.stride - SLOT.size:
+        seen, whose, length, checksum, is_summed, fingerprint = SLOT.unpack_from(slot)
+        if seen != number or whose != digest or fingerprint != layout.fingerprint:
+            return None
+        if not HEADER_SIZE <= length <= layout.stride - SLOT.size:
             return None
         size = 4 * vocab_size
         if length == HEADER_SIZE + size and not is_summed and slot[SLOT.size :] == f32_header(vocab_size):

@@ -115,6 +115,35 @@ def test_a_read_with_a_wrong_prompt_number_or_model_finds_no_row(segment: Segmen
     assert not reader.has_any
 
 
+def test_rows_of_other_weights_use_the_same_memory_under_another_name() -> None:
+    segment, reader, later = make(), SegmentReader(), SegmentReader()
+    refresh(reader)
+    old = put(segment, 7), put(segment, 8)
+    renamed = segment.renamed("fp@1")
+    try:
+        assert renamed._memory is segment._memory
+        assert not segment._path.exists()
+        refresh(later, "fp@1")
+        assert (renamed.find(prompt(7)), later.find(prompt(7), V)) == (None, None)
+        assert reader.find(prompt(7), V) is not None, "readers of the old weights still have the row"
+        for _ in range(63):  # The new rows overwrite the first old row, and not the second.
+            new = put(renamed, 7)
+        assert later.find(prompt(7), V) is not None
+        assert later.read(new, prompt(7), V) is not None
+        assert later.find(prompt(8), V) is None
+        assert later.read(old[1], prompt(8), V) is None, "no process can map the memory under the old name any more"
+        assert reader.find(prompt(7), V) is None
+        assert reader.read(old[0], prompt(7), V) is None
+        assert reader.read(new._replace(nonce=old[0].nonce), prompt(7), V) is None
+        assert reader.read(old[1], prompt(8), V) is not None
+    finally:
+        renamed.close()
+
+
+PADDING = (40, *range(57, 64))
+"""Bytes of a slot that say nothing: a flag that may have any value but 0, and the end."""
+
+
 @pytest.mark.parametrize("is_length_known", [False, True])
 @pytest.mark.parametrize("at", [*range(0, 72, 5), 80, 100, 3000, 6079])
 def test_a_row_whose_slot_has_a_wrong_byte_is_not_returned(
@@ -126,7 +155,7 @@ def test_a_row_whose_slot_has_a_wrong_byte_is_not_returned(
     if is_length_known:
         assert reader.read(reference, prompt(5), V) is not None
     segment._memory[segment.size - 64 * SLOT + SLOT * (reference.number % 64) + at] ^= 0x10
-    assert (reader.read(reference, prompt(5), V) is None) is not (40 <= at < 64), "every byte except the padding"
+    assert (reader.read(reference, prompt(5), V) is None) is (at not in PADDING), "every byte except the padding"
     row = reader.read(other, prompt(6), V)
     assert row is not None
     assert row.tobytes() == row_of(6).tobytes()

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from lmpool.broker.bucket import is_url
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import LIMITS, MAX_PARTITIONS
 from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
@@ -71,7 +72,9 @@ class WorkerSettings:
         "Max workers of the model that change to a published version of the weights at once.", 1, 1, 1000
     )
     weights_root: list[str] = option(
-        "Folder that must contain published weights, with all links followed; may be repeated. Default: any folder.", []
+        "Folder, or URL of a folder in a bucket, that must contain published weights, with all links followed; may be "
+        "repeated. Default: any folder and any bucket.",
+        [],
     )
     tracing: bool = option("Send spans of traced jobs to OTEL_EXPORTER_OTLP_ENDPOINT (also: LMPOOL_TRACING=1).", False)
 
@@ -84,7 +87,7 @@ class WorkerSettings:
         for name in ("adapter_root", "weights_root"):
             check_texts(name, getattr(self, name))
             for root in getattr(self, name):
-                if not Path(root).is_dir():
+                if not (Path(root).is_dir() or (name == "weights_root" and is_url(root))):
                     raise SettingsError(f"{name}: {shown(root)} is no folder")
 
     @property

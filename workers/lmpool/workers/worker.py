@@ -94,10 +94,8 @@ class Serving:
         self.engine_thread = engine_thread
         self.segments = SegmentReader()
         self.rows = RowCache(server, keys, info, self.segments)
-        self.segment = SegmentWriter(
-            info, worker_id, settings.shm_bytes, partial(setattr, counters, "shared_bytes"), engine_thread.map_memory
-        )
-        engine_thread.write_to(self.segment.new_rows)
+        self.segment = worker.segment
+        self.segment.change(info)
         self.row_server = RowServer(server, self.segment, settings, redis, self.connection)
         traces = JobTraces(info.name, worker_id) if settings.tracing else None
         reader = JobReader(redis, model, info, worker_id, counters, traces)
@@ -123,7 +121,6 @@ class Serving:
     async def close(self) -> None:
         """Close all connections."""
         self.row_server.close()
-        self.segment.close()
         self.publisher.datagrams.close()
         self.segments.close()
         self.rows.close()
@@ -141,6 +138,7 @@ class Worker:
         settings: see `WorkerSettings`.
 
     Attributes:
+        segment: the shared memory for rows, which outlives changes of the weights.
         worker_id: id of the worker in Redis.
         ranks: number of processes that the model is spread over.
         is_hung: whether the backend's thread still runs after `run` returned; only the process's end ends this thread.
@@ -150,6 +148,7 @@ class Worker:
     def __init__(self, server: Server, backend: BackendSettings, settings: WorkerSettings | None = None) -> None:
         self.server, self._backend, self.settings = server, backend, settings or WorkerSettings()
         self.worker_id, self.counters = new_worker_id(), WorkerCounters()
+        self.segment: SegmentWriter
         self.ranks: int = getattr(backend, "ranks", 1)
         self._serving: Serving | None = None
         self._is_ending = False  # Whether `stop` was called.
@@ -215,12 +214,20 @@ class Worker:
         engine_thread = EngineThread(
             self._backend.open, self._take_result, self._break, self.counters.stepped, tells_steps=self.settings.tracing
         )
-        versions = self.versions = VersionKeeper(self.server, self.settings, self.worker_id, engine_thread)
+        versions = self.versions = VersionKeeper(
+            self.server, self.settings, self.worker_id, engine_thread, lambda: self._is_ending
+        )
         guarded = ExitStack()
         try:
             async with loading(self.server, self.settings, self.worker_id, self._backend.served_as):
                 opened = await versions.start(await engine_thread.start())
             guarded.enter_context(guard)
+            on_size = partial(setattr, self.counters, "shared_bytes")
+            self.segment = SegmentWriter(
+                opened.info, self.worker_id, self.settings.shm_bytes, on_size, engine_thread.map_memory
+            )
+            guarded.callback(self.segment.close)
+            engine_thread.write_to(self.segment.new_rows)
             on_hang = partial(self._break, hung=engine_thread)
             async with watching_calls(engine_thread, self.settings.step_timeout_s, on_hang):
                 await self._run(engine_thread, opened, on_ready)

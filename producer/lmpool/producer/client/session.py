@@ -14,7 +14,7 @@ from typing import Any, Literal, Self, TypeVar
 from redis.exceptions import RedisError
 
 from lmpool import errors
-from lmpool.aio import copy_error, delays, end_tasks, ended, finish, outcome, silence_limit
+from lmpool.aio import copy_error, delays, end_tasks, ended, finish, outcome, pauses, silence_limit
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.server import Server
 from lmpool.producer.client.adapters import Adapters
@@ -303,7 +303,7 @@ class Session(Requester):
         """
         if (pinned := split_name(self._wanted)[1]) is not None and pinned < number:
             raise errors.SettingsError(f"min_version: {number} is above {pinned}, the version of this producer")
-        for wait in delays(_MAX_RETRY_INTERVAL_S):
+        for wait in pauses():
             if self.info.version >= number:
                 return
             with self._connections.noting():

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, TypeVar
 
 from lmpool import errors
-from lmpool.aio import delays
+from lmpool.aio import pauses
 from lmpool.broker import bucket
 from lmpool.broker.registries import VersionRegistry
 from lmpool.producer.client.discovery import Connections
@@ -42,7 +42,6 @@ from lmpool.settings import check_number, shown
 T = TypeVar("T")
 
 _ADVICE = "publishing weights is a right of its own: name the server as the user `weights` (docker/redis/users.acl)"
-_MAX_WAIT_S = 0.25  # Max seconds between two reads of the registry by a publisher that waits for a worker.
 _KEPT = 64  # Versions whose entries stay in the registry, so that their cached rows can be found by their numbers.
 
 
@@ -115,7 +114,7 @@ class WeightVersions:
         """Wait until a worker has served or refused a version; then remove what no worker needs any more."""
         number = version.number
         try:
-            for wait in delays(_MAX_WAIT_S):
+            for wait in pauses():
                 registered = await self._insist(self._registry.read, deadline)
                 if reason := registered.reason(number):
                     await self._insist(partial(self._registry.forget, [version], keep_entries=True), deadline)

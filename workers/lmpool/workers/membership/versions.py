@@ -28,7 +28,7 @@ from lmpool.errors import ModelMismatch, ProtocolError, SettingsError, WorkerErr
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
-from lmpool.protocol.tensors import TensorType, pack_types, sample_digest
+from lmpool.protocol.tensors import TensorType, pack_types, sample_digest, weight_files
 from lmpool.protocol.version import REFUSED, SERVED, PublishedVersions, Version, name_of_version, pointer_of, split_name
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
@@ -62,6 +62,7 @@ class VersionKeeper:
         settings: the worker's settings.
         worker_id: the worker's id.
         engine_thread: the thread of the backend, which has loaded version 0.
+        is_ending: whether the worker must end; then it does not wait for a server that cannot be used.
 
     Attributes:
         info: the info of the version that the backend holds.
@@ -69,12 +70,17 @@ class VersionKeeper:
         next: the versions whose files make the next version, if this worker must change; else None.
     """
 
-    def __init__(self, server: Server, settings: WorkerSettings, worker_id: str, engine_thread: EngineThread) -> None:
+    def __init__(
+        self,
+        server: Server,
+        settings: WorkerSettings,
+        worker_id: str,
+        engine_thread: EngineThread,
+        is_ending: Callable[[], bool],
+    ) -> None:
         self._server, self._settings, self._worker_id, self._engine = server, settings, worker_id, engine_thread
-        self._redis, self._keys = (
-            server.client(reply_timeout_s=reply_timeout(settings.lease_s / 2)),
-            Keys(settings.prefix),
-        )
+        self._is_ending, self._keys = is_ending, Keys(settings.prefix)
+        self._redis = server.client(reply_timeout_s=reply_timeout(settings.lease_s / 2))
         self._reader = server.client(reply_timeout_s=_REPLY_S)  # Only for reads that block.
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
         self._files: dict[str, LockedFolder] = {}  # Nonce -> folder with a file from the pool.
@@ -120,7 +126,11 @@ class VersionKeeper:
 
     def _note_failure(self, version: Version, reason: str) -> None:
         self._not_before = version, time.monotonic() + self._settings.lease_s
-        _log.warning("other workers serve version %d, and this one will try again: %s", version.number, reason)
+        _log.warning(
+            "this worker cannot load version %d, which was served before, and will try again: %s",
+            version.number,
+            reason,
+        )
 
     async def _claim_registry(self) -> None:
         """Clear the registry if it belongs to another checkpoint, which no live worker serves."""
@@ -333,9 +343,12 @@ class VersionKeeper:
         Raises:
             SettingsError: the files do not exist, lie outside of the allowed folders, or are damaged.
         """
+        roots = self._settings.weights_root
         if version.source and not bucket.is_url(version.source):
-            path = await asyncio.to_thread(_local_path, version.source, self._settings.weights_root)
+            path = await asyncio.to_thread(_local_path, version.source, roots)
         else:
+            if version.source and roots and not any(bucket.is_below(version.source, root) for root in roots):
+                raise _outside(version.source, roots)
             if version.nonce not in self._files:
                 self._files[version.nonce] = await self._fetch(version)
             path = Path(self._files[version.nonce].name)
@@ -363,11 +376,13 @@ class VersionKeeper:
         return folder
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `attempt` until the server answers."""
+        """Repeat `attempt` until the server answers; raises `ServerError` if the worker must end first."""
         for wait in delays(self._settings.heartbeat_s):
             try:
                 return await attempt()
             except (RedisError, OSError) as error:
+                if self._is_ending():
+                    raise self._server.explain(error) from error
                 _log.warning("will try again: %s", self._server.explain(error))
                 await asyncio.sleep(wait)
         raise AssertionError("the delays never end")
@@ -392,12 +407,20 @@ def _local_path(source: str, roots: Sequence[str]) -> Path:
         path = Path(source).expanduser().resolve()
     except (OSError, RuntimeError, ValueError) as error:
         raise SettingsError(f"weights: {shown(source)} cannot be read: {error}") from error
-    if roots and not any(path.is_relative_to(Path(root).resolve()) for root in roots):
-        advice = "put it there, or start all workers with another --weights-root"
-        raise SettingsError(f"weights: {shown(source)} lies outside of {', '.join(roots)}: {advice}")
+    allowed = [Path(root).resolve() for root in roots if not bucket.is_url(root)]
+    if roots and not any(map(path.is_relative_to, allowed)):
+        raise _outside(source, roots)
     if not path.exists():
         raise SettingsError(f"weights: {shown(source)} does not exist on the worker's machine")
+    for file in weight_files(path) if roots else ():  # A file in the folder may be a link.
+        if not any(map(file.resolve().is_relative_to, allowed)):
+            raise _outside(str(file), roots)
     return path
+
+
+def _outside(source: str, roots: Sequence[str]) -> SettingsError:
+    advice = "put it there, or start all workers with another --weights-root"
+    return SettingsError(f"weights: {shown(bucket.named(source))} lies outside of {', '.join(roots)}: {advice}")
 
 
 # The functions below run in the backend's thread.
