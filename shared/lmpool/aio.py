@@ -17,7 +17,8 @@ _log = logging.getLogger("lmpool")
 
 _FIRST_DELAY_S = 0.05  # Seconds before the first retry: a restarted server accepts connections after about this time.
 _MAX_DELAY_S = 2.0  # Max seconds between retries: a server that returns is used within two seconds.
-_MIN_PAUSE_S, _PAUSE_SHARE = 0.005, 1 / 20  # Min seconds between two polls, and their part of the time before.
+_MIN_PAUSE_S, _MAX_PAUSE_S = 0.005, 1.0  # Min and max seconds between two polls.
+_PAUSE_SHARE = 1 / 20  # Seconds between two polls, as a part of the time since the first poll.
 _CANCEL_S = 0.1  # Seconds until a cancellation is repeated for the first time; the pause doubles each time.
 _MAX_CANCEL_S = 1.0  # Max seconds between repeated cancellations of a task that ignores its cancellation.
 _WARN_EVERY_S = 10.0  # Seconds between log lines about tasks that do not end.
@@ -38,11 +39,11 @@ def delays(max_s: float = _MAX_DELAY_S) -> Iterator[float]:
 def pauses() -> Iterator[float]:
     """Yield the seconds before each poll for the end of another process's work: a twentieth of the time so far.
 
-    So little time is lost after short work, and few polls are made during long work.
+    The caller notices the end of short work soon, and polls long work about once a second.
     """
     began = time.monotonic()
     while True:
-        yield max(_MIN_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - began))
+        yield min(_MAX_PAUSE_S, max(_MIN_PAUSE_S, _PAUSE_SHARE * (time.monotonic() - began)))
 
 
 @asynccontextmanager

@@ -133,6 +133,21 @@ async def test_files_and_folders_are_read_by_workers_or_stored_in_the_pool(pool:
         assert not pool.names("{syn}:versions:data:*")
 
 
+async def test_calls_may_name_many_versions_at_once(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        for version in range(1, 12):
+            await producer.publish_weights(weights(version))
+            assert await is_of_seed(producer, version, [3])
+        rows = await asyncio.gather(*(producer.logprobs([3], version=version) for version in range(1, 12)))
+        for version, row in enumerate(rows, 1):
+            assert np.array_equal(row, synthetic_row([3], vocab_size=V, seed=version))
+        kept = producer.at(11)
+        # The producers of earlier versions are closed after the calls.
+        assert sorted(producer._pinned) == [*range(4, 12)]
+        assert await is_of_seed(kept, 11, [3])
+
+
 async def test_of_two_publishers_one_gets_the_number(pool: Pool) -> None:
     pool.start()
     async with pool.producer("syn") as one, pool.producer("syn") as two:

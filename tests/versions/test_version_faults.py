@@ -12,13 +12,14 @@ import pytest
 from safetensors.numpy import save_file
 
 from lmpool.broker.registries import VersionRegistry
+from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import WeightsRefused
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
-from tests.support.pool import Pool, V, until_async
+from tests.support.pool import Pool, V, is_held, until_async
 from tests.versions.test_changes import is_of_seed
 from tests.versions.traffic import Seeds, Traffic, weights
 
@@ -177,6 +178,26 @@ async def test_a_worker_that_waits_for_the_server_during_a_change_can_be_stopped
         await asyncio.to_thread(worker.wait)
     finally:
         pool.end()
+
+
+async def test_a_late_step_of_the_old_weights_gives_no_row_of_the_new_ones(pool: Pool, tmp_path: Path) -> None:
+    gate, prompt = Gate(tmp_path / "gate"), [9]
+    pool.start(*LEASE, command=gate.command)
+    async with pool.producer("syn") as publisher, Server(pool.url).connected() as client:
+        asked = asyncio.create_task(publisher.logprobs(prompt))
+        await until_async(lambda: is_held(pool), "the prompt is in a step, which waits at the gate")
+        publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+        asked.cancel()
+
+        async def has_left() -> bool:
+            return not (pool.held() or (await read_alive(client, pool.keys.model("syn"))).serving)
+
+        # The worker drops the prompt, which no client waits for, and leaves the queue during the step.
+        await until_async(has_left, "the worker has left the old version")
+        gate.open()
+        assert await publishing == 1
+    async with pool.producer("syn") as producer:
+        assert await is_of_seed(producer, 1, prompt)
 
 
 async def test_a_version_whose_files_are_lost_is_replaced_through_version_0(pool: Pool, tmp_path: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -34,7 +35,7 @@ from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")
 
-_MAX_PINNED = 8  # Max producers for single versions that `at` keeps open.
+_MAX_UNUSED = 8  # Max producers for one version each that stay open after calls with `version=`.
 
 
 class Producer(CopiedAsItself, PartialRows):
@@ -119,6 +120,7 @@ class Producer(CopiedAsItself, PartialRows):
         of_tries = replace(settings, counters=Counters(ProducerStats(), RowLRU(0)), traces=None)
         server, waits = partial(Server, redis), when_absent == "wait"
         self._pinned: dict[int, Producer] = {}
+        self._calls: dict[int, int] = {}  # Running calls of each version that `version=` has named, and `at` has not.
         self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
         self._trie_sessions = SessionPerLoop(server, partial(Session, settings=of_tries), TRIE_SERVICE, waits)
 
@@ -184,9 +186,9 @@ class Producer(CopiedAsItself, PartialRows):
         if not is_newest:
             options: dict[str, Any] = {"targets": targets, "mode": mode, "temperature": temperature, "fresh": fresh}
             options |= {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
-            producer = self if version == "latest" else self.at(version)
-            await producer.reach_version(min_version, timeout=timeout)
-            return await producer.logprobs(ids, **options)
+            with nullcontext(self) if version == "latest" else self._using(version) as producer:
+                await producer.reach_version(min_version, timeout=timeout)
+                return await producer.logprobs(ids, **options)
         check_flag("fresh", fresh)
         read_options({"mode": mode, "temperature": temperature})
         if mode == "logits" and fresh:
@@ -243,20 +245,39 @@ class Producer(CopiedAsItself, PartialRows):
         """Return a producer for one version of the model's weights; all its answers are of this version.
 
         Rows that are not cached are computed only while workers serve the version. The returned producer is closed with
-        this one, or when this method was called for eight other versions since.
+        this one, or earlier by its own `close`.
 
         Raises:
             SettingsError: `version` is no number from 0 (the checkpoint that the workers were started with).
             LMPoolError: this producer names no model, and has not connected yet.
         """
         check_number("version", version, 0, MAX_NUMBER)
+        self._calls.pop(version, None)
+        return self._pin(version)
+
+    def _pin(self, version: int) -> Producer:
         if version not in self._pinned:
             name = f"{split_name(self._model or self.model.base)[0]}@{version}"
-            self._pinned[version] = Producer(name, redis=self._redis, **self._options)
-        producer = self._pinned[version] = self._pinned.pop(version)  # The last one was used last.
-        if len(self._pinned) > _MAX_PINNED:
-            self._pinned.pop(next(iter(self._pinned))).close_soon()
-        return producer
+            self._pinned.setdefault(version, Producer(name, redis=self._redis, **self._options))
+        return self._pinned[version]
+
+    @contextmanager
+    def _using(self, version: int) -> Iterator[Producer]:
+        """A producer for a call with `version=`; closes all but the last ones, as a program may name many versions."""
+        check_number("version", version, 0, MAX_NUMBER)
+        if version not in self._pinned:
+            self._calls[version] = 0
+        producer, calls = self._pin(version), self._calls
+        if version in calls:
+            calls[version] = calls.pop(version) + 1  # The version that was named last is the last one.
+        try:
+            yield producer
+        finally:
+            if version in calls:
+                calls[version] -= 1
+            for old in [other for other, count in calls.items() if not count][:-_MAX_UNUSED]:
+                del calls[old]
+                self._pinned.pop(old).close_soon()
 
     async def versioned(self, ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> tuple[T, int]:
         """Call a method of this producer; returns its answer, and the version of the weights that computed all of it.

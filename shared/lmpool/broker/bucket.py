@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def is_url(location: str) -> bool:
 
 
 def is_below(url: str, root: str) -> bool:
-    """Whether a URL names the folder `root`, which may be no URL, or something in this folder."""
+    """Whether a URL names the folder `root`, or a file or folder below it; False if `root` is no URL."""
     parts = url.split("/")
     return parts[: len(folder := root.rstrip("/").split("/"))] == folder and ".." not in parts and "." not in parts
 
@@ -60,23 +61,29 @@ def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
 
 def upload(files: Sequence[Path], url: str) -> None:
     """Copy files into the folder `url` of a store; raises SettingsError if the store cannot be used."""
-    system, folder = file_system(url, STORES)
-    _call(url, "written", lambda: [system.put_file(str(file), f"{folder}/{file.name}") for file in files])
+    with _explained(url, "written"):
+        system, folder = file_system(url, STORES)
+        for file in files:
+            system.put_file(str(file), f"{folder}/{file.name}")
 
 
 def download(url: str, target: Path) -> None:
     """Copy the files of the folder `url` of a store into a folder; raises SettingsError if the store cannot be used."""
-    system, folder = file_system(url, STORES)
-    files: list[dict[str, Any]] = _call(url, "read", lambda: system.ls(folder, detail=True))
-    needed, free = sum(file["size"] or 0 for file in files), shutil.disk_usage(target).free
-    if needed > free:
-        raise SettingsError(f"{named(url)} has {needed} bytes, and {free} are free in {target}")
-    names = [str(file["name"]) for file in files]
-    _call(url, "read", lambda: [system.get_file(name, str(target / name.rpartition("/")[2])) for name in names])
+    with _explained(url, "read"):
+        system, folder = file_system(url, STORES)
+        files = system.ls(folder, detail=True)
+        needed, free = sum(file["size"] or 0 for file in files), shutil.disk_usage(target).free
+        if needed > free:
+            raise SettingsError(f"{named(url)} has {needed} bytes, and {free} are free in {target}")
+        for file in files:
+            system.get_file(file["name"], str(target / str(file["name"]).rpartition("/")[2]))
 
 
-def _call(url: str, done: str, call: Callable[[], Any]) -> Any:
+@contextmanager
+def _explained(url: str, done: str) -> Iterator[None]:
     try:
-        return call()
+        yield
+    except SettingsError:
+        raise
     except Exception as error:  # Packages for stores raise exceptions of their own.
         raise SettingsError(f"{named(url)} cannot be {done}: {named(first_line(error))}") from error

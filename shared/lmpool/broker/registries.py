@@ -165,7 +165,8 @@ class VersionRegistry:
 
     async def read(self) -> PublishedVersions:
         """Read all versions and their states."""
-        versions, newest = [], cast(Any, await self.redis.xrevrange(self.keys.versions, count=MAX_ENTRIES))
+        newest = cast(Any, await self.redis.xrevrange(self.keys.versions, count=MAX_ENTRIES))
+        versions: list[Version] = []
         for entry, fields in reversed(newest):
             with suppress(ProtocolError):  # A newer release, or another client, has written the entry.
                 versions.append(unpack_version(entry, fields.get(_ENTRY_FIELD, b"")))
@@ -205,6 +206,8 @@ class VersionRegistry:
     async def claim(self, lineage: str, tensors: bytes) -> bool:
         """Write the types of a model's tensors; False if the registry belongs to another `ModelInfo.lineage`."""
         key = self.keys.version_states
+        # A registry with an owner has types, also if this worker is killed between two commands.
+        await self.redis.hsetnx(key, _TENSORS_FIELD, tensors)
         await self.redis.hsetnx(key, _OWNER_FIELD, lineage)
         if (await self._fields(_OWNER_FIELD)).get(_OWNER_FIELD) != lineage.encode():
             return False

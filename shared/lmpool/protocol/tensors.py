@@ -179,7 +179,9 @@ def check_sparse(types: Types, wanted: Types) -> None:
         places, values = (types[f"{changed}{ending}"].shape for ending in (INDICES, VALUES))
         if places != values:
             text = f"{places} ({INDICES}) and {values} ({VALUES})"
-            raise SettingsError(f"weights: {shown(changed)} is given with the shapes {text}: they must be equal")
+            raise SettingsError(
+                f"weights: {shown(changed)} is given with the shapes {text}: give one number for each place"
+            )
 
 
 def pack_types(types: Types) -> bytes:

@@ -109,11 +109,10 @@ class Segment:
 
     The backend's thread calls `new_rows`, any thread `write`, `find` and `row`, and one other thread all other methods.
     A slot may be reused while `row` is read: the copy is whole if `find` returned its number before and after the copy.
-    `last` is the largest number of a row so far. The constructor raises `OSError` if the folder of sockets cannot be
-    used.
+    The constructor raises `OSError` if the folder of sockets cannot be used.
     """
 
-    def __init__(self, fd: int, memory: mmap.mmap, layout: Layout, last: int | None = None) -> None:
+    def __init__(self, fd: int, memory: mmap.mmap, layout: Layout) -> None:
         self._fd = fd
         self._path = folder() / name_of(layout.nonce)
         self._memory = memory
@@ -127,17 +126,11 @@ class Segment:
         self._numbers: dict[bytes, int] = {}  # Digest -> number of the row.
         self._replaced: list[bytes] = []
         self._stored: set[bytes] = set()  # Digests of rows that Redis stores too.
-        # Start value: the first row is in slot 0, and no row has number 0.
-        self._last = layout.slots - 1 if last is None else last
+        self._last = layout.slots - 1  # Start value: the first row is in slot 0, and no row has number 0.
         # Slots that `new_rows` handed out, ordered by row number: first row number, weak reference to the memory.
         self._lent: deque[tuple[int, weakref.ref[NDArray[np.uint8]]]] = deque()
         self._lock = threading.Lock()
-        self.nonce, self.size, self.slots, self.fingerprint = (
-            layout.nonce,
-            layout.size,
-            layout.slots,
-            layout.fingerprint,
-        )
+        self.nonce, self.size, self.slots = layout.nonce, layout.size, layout.slots
         self._first, self._stride = layout.first, layout.stride
         # Add checksums where processors reorder stores: there the numbers in slots do not prove that a row is whole.
         self.is_summed = platform.machine().lower() not in _ORDERED
@@ -234,11 +227,11 @@ class Segment:
             self._view[begin + len(header) : end] = values
         if rest := -length % WORD:
             self._view[end : end + rest] = bytes(rest)
-        facts = digest, length, 0, self.is_summed, self.fingerprint
+        facts = digest, length, 0, self.is_summed, self._layout.fingerprint
         _SLOT_AND_HEADER.pack_into(self._memory, at, 0, *facts, header)
         if self.is_summed:
             checksum = shared_memory.checksum_of(self._bytes[begin : begin + rounded_up(length, WORD)])
-            SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True, self.fingerprint)
+            SLOT.pack_into(self._memory, at, 0, digest, length, checksum, True, self._layout.fingerprint)
         # Write the number last, and in one store, which `struct` does not guarantee.
         self._words[at // WORD] = number
         # Add the row to the index, in place of the oldest entry of its bucket.
@@ -271,19 +264,24 @@ class Segment:
         length = SLOT.unpack_from(self._memory, self._at(number))[2]
         return self._bytes[begin : begin + length]
 
-    def renamed(self, fingerprint: str) -> Segment:
-        """The same memory under another name, for rows of other weights; use only the returned object from now on.
+    def rename(self, fingerprint: str) -> None:
+        """Give the memory another name, for rows of other weights of the model; no method finds the earlier rows then.
 
-        Readers that have mapped the memory under this name still find its rows until they are overwritten, and no rows
-        of the other weights. Raises `OSError` if the folder of sockets cannot be used.
+        Readers that have mapped the memory under its earlier name still find those rows until they are overwritten, and
+        never a row of the other weights. `keep_name` creates the socket if this method cannot.
         """
+        nonce, wanted = secrets.token_bytes(_NONCE_SIZE), shared_memory.fingerprint_bytes(fingerprint)
+        if wanted == self._layout.fingerprint:
+            return
+        with self._lock:
+            self._layout = self._layout._replace(nonce=nonce, fingerprint=wanted)
+            self._held = [(number, b"") for number, _ in self._held]
+            self._numbers, self._replaced, self._stored = {}, [], set()
+            self._memory[: shared_memory.HEADER.size] = self._layout.pack()
+            self.nonce, self._path = nonce, folder() / name_of(nonce)
         self._listener.close()
-        nonce = secrets.token_bytes(_NONCE_SIZE)
-        layout = self._layout._replace(nonce=nonce, fingerprint=shared_memory.fingerprint_bytes(fingerprint))
-        self._memory[: shared_memory.HEADER.size] = layout.pack()
-        renamed = Segment(self._fd, self._memory, layout, self._last)
-        renamed._lent = self._lent
-        return renamed
+        with suppress(OSError):
+            self._listener = SegmentListener(self._fd, self._path)
 
     def close(self) -> None:
         """Stop handing out the segment. Processes that have mapped the segment can read it until they release it."""
@@ -428,18 +426,8 @@ class SegmentWriter:
         """Write rows of other weights of the model from now on, under another name of the segment."""
         with self._lock:
             self._info = info
-            self._rename()
-
-    def _rename(self) -> None:
-        wanted = shared_memory.fingerprint_bytes(self._info.fingerprint)
-        if self.segment is None or self.segment.fingerprint == wanted:
-            return
-        try:
-            self.segment = self.segment.renamed(self._info.fingerprint)
-        except OSError as error:
-            _log.warning("rows go through Redis, not through shared memory: %s: %s", folder(), error.strerror)
-            self.segment.close()
-            self.segment, self.host = None, b""
+            if self.segment is not None:
+                self.segment.rename(info.fingerprint)
 
     def make(self) -> None:
         """Create a segment, if enough memory is free; blocks for up to seconds."""
@@ -457,8 +445,8 @@ class SegmentWriter:
                 segment.close()
             elif segment is not None:
                 self.host = shared_memory.host_token()  # Set first: the event loop reads it once a segment exists.
+                segment.rename(self._info.fingerprint)  # The weights may have changed since this thread began.
                 self.segment = segment
-                self._rename()  # The weights may have changed meanwhile.
                 self._on_size(segment.size)
                 _log.info("shared memory of %d rows for clients on this machine", segment.slots)
             elif self._is_wanted:

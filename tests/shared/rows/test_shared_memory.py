@@ -119,15 +119,18 @@ def test_rows_of_other_weights_use_the_same_memory_under_another_name() -> None:
     segment, reader, later = make(), SegmentReader(), SegmentReader()
     refresh(reader)
     old = put(segment, 7), put(segment, 8)
-    renamed = segment.renamed("fp@1")
+    path, lent = segment._path, in_place(segment, [5])
+    segment.rename("fp@1")
     try:
-        assert renamed._memory is segment._memory
-        assert not segment._path.exists()
+        assert not path.exists()
         refresh(later, "fp@1")
-        assert (renamed.find(prompt(7)), later.find(prompt(7), V)) == (None, None)
+        assert (segment.find(prompt(7)), later.find(prompt(7), V)) == (None, None)
+        assert segment.first_of(lent.numbers) == old[1].number + 1, "memory that was lent before keeps its slots"
+        assert segment.new_rows(62, V, Encoding.F32) is None
+        del lent
         assert reader.find(prompt(7), V) is not None, "readers of the old weights still have the row"
-        for _ in range(63):  # The new rows overwrite the first old row, and not the second.
-            new = put(renamed, 7)
+        for _ in range(62):  # The new rows overwrite the first old row, and not the second.
+            new = put(segment, 7)
         assert later.find(prompt(7), V) is not None
         assert later.read(new, prompt(7), V) is not None
         assert later.find(prompt(8), V) is None
@@ -137,7 +140,7 @@ def test_rows_of_other_weights_use_the_same_memory_under_another_name() -> None:
         assert reader.read(new._replace(nonce=old[0].nonce), prompt(7), V) is None
         assert reader.read(old[1], prompt(8), V) is not None
     finally:
-        renamed.close()
+        segment.close()
 
 
 PADDING = (40, *range(57, 64))

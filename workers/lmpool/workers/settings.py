@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmpool.broker.bucket import is_url
+from lmpool.broker.bucket import STORES, check_url, is_url
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import LIMITS, MAX_PARTITIONS
 from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
@@ -87,7 +87,9 @@ class WorkerSettings:
         for name in ("adapter_root", "weights_root"):
             check_texts(name, getattr(self, name))
             for root in getattr(self, name):
-                if not (Path(root).is_dir() or (name == "weights_root" and is_url(root))):
+                if name == "weights_root" and is_url(root):
+                    check_url(root, STORES)
+                elif not Path(root).is_dir():
                     raise SettingsError(f"{name}: {shown(root)} is no folder")
 
     @property

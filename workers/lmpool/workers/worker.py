@@ -232,7 +232,7 @@ class Worker:
             async with watching_calls(engine_thread, self.settings.step_timeout_s, on_hang):
                 await self._run(engine_thread, opened, on_ready)
                 while versions.next is not None and not self._is_ending:
-                    opened = await self._change(opened)
+                    opened = await self._change(engine_thread, opened)
                     await self._run_after_change(engine_thread, opened, on_ready)
         finally:
             await finish(versions.close())
@@ -244,9 +244,11 @@ class Worker:
     def _take_result(self, result: StepResult) -> None:
         self._results.put(result)
 
-    async def _change(self, opened: Opened) -> Opened:
+    async def _change(self, engine_thread: EngineThread, opened: Opened) -> Opened:
         """Load the next version of the weights; returns the backend's properties then."""
         self.health.state = "loading"
+        # A step may still compute prompts that were dropped: its rows must not count as rows of the next version.
+        await engine_thread.run("end of the last step", lambda _: None)
         self._begin()
         async with loading(self.server, self.settings, self.worker_id, self.versions.next_name):
             return await self.versions.change(opened)

@@ -213,7 +213,7 @@ class Connections(Tasks):
     async def insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline, advice: str = "") -> T:
         """Repeat `attempt` until the server replies, or until the deadline.
 
-        `advice` is for a change that the server's user may not make; without `advice`, `attempt` is repeated then too.
+        With `advice`, raises `AuthenticationFailed` with this text as soon as the server's user lacks a right.
         """
         deadline = deadline.bounded()
         trouble: BaseException | None = None
@@ -233,7 +233,7 @@ class Connections(Tasks):
                             raise errors.AuthenticationFailed(f"{explained}; {advice}") from error
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
-            # If another request has tried the same for this request, use the error that was noted.
+            # If another request has made this attempt for this request, use the error that was noted.
             if late.__cause__ is not None and (why := trouble or self.trouble) is not None:
                 raise copy_error(self.server.explain(why)) from late
             raise

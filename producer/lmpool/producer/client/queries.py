@@ -253,9 +253,9 @@ class Queries:
     ) -> T:
         """Request the result of a prompt's query and decode it with `read`, which raises ProtocolError for damage.
 
-        Workers compute a damaged result again, twice: the first new answer may be a read of the damaged result that had
-        begun before. Then `CorruptRow` is raised. If the pool has evicted the query's token set `allowed`, the set is
-        stored again. `private` is an option of `Session.answer`.
+        A worker computes a damaged result again, at most twice; then this raises `CorruptRow`. The second time is for a
+        read that began before the damaged result was removed, and ends after it. If the pool has evicted the query's
+        token set `allowed`, the set is stored again. `private` is an option of `Session.answer`.
         """
         ask = partial(self.session.answer, prompt, self.deadline, private=private)
         try:

@@ -312,10 +312,10 @@ class Session(Requester):
                 else:
                     await self._reload_info()
             if self.info.version < number:
-                if deadline.end - self.loop.time() <= wait:
+                if (left := deadline.end - self.loop.time()) <= 0:
                     text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
                     raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}")
-                await asyncio.sleep(wait)
+                await asyncio.sleep(min(wait, left))
 
 
 def _is_older(info: ModelInfo, seen: ModelInfo) -> bool:

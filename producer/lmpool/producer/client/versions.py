@@ -35,6 +35,7 @@ from lmpool.protocol.version import (
     MAX_SPARSE,
     MAX_STORED_BYTES,
     SERVED,
+    PublishedVersions,
     Version,
 )
 from lmpool.settings import check_number, shown
@@ -73,6 +74,8 @@ class WeightVersions:
         """Publish a version, and wait until a worker serves it; see `Producer.publish_weights`."""
         if number is not None:
             check_number("version", number, 1, MAX_NUMBER)
+        # Changes are relative to the newest version at this time: another one may be published during the upload.
+        registered = await self._insist(self._registry.read, deadline)
         tensors = await self._insist(self._registry.tensors, deadline)
         if not tensors:
             text = f"the workers of {self._connections.model.info.base!r} cannot change their weights"
@@ -80,18 +83,21 @@ class WeightVersions:
         upload = await asyncio.to_thread(_prepare, weights, unpack_types(tensors), stored)
         if url:
             upload = await asyncio.to_thread(_copied, upload, url)
-        version = await self._register(upload, number, deadline)
+        version = await self._register(upload, number, registered, deadline)
         await self._wait(version, deadline)
         return version.number
 
-    async def _register(self, upload: _Upload, number: int | None, deadline: Deadline) -> Version:
+    async def _register(
+        self, upload: _Upload, number: int | None, registered: PublishedVersions, deadline: Deadline
+    ) -> Version:
         """Store the file if the pool must store it, and add the version to the registry."""
         registry, nonce = self._registry, secrets.token_hex(8)
         chunks = [upload.data[at : at + CHUNK_BYTES] for at in range(0, len(upload.data), CHUNK_BYTES)]
         digests = upload.samples or tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
         for index, chunk in enumerate(chunks):
             await self._insist(partial(registry.store, nonce, index, chunk), deadline)
-        registered = await self._insist(registry.read, deadline)
+        if not upload.is_sparse:
+            registered = await self._insist(registry.read, deadline)
         while True:
             newest, changes = registered.newest_usable, -1
             if upload.is_sparse:
@@ -159,7 +165,7 @@ def _prepare(weights: object, wanted: Types, stored: bool) -> _Upload:
 
 
 def _check_size(size: int) -> None:
-    """Refuse weights that the pool cannot store, before they take memory."""
+    """Refuse weights that the pool cannot store, before they are copied."""
     if size > MAX_STORED_BYTES:
         text = f"{size} bytes are over the limit of {MAX_STORED_BYTES} for weights that the pool stores"
         raise errors.SettingsError(f"weights: {text}: save them in a folder that the workers can read")

@@ -360,7 +360,10 @@ class VersionKeeper:
     async def _fetch(self, version: Version) -> LockedFolder:
         """Copy the files of a version to a new folder, which the next worker removes if this one is killed."""
         try:
-            folder = locked_folder("lmpool-weights-", Path(tempfile.gettempdir()))
+            folder = await asyncio.to_thread(locked_folder, "lmpool-weights-", Path(tempfile.gettempdir()))
+        except OSError as error:
+            raise _not_stored(error) from error
+        try:
             if version.source:
                 await asyncio.to_thread(bucket.download, version.source, Path(folder.name))
                 return folder
@@ -371,8 +374,11 @@ class VersionKeeper:
                         text = f"weights: part {index} of version {version.number} is missing or damaged"
                         raise SettingsError(f"{text} in the pool ({len(data)} bytes): publish it again")
                     await asyncio.to_thread(out.write, data)
-        except OSError as error:
-            raise SettingsError(f"weights: this worker cannot store the files: {error}") from error
+        except BaseException as error:
+            folder.cleanup()
+            if isinstance(error, OSError):
+                raise _not_stored(error) from error
+            raise
         return folder
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
@@ -418,9 +424,15 @@ def _local_path(source: str, roots: Sequence[str]) -> Path:
     return path
 
 
+def _not_stored(error: OSError) -> SettingsError:
+    return SettingsError(f"weights: this worker cannot store the files: {error}")
+
+
 def _outside(source: str, roots: Sequence[str]) -> SettingsError:
     advice = "put it there, or start all workers with another --weights-root"
-    return SettingsError(f"weights: {shown(bucket.named(source))} lies outside of {', '.join(roots)}: {advice}")
+    return SettingsError(
+        f"weights: {shown(bucket.named(source))} lies outside of {', '.join(map(bucket.named, roots))}: {advice}"
+    )
 
 
 # The functions below run in the backend's thread.
