@@ -124,6 +124,7 @@ async def test_the_versions_survive_a_server_that_loses_its_memory(own_server: E
                 return await producer.versions() == {1: "served", 2: "served"}
 
             await until_async(is_restored, "the worker restores the registry")
+            pool.start(*LEASE).until_says("serving 'syn@2'")  # It reads the stored files.
             assert await producer.publish_weights(weights(3)) == 3
             assert await is_of_seed(producer, 3)
         worker.signal(signal.SIGTERM)
