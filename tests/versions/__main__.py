@@ -20,7 +20,7 @@ import numpy as np
 from lmpool.embedded import EmbeddedServer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V
-from tests.versions.kills import LEASE_S, Kills
+from tests.versions.kills import WORKER_OPTIONS, Kills
 from tests.versions.traffic import PROMPTS, Rows, Traffic, weights
 
 _FIRST_SEED = 100
@@ -105,8 +105,8 @@ def main() -> None:
     ):
         versions: Rows = LlamaVersions(Path(folder) / "model") if options.backend == "hf" else SyntheticVersions()
         pool = Pool(server.url, "lp", Path(folder))
-        lease = ("--lease-s", LEASE_S) if options.kills else ()
-        start = partial(pool.start, *versions.options, *lease, "--name", "syn", model=versions.model)
+        more = WORKER_OPTIONS if options.kills else ()
+        start = partial(pool.start, *versions.options, *more, "--name", "syn", model=versions.model)
         kills = Kills(pool, server, partial(start, wait=False), versions, random.Random(seed))
         try:
             for _ in range(options.workers):

@@ -28,8 +28,9 @@ from tests.support.fork_server import ForkedCommand
 from tests.support.pool import Pool, WorkerProcess, lmpool_command, until, until_async
 from tests.versions.traffic import Rows, Traffic
 
-LEASE_S = 1.0
-"""Lease of the workers: short, so that the pool soon removes a killed worker."""
+_LEASE_S = 1.0  # Lease of the workers: short, so that the pool soon removes a killed worker.
+WORKER_OPTIONS = ("--lease-s", _LEASE_S, "--step-ms", 50)
+"""Options of the workers. Their steps are slow, so that many kills meet a worker that checks new weights."""
 VICTIMS = ("worker", "publisher", "server", "memory")
 """Processes that are killed; "memory" is the server, which also loses its data."""
 _CALM_CHANGES = 5  # Changes without a kill, which measure how long a usual change takes.
@@ -114,7 +115,7 @@ class Kills:
         else:
             os.kill(self.server.pid, signal.SIGKILL)
             # Some of the leases expire while no server runs.
-            await asyncio.sleep(self.draw.uniform(0, 2 * LEASE_S))
+            await asyncio.sleep(self.draw.uniform(0, 2 * _LEASE_S))
             await asyncio.to_thread(until, lambda: not self.server.running, "the server has ended")
             if victim == "memory":
                 shutil.rmtree(Path(self.server.log_path).with_name("appendonlydir"))

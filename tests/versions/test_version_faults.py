@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import WeightsRefused
+from lmpool.errors import SettingsError, WeightsRefused
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -131,6 +131,20 @@ async def test_the_versions_survive_a_server_that_loses_its_memory(own_server: E
         assert await asyncio.to_thread(worker.wait) == 0
     finally:
         pool.end()
+
+
+async def test_a_new_version_has_a_larger_number_than_the_used_one_before_the_registry_is_restored(pool: Pool) -> None:
+    pool.start()
+    async with Server(pool.url).connected() as client, pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        registry = VersionRegistry(client, pool.keys.model("syn"))
+        owner, tensors = producer.model.lineage, await registry.tensors()
+        await registry.clear()
+        assert await registry.claim(owner, tensors)
+        with pytest.raises(SettingsError, match="version 1, which clients use, is not in the registry"):
+            await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        assert await producer.publish_weights(weights(2)) == 2
+        assert await is_of_seed(producer, 2)
 
 
 @pytest.mark.parametrize("moment", ["loading", "serving"])
