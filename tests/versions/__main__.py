@@ -107,10 +107,9 @@ def main() -> None:
         pool = Pool(server.url, "lp", Path(folder))
         more = WORKER_OPTIONS if options.kills else ()
         start = partial(pool.start, *versions.options, *more, "--name", "syn", model=versions.model)
-        kills = Kills(pool, server, partial(start, wait=False), versions, random.Random(seed))
         try:
-            for _ in range(options.workers):
-                start()
+            workers = [start() for _ in range(options.workers)]
+            kills = Kills(pool, server, workers, partial(start, wait=False), versions, random.Random(seed))
             began = time.monotonic()
             if options.kills:
                 print(f"the seed of the kills is {seed}", flush=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from safetensors.numpy import save_file
 
 from lmpool.broker.scripts import read_alive
@@ -47,6 +48,7 @@ class Kills:
     Attributes:
         pool: the pool.
         server: the pool's server, which has an append-only file.
+        workers: the workers that have not been killed.
         start_worker: starts a worker, and does not wait until it serves.
         versions: the oracle.
         draw: source of the moments and of the killed processes.
@@ -57,6 +59,7 @@ class Kills:
 
     pool: Pool
     server: EmbeddedServer
+    workers: list[WorkerProcess]
     start_worker: Callable[[], WorkerProcess]
     versions: Rows
     draw: random.Random
@@ -96,9 +99,10 @@ class Kills:
         return (self.pool.folder / f"publisher-{version}.log").read_text("utf-8", "replace")
 
     def _publish(self, version: int, timeout_s: float) -> ForkedCommand:
-        """Start a process that publishes a version, as a file for the workers or through the pool."""
-        file = self.pool.folder / f"weights-{version}.safetensors"
-        save_file(self.versions.weights(version), file)
+        """Start a process that publishes a full or sparse version, as a file for the workers or through the pool."""
+        file, weights = self.pool.folder / f"weights-{version}.safetensors", self.versions.weights(version)
+        sparse = {"seed.indices": np.array([0]), "seed.values": weights["seed"].reshape(1)}
+        save_file(self.draw.choice((weights, sparse)), file)
         place = ["--redis", self.pool.url, "--prefix", self.pool.prefix, "--model", "syn"]
         options = ["--version", str(version), "--timeout", str(timeout_s), *self.draw.choice(([], ["--stored"]))]
         command = [*lmpool_command(), "weights", "publish", str(file), *place, *options]
@@ -109,9 +113,9 @@ class Kills:
         if victim == "publisher":
             publisher.kill()
         elif victim == "worker":
-            killed = self.draw.choice(self._workers())
+            killed = self.draw.choice(self.workers)
             killed.end()
-            self.start_worker()
+            self.workers[self.workers.index(killed)] = self.start_worker()
         else:
             os.kill(self.server.pid, signal.SIGKILL)
             # Some of the leases expire while no server runs.
@@ -121,9 +125,6 @@ class Kills:
                 shutil.rmtree(Path(self.server.log_path).with_name("appendonlydir"))
             await asyncio.to_thread(self.server.start)
 
-    def _workers(self) -> list[WorkerProcess]:
-        return [worker for worker in self.pool.workers if worker.is_running]
-
     async def _converge(self, traffic: Traffic) -> int:
         """Wait until the pool has converged; returns the version that it serves."""
         state: tuple[dict[int, str], int, dict[int, int]] = {}, 0, {}
@@ -131,6 +132,7 @@ class Kills:
 
         async def has_converged() -> bool:
             nonlocal state, newest
+            assert all(worker.is_running for worker in self.workers), "a worker has ended"
             waiting = self.pool.producer("syn", when_absent="wait")
             async with waiting as producer, Server(self.pool.url).connected() as client:
                 states = await producer.versions()
@@ -139,7 +141,7 @@ class Kills:
                 state = states, (await read_alive(client, keys)).serving, dict(traffic.seen)
                 assert not any(text.startswith(REFUSED) for text in states.values()), states
                 is_decided = set(states.values()) <= {SERVED}
-                is_served = is_decided and state[1] == len(self._workers()) and {*traffic.seen.values()} == {newest}
+                is_served = is_decided and state[1] == len(self.workers) and {*traffic.seen.values()} == {newest}
                 # A client that connects now gets the same version.
                 return is_served and (await producer.versioned(producer.logprobs, [0, 0]))[1] == newest
 
@@ -147,7 +149,7 @@ class Kills:
             async with asyncio.timeout(_CONVERGENCE_S):
                 await until_async(has_converged, "the pool converges", _CONVERGENCE_S)
         except (TimeoutError, AssertionError) as error:
-            logs = "\n".join(f"{worker.log}:\n{worker.text[-3000:]}" for worker in self._workers())
+            logs = "\n".join(f"{worker.log}:\n{worker.text[-3000:]}" for worker in self.workers)
             text = f"no convergence: states, live workers of the newest version, clients' versions: {state}"
             raise AssertionError(f"{text}\n{logs}") from error
         return newest

@@ -18,7 +18,7 @@ from lmpool.errors import SettingsError, WeightsRefused
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
-from tests.support.pool import Pool, V, until_async
+from tests.support.pool import Pool, V, is_held, until_async
 from tests.versions.test_changes import is_of_seed
 from tests.versions.traffic import Seeds, Traffic, weights
 
@@ -172,6 +172,33 @@ async def test_the_server_restarts_during_a_change(moment: str, own_server: Embe
                 await until_async(are_served, "clients get rows")
     finally:
         pool.end()
+
+
+async def test_a_worker_survives_a_silent_server_while_it_drains_for_a_change(short_dir: Path, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    with EmbeddedServer(1 << 28, short_dir / "s", appendonly=True) as server:
+        pool = Pool(server.url, "lp", tmp_path)
+        try:
+            worker = pool.start(*LEASE, command=gate.command)
+            async with pool.producer("syn") as producer, pool.producer("syn") as publisher:
+                asking = asyncio.create_task(producer.logprobs([1, 2, 3]))
+                await until_async(lambda: is_held(pool), "the prompt waits at the gate")
+                publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+                (key,) = pool.names("worker:*")
+
+                async def is_draining() -> bool:
+                    return bool(pool.redis.hget(key, "state") == b"draining")
+
+                await until_async(is_draining, "the worker drains")
+                await asyncio.to_thread(server.stop)
+                gate.open()
+                await asyncio.to_thread(worker.until_says, "this worker changes its version")
+                await asyncio.to_thread(server.start)
+                assert await publishing == 1
+                assert len(await asking) == V
+                assert await is_of_seed(producer, 1, [7], min_version=1)
+        finally:
+            pool.end()
 
 
 async def test_rows_are_of_the_named_versions_while_workers_are_killed(pool: Pool) -> None:
