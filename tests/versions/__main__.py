@@ -1,7 +1,7 @@
 """`python -m tests.versions`: change the weights many times under load, and check each row against its version.
 
 The oracle knows the rows of every version: those of a generator for the synthetic backend, and those of transformers in
-this process for a tiny Llama.
+this process for a tiny Llama. With `--kills`, each change has a SIGKILL at a random moment (`tests.versions.kills`).
 """
 
 from __future__ import annotations

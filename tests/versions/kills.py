@@ -127,7 +127,7 @@ class Kills:
 
     async def _converge(self, traffic: Traffic) -> int:
         """Wait until the pool has converged; returns the version that it serves."""
-        state: tuple[dict[int, str], int, dict[int, int]] = {}, 0, {}
+        state: tuple[dict[int, str], set[int], dict[int, int]] = {}, set(), {}
         newest = 0
 
         async def has_converged() -> bool:
@@ -138,10 +138,13 @@ class Kills:
                 states = await producer.versions()
                 newest = max((number for number, text in states.items() if text == SERVED), default=0)
                 keys = self.pool.keys.model(name_of_version("syn", newest))
-                state = states, (await read_alive(client, keys)).serving, dict(traffic.seen)
+                names = (await read_alive(client, keys, names=True)).names
+                state = states, {int(name.split("-")[-2]) for name in names}, dict(traffic.seen)
                 assert not any(text.startswith(REFUSED) for text in states.values()), states
                 is_decided = set(states.values()) <= {SERVED}
-                is_served = is_decided and state[1] == len(self.workers) and {*traffic.seen.values()} == {newest}
+                # A killed worker counts as alive until its lease expires, so compare the processes, not their number.
+                is_served = is_decided and state[1] == {worker.process.pid for worker in self.workers}
+                is_served &= {*traffic.seen.values()} == {newest}
                 # A client that connects now gets the same version.
                 return is_served and (await producer.versioned(producer.logprobs, [0, 0]))[1] == newest
 
@@ -150,6 +153,6 @@ class Kills:
                 await until_async(has_converged, "the pool converges", _CONVERGENCE_S)
         except (TimeoutError, AssertionError) as error:
             logs = "\n".join(f"{worker.log}:\n{worker.text[-3000:]}" for worker in self.workers)
-            text = f"no convergence: states, live workers of the newest version, clients' versions: {state}"
+            text = f"no convergence: states, processes that serve the newest version, clients' versions: {state}"
             raise AssertionError(f"{text}\n{logs}") from error
         return newest
