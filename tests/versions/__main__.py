@@ -1,15 +1,17 @@
 """`python -m tests.versions`: change the weights many times under load, and check each row against its version.
 
 The oracle knows the rows of every version: those of a generator for the synthetic backend, and those of transformers in
-this process for a tiny Llama.
+this process for a tiny Llama. With `--kills`, each change has a SIGKILL at a random moment (`tests.versions.kills`).
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import numpy as np
 from lmpool.embedded import EmbeddedServer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V
+from tests.versions.kills import WORKER_OPTIONS, Kills
 from tests.versions.traffic import PROMPTS, Rows, Traffic, weights
 
 _FIRST_SEED = 100
@@ -89,24 +92,38 @@ def main() -> None:
     parser.add_argument("--changes", type=int, default=200)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--kills", action="store_true", help="SIGKILL a process in each change (synthetic only)")
+    parser.add_argument("--seed", type=int, default=None, help="seed of the kills, to repeat a run")
     options = parser.parse_args()
+    if options.kills and options.backend != "synthetic":
+        parser.error("--kills needs the synthetic backend")
+    seed = random.randrange(10**6) if options.seed is None else options.seed
     options.tolerance = 1e-4 if options.backend == "hf" else 0.0
     with (
         tempfile.TemporaryDirectory(prefix="lp") as folder,
-        EmbeddedServer(256 * 2**20, Path(folder) / "s") as server,
+        EmbeddedServer(256 * 2**20, Path(folder) / "s", appendonly=options.kills) as server,
     ):
         versions: Rows = LlamaVersions(Path(folder) / "model") if options.backend == "hf" else SyntheticVersions()
         pool = Pool(server.url, "lp", Path(folder))
+        more = WORKER_OPTIONS if options.kills else ()
+        start = partial(pool.start, *versions.options, *more, "--name", "syn", model=versions.model)
         try:
-            for _ in range(options.workers):
-                pool.start(*versions.options, "--name", "syn", model=versions.model)
+            workers = [start() for _ in range(options.workers)]
+            kills = Kills(pool, server, workers, partial(start, wait=False), versions, random.Random(seed))
             began = time.monotonic()
-            traffic = asyncio.run(change(pool, versions, options))
+            if options.kills:
+                print(f"the seed of the kills is {seed}", flush=True)
+                traffic = asyncio.run(kills.run(options.changes, options.clients))
+            else:
+                traffic = asyncio.run(change(pool, versions, options))
             seconds = time.monotonic() - began
         finally:
             pool.end()
     answers = sum(traffic.answers.values())
     print(f"{options.changes} changes in {seconds:.0f} s: {answers} rows of {len(traffic.answers)} versions, 0 wrong")
+    if options.kills:
+        kinds = ", ".join(f"{victim} {number}" for victim, number in sorted(kills.killed.items()))
+        print(f"seed {seed}, kills: {kinds}; 0 hangs; versions that no worker served: {kills.unserved}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import WeightsRefused
+from lmpool.errors import SettingsError, WeightsRefused
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -125,12 +125,27 @@ async def test_the_versions_survive_a_server_that_loses_its_memory(own_server: E
                 return await producer.versions() == {1: "served", 2: "served"}
 
             await until_async(is_restored, "the worker restores the registry")
+            pool.start(*LEASE).until_says("serving 'syn@2'")  # It reads the stored files.
             assert await producer.publish_weights(weights(3)) == 3
             assert await is_of_seed(producer, 3)
         worker.signal(signal.SIGTERM)
         assert await asyncio.to_thread(worker.wait) == 0
     finally:
         pool.end()
+
+
+async def test_a_new_version_has_a_larger_number_than_the_used_one_before_the_registry_is_restored(pool: Pool) -> None:
+    pool.start()
+    async with Server(pool.url).connected() as client, pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        registry = VersionRegistry(client, pool.keys.model("syn"))
+        owner, tensors = producer.model.lineage, await registry.tensors()
+        await registry.clear()
+        assert await registry.claim(owner, tensors)
+        with pytest.raises(SettingsError, match="version 1, which clients use, is not in the registry"):
+            await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        assert await producer.publish_weights(weights(2)) == 2
+        assert await is_of_seed(producer, 2)
 
 
 @pytest.mark.parametrize("moment", ["loading", "serving"])
@@ -213,6 +228,33 @@ async def test_a_version_whose_files_are_lost_is_replaced_through_version_0(pool
         assert await producer.publish_weights(weights(2)) == 2
     async with pool.producer("syn") as producer:
         assert await is_of_seed(producer, 2)
+
+
+async def test_a_worker_survives_a_silent_server_while_it_drains_for_a_change(short_dir: Path, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    with EmbeddedServer(1 << 28, short_dir / "s", appendonly=True) as server:
+        pool = Pool(server.url, "lp", tmp_path)
+        try:
+            worker = pool.start(*LEASE, command=gate.command)
+            async with pool.producer("syn") as producer, pool.producer("syn") as publisher:
+                asking = asyncio.create_task(producer.logprobs([1, 2, 3]))
+                await until_async(lambda: is_held(pool), "the prompt waits at the gate")
+                publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
+                (key,) = pool.names("worker:*")
+
+                async def is_draining() -> bool:
+                    return bool(pool.redis.hget(key, "state") == b"draining")
+
+                await until_async(is_draining, "the worker drains")
+                await asyncio.to_thread(server.stop)
+                gate.open()
+                await asyncio.to_thread(worker.until_says, "this worker changes its version")
+                await asyncio.to_thread(server.start)
+                assert await publishing == 1
+                assert len(await asking) == V
+                assert await is_of_seed(producer, 1, [7], min_version=1)
+        finally:
+            pool.end()
 
 
 async def test_rows_are_of_the_named_versions_while_workers_are_killed(pool: Pool) -> None:

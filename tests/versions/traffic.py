@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, until_async
 
-PROMPTS = [[first, second] for first in range(10) for second in range(10)]
+PROMPTS = tuple([first, second] for first in range(10) for second in range(10))
 """The prompts that clients draw from: few, so that some answers come from caches."""
 
 
@@ -65,24 +65,30 @@ class Traffic:
         versions: the oracle.
         tolerance: max difference of an entry from the oracle's.
         answers: number of checked answers of each version.
+        prompts: the prompts that clients draw from.
+        pause_s: seconds for which a client pauses after each answer.
+        seen: version of the last answer of each client.
     """
 
     versions: Rows
     tolerance: float = 0.0
+    prompts: Sequence[list[int]] = PROMPTS
+    pause_s: float = 0.0
+    seen: dict[int, int] = field(default_factory=dict)
     answers: dict[int, int] = field(default_factory=dict)
 
     async def ask(self, producer: Producer, number: int) -> None:
         """Request rows one after another; each must be of the version that it names, and versions only increase."""
-        draw, seen = random.Random(number), 0
+        draw, self.seen[number] = random.Random(number), 0
         while True:
-            prompt = draw.choice(PROMPTS)
+            prompt = draw.choice(self.prompts)
             row, version = await producer.versioned(producer.logprobs, prompt)
-            assert version >= seen, f"version {version} after version {seen}"
-            seen = version
+            assert version >= self.seen[number], f"version {version} after version {self.seen[number]}"
+            self.seen[number] = version
             error = float(np.abs(row - self.versions.rows(version, prompt)).max())
             assert error <= self.tolerance, f"a row that is off by {error} from version {version}"
             self.answers[version] = self.answers.get(version, 0) + 1
-            await asyncio.sleep(0)  # An answer from the producer's memory takes no turn of the event loop.
+            await asyncio.sleep(self.pause_s)  # An answer from the producer's memory takes no turn of the event loop.
 
     async def until_used(self, version: int) -> None:
         """Wait until a client has got a row of a version."""

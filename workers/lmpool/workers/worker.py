@@ -373,7 +373,10 @@ class Worker:
         except TimeoutError:
             if lifecycle.broken is None:
                 text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
-                raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
+                text += "; other workers take them over after a lease at the latest"
+                if self.versions.next is None or self._is_ending:
+                    raise ServerError(text) from None
+                _log.warning("%s; this worker changes its version", text)
 
     async def _watch_versions(self, serving: Serving) -> None:
         """Drain when another version of the weights must be loaded; never returns."""

@@ -100,12 +100,17 @@ class WeightVersions:
             registered = await self._insist(registry.read, deadline)
         while True:
             newest, changes = registered.newest_usable, -1
+            used = self._connections.model.info.version
             if upload.is_sparse:
+                if registered.newest < used:
+                    text = f"version {used}, which clients use, is not in the registry: the server has lost its memory"
+                    raise errors.SettingsError(f"weights: {text}. Publish the changes again later, or a full version")
                 changes = newest.number if newest is not None else 0
                 if len(registered.chain()) > MAX_SPARSE:
                     text = f"{MAX_SPARSE} sparse versions follow one another: publish a full version first"
                     raise errors.SettingsError(f"weights: {text}")
-            version = Version(number or registered.newest + 1, nonce, changes, upload.source, digests)
+            # Workers may not have restored the registry yet, and they ignore a number below the one that they serve.
+            version = Version(number or max(registered.newest, used) + 1, nonce, changes, upload.source, digests)
             added = await self._insist(partial(registry.add, version), deadline)
             registered = await self._insist(registry.read, deadline)
             if added or version in registered.versions:  # The reply to an earlier try may have been lost.

@@ -29,7 +29,16 @@ from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
 from lmpool.protocol.tensors import TensorType, pack_types, sample_digest, weight_files
-from lmpool.protocol.version import REFUSED, SERVED, PublishedVersions, Version, name_of_version, pointer_of, split_name
+from lmpool.protocol.version import (
+    CHUNK_BYTES,
+    REFUSED,
+    SERVED,
+    PublishedVersions,
+    Version,
+    name_of_version,
+    pointer_of,
+    split_name,
+)
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
@@ -45,6 +54,7 @@ _MOVED_TTL_MS = 3_600_000  # Lifetime of the entries that have clients read the 
 _MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
 _CANARY = bytes(16)  # Digest of the prompt that is computed with new weights before any client's prompt.
 _CANARY_TOKENS = 4  # Max tokens of this prompt.
+_STORED_FILE = "model.safetensors"  # Name of the copy of a file that the pool stores.
 _NOT_SERVED = "version %d is not served: %s"
 
 T = TypeVar("T")
@@ -89,6 +99,7 @@ class VersionKeeper:
         # A version that this worker could not load, and the monotonic time before which it does not try again.
         self._not_before: tuple[Version | None, float] = None, 0.0
         self._renewing: asyncio.Task[None] | None = None
+        self._restoring: asyncio.Task[None] | None = None
         self.next: tuple[Version, ...] | None = None
         self.is_used = True
         self.info: ModelInfo
@@ -235,6 +246,7 @@ class VersionKeeper:
         Raises:
             WorkerError: the earlier weights cannot be loaded again; or the backend broke.
         """
+        await self._end_restoring()  # The load removes the files of the current version.
         chain, self.next = self.next or (), None
         before, number = self._chain, chain[-1].number
         _log.info("changing from version %d to version %d", self.info.version, number)
@@ -282,10 +294,10 @@ class VersionKeeper:
             await self._registry.renew(self._chain)
         else:
             await self._registry.claim(self.info.lineage, self._tensors)
-        if registered.newest < mine:  # Only the workers know the versions after a loss of the server's memory.
-            for version in self._chain:
-                await self._registry.add(version)
-                await self._registry.decide(version.number, SERVED)
+        # Only the workers know the versions after a loss of the server's memory.
+        if registered.newest < mine and (self._restoring is None or self._restoring.done()):
+            # Heartbeats must go on while large files are stored.
+            self._restoring = asyncio.create_task(self._restore(), name="restore")
         base = self.info.base
         used = await read_pointer(self._redis, self._keys, base)
         self.is_used = used == mine
@@ -295,6 +307,20 @@ class VersionKeeper:
         is_last = mine < used and not others and registered.newest <= mine
         if is_last or (mine > used and await self._count(self.info.name) >= others):
             await self._point(base, used, mine)
+
+    async def _restore(self) -> None:
+        """Add the versions of this worker's weights to the registry again, each after its stored file."""
+        with suppress(RedisError, OSError):  # The next call of `keep` tries again.
+            for version in self._chain:
+                for index in range(version.parts):
+                    part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
+                    await self._registry.store(version.nonce, index, memoryview(part))
+                await self._registry.add(version)
+                await self._registry.decide(version.number, SERVED)
+
+    async def _end_restoring(self) -> None:
+        if self._restoring is not None:
+            await end_tasks([self._restoring])
 
     async def _point(self, base: str, used: int, number: int) -> None:
         """Have clients use a version, if they still use the version `used`."""
@@ -367,7 +393,7 @@ class VersionKeeper:
             if version.source:
                 await asyncio.to_thread(bucket.download, version.source, Path(folder.name))
                 return folder
-            with (Path(folder.name) / "model.safetensors").open("wb") as out:
+            with (Path(folder.name) / _STORED_FILE).open("wb") as out:
                 for index, digest in enumerate(version.chunks):
                     data = await self._insist(partial(self._registry.load, version, index))
                     if blake2b(data, digest_size=16).digest() != digest:
@@ -396,6 +422,7 @@ class VersionKeeper:
     async def close(self) -> None:
         """Close the connections, and remove files from the pool."""
         await self.end_turn()
+        await self._end_restoring()
         for folder in self._files.values():
             folder.cleanup()
         await self._redis.aclose()
@@ -433,6 +460,12 @@ def _outside(source: str, roots: Sequence[str]) -> SettingsError:
     return SettingsError(
         f"weights: {shown(bucket.named(source))} lies outside of {', '.join(map(bucket.named, roots))}: {advice}"
     )
+
+
+def _read_part(folder: Path, index: int) -> bytes:
+    with (folder / _STORED_FILE).open("rb") as file:
+        file.seek(index * CHUNK_BYTES)
+        return file.read(CHUNK_BYTES)
 
 
 # The functions below run in the backend's thread.
