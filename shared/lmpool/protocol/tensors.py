@@ -18,7 +18,6 @@ import json
 import math
 import mmap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,8 +42,6 @@ INDEX = "model.safetensors.index.json"
 _MAX_DIMENSIONS = 32  # Max dimensions of a tensor, fewer than the 64 of numpy.
 _SAMPLES, _SAMPLE_BYTES = 256, 4096  # Number and bytes of the samples of a file (`sample_digest`).
 _CHUNK = 1 << 18  # Numbers that are checked at once, twice, so that they stay in the CPU's cache.
-
-_MADV_POPULATE_READ = 22  # From Linux's mman.h; the module mmap lacks it.
 
 # Dtype in safetensors -> numpy dtype of the same size. numpy has no 8-bit floats and no bfloat16: take the bits.
 _DTYPES = {
@@ -94,11 +91,8 @@ def read_types(path: Path) -> dict[str, TensorType]:
     return {name: tensor.type for name, tensor in map_tensors(path).items()}
 
 
-def map_tensors(path: Path, *, is_read_whole: bool = False) -> dict[str, MappedTensor]:
-    """Map the tensors of a safetensors file, or of the files of a folder, into memory; see `read_types`.
-
-    `is_read_whole`: map all pages now, because a caller that reads all numbers would wait longer for page after page.
-    """
+def map_tensors(path: Path) -> dict[str, MappedTensor]:
+    """Map the tensors of a safetensors file, or of the files of a folder, into memory; see `read_types`."""
     tensors: dict[str, MappedTensor] = {}
     for file in weight_files(path):
         try:
@@ -106,9 +100,6 @@ def map_tensors(path: Path, *, is_read_whole: bool = False) -> dict[str, MappedT
                 # Map a private copy: torch warns about memory that it cannot write to.
                 memory = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY)
             found = _read(np.frombuffer(memory, np.uint8))
-            if is_read_whole:
-                with suppress(OSError):  # Linux before 5.14 does not have this advice.
-                    memory.madvise(_MADV_POPULATE_READ)
         except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             reason = f"{shown(str(file))} is no whole safetensors file: {first_line(error)}"
             raise SettingsError(f"weights: {reason}; write it again") from error
@@ -273,7 +264,7 @@ def _sets(full: Path | None, sparse: Sequence[Path], wanted: Types) -> list[_Ten
     sets = []
     for check, paths in ((check_full, [] if full is None else [full]), (check_sparse, sparse)):
         for path in paths:
-            tensors = map_tensors(path, is_read_whole=True)
+            tensors = map_tensors(path)
             check({name: tensor.type for name, tensor in tensors.items()}, wanted)
             sets.append(tensors)
     return sets
