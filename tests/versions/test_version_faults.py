@@ -6,6 +6,7 @@ import asyncio
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import SettingsError, WeightsRefused
+from lmpool.errors import DeadlineExceeded, SettingsError, WeightsRefused
+from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -193,6 +195,18 @@ async def test_a_worker_that_waits_for_the_server_during_a_change_can_be_stopped
         await asyncio.to_thread(worker.wait)
     finally:
         pool.end()
+
+
+async def test_a_publisher_is_told_that_the_server_has_lost_its_version(pool: Pool) -> None:
+    pool.start(*LEASE)
+    async with pool.producer("syn") as producer:
+        assert await producer.publish_weights(weights(1), 5) == 5
+        session: Any = producer._sessions.session
+        with pytest.raises(DeadlineExceeded, match="version 6 within 0.2 s; the server has lost it"):
+            await session.versions._wait(Version(6, "6" * 16), Deadline.of(0.2, 1.0))
+        pool.redis.delete(pool.keys.model("syn").versions)
+        with pytest.raises(SettingsError, match="version: 5 must be above 5, which this producer uses"):
+            await producer.publish_weights(weights(2), 5)
 
 
 async def test_a_late_step_of_the_old_weights_gives_no_row_of_the_new_ones(pool: Pool, tmp_path: Path) -> None:

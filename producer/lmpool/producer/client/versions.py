@@ -91,7 +91,9 @@ class WeightVersions:
         self, upload: _Upload, number: int | None, registered: PublishedVersions, deadline: Deadline
     ) -> Version:
         """Store the file if the pool must store it, and add the version to the registry."""
-        registry, nonce = self._registry, secrets.token_hex(8)
+        registry, nonce, used = self._registry, secrets.token_hex(8), self._connections.model.info.version
+        if number is not None and number <= used:
+            raise errors.SettingsError(f"version: {number} must be above {used}, which this producer uses")
         chunks = [upload.data[at : at + CHUNK_BYTES] for at in range(0, len(upload.data), CHUNK_BYTES)]
         digests = upload.samples or tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
         for index, chunk in enumerate(chunks):
@@ -100,7 +102,6 @@ class WeightVersions:
             registered = await self._insist(registry.read, deadline)
         while True:
             newest, changes = registered.newest_usable, -1
-            used = self._connections.model.info.version
             if upload.is_sparse:
                 if registered.newest < used:
                     text = f"version {used}, which clients use, is not in the registry: the server has lost its memory"
@@ -123,7 +124,7 @@ class WeightVersions:
 
     async def _wait(self, version: Version, deadline: Deadline) -> None:
         """Wait until a worker has served or refused a version; then remove what no worker needs any more."""
-        number = version.number
+        number, registered = version.number, PublishedVersions((version,), {}, version.entry, False)
         try:
             for wait in pauses():
                 registered = await self._insist(self._registry.read, deadline)
@@ -135,8 +136,11 @@ class WeightVersions:
                 async with deadline.limit():
                     await asyncio.sleep(wait)
         except errors.DeadlineExceeded as error:
-            text = f"version {number} is published, but no worker has served it within {deadline.seconds:g} s"
-            raise errors.DeadlineExceeded(f"{text}: see `lmpool weights list`, or allow more time") from error
+            text = f"no worker has served version {number} within {deadline.seconds:g} s"
+            advice = "it is published: see `lmpool weights list`, or allow more time"
+            if version not in registered.versions:
+                advice = "the server has lost it with its memory: publish it again"
+            raise errors.DeadlineExceeded(f"{text}; {advice}") from error
         needed = registered.chain(is_tried=False)
         old = [other for other in registered.versions if needed and other.number < needed[0].number]
         await self._insist(partial(self._registry.forget, old, keep_entries=True), deadline)
