@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,44 @@ async def test_files_and_folders_are_read_by_workers_or_stored_in_the_pool(pool:
         await publisher.publish_weights(file)
         # A later full version has replaced the stored file, which no worker needs any more.
         assert not pool.names("{syn}:versions:data:*")
+
+
+SPOILED = """
+from lmpool.cli import main
+from lmpool.workers.backends.synthetic import SyntheticBackend
+draw = SyntheticBackend._draw
+def spoiled(backend, jobs):
+    block = draw(backend, jobs)
+    if backend._seed == 13:
+        block.numbers[...] = float("nan")
+    return block
+SyntheticBackend._draw = spoiled
+main()
+"""
+"""A worker whose rows are NaN with the seed 13, as when the weights of a real model overflow."""
+
+
+async def test_weights_with_a_wrong_row_are_refused_and_the_earlier_ones_are_loaded_again(pool: Pool) -> None:
+    pool.start(command=lambda: [sys.executable, "-c", SPOILED])
+    async with pool.producer("syn") as producer:
+        assert await producer.publish_weights(weights(1)) == 1
+        with pytest.raises(WeightsRefused, match="version 2: weights: the row of a prompt is no row with them"):
+            await producer.publish_weights(weights(13))
+        assert await is_of_seed(producer, 1)
+        assert await producer.publish_weights(weights(3)) == 3
+        assert await is_of_seed(producer, 3)
+
+
+async def test_at_most_so_many_sparse_versions_follow_one_another(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lmpool.producer.client.versions.MAX_SPARSE", 2)
+    pool.start()
+    async with pool.producer("syn") as producer:
+        for seed in (1, 2, 3):
+            await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([seed])})
+        with pytest.raises(SettingsError, match="2 sparse versions follow one another: publish a full version first"):
+            await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([4])})
+        assert await producer.publish_weights(weights(5)) == 4
+        assert await is_of_seed(producer, 5)
 
 
 async def test_calls_may_name_many_versions_at_once(pool: Pool) -> None:

@@ -18,6 +18,7 @@ from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, SettingsError, WeightsRefused
 from lmpool.producer.client.requests import Deadline
+from lmpool.protocol.tensors import sample_digest
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
@@ -144,10 +145,61 @@ async def test_a_new_version_has_a_larger_number_than_the_used_one_before_the_re
         owner, tensors = producer.model.lineage, await registry.tensors()
         await registry.clear()
         assert await registry.claim(owner, tensors)
-        with pytest.raises(SettingsError, match="version 1, which clients use, is not in the registry"):
+        with pytest.raises(SettingsError, match="no worker has registered version 1 again yet"):
             await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
         assert await producer.publish_weights(weights(2)) == 2
         assert await is_of_seed(producer, 2)
+
+
+async def test_a_worker_does_not_mix_its_versions_with_those_of_another_publisher(pool: Pool) -> None:
+    worker = pool.start(*LEASE)
+    keys, sparse = pool.keys.model("syn"), {"seed.indices": np.array([0]), "seed.values": np.array([2])}
+    async with pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        await producer.publish_weights(sparse)
+        # The server loses its memory, and another publisher is faster than the worker.
+        foreign = Version(1, "f" * 16, chunks=(bytes(16),))
+        with pool.redis.pipeline(transaction=True) as changes:
+            changes.delete(keys.versions)
+            changes.hdel(keys.version_states, "1", "2")
+            changes.xadd(keys.versions, {"v": foreign.pack()}, id=foreign.entry)
+            changes.execute()
+        await asyncio.to_thread(worker.until_says, "version 1 is not restored: another publisher has used the number")
+        assert await producer.versions() == {1: ""}
+        with pytest.raises(SettingsError, match="no worker has registered version 2 again yet"):
+            await producer.publish_weights(sparse)
+        assert await producer.publish_weights(weights(3)) == 3
+        assert await is_of_seed(producer, 3)
+
+
+async def test_only_the_owner_of_a_turn_renews_and_ends_it(pool: Pool) -> None:
+    async with Server(pool.url).connected() as client:
+        registry = VersionRegistry(client, pool.keys.model("syn"))
+        assert [await registry.take_turn(name, 2, 60_000) for name in ("a", "b", "c")] == [0, 1, None]
+        await registry.end_turn(0, "b")
+        await registry.renew_turn(0, "b", 1)
+        assert await registry.take_turn("c", 2, 60_000) is None
+        await registry.end_turn(0, "a")
+        assert await registry.take_turn("c", 2, 60_000) == 0
+
+
+async def test_a_served_sparse_version_makes_its_base_count_as_served(pool: Pool, tmp_path: Path) -> None:
+    gate = Gate(tmp_path / "gate")
+    worker = pool.start(*LEASE, command=gate.command)
+    async with Server(pool.url).connected() as client, pool.producer("syn") as producer:
+        registry, file, changes = VersionRegistry(client, pool.keys.model("syn")), tmp_path / "1", tmp_path / "2"
+        save_file({"seed": np.array(1)}, file)
+        save_file({"seed.indices": np.array([0]), "seed.values": np.array([2])}, changes)
+        asked = asyncio.create_task(producer.logprobs([9]))
+        await until_async(lambda: is_held(pool), "a prompt delays the change")
+        for number, base, path in ((1, -1, file), (2, 1, changes)):
+            await registry.add(Version(number, f"{number}" * 16, base, str(path), (sample_digest(path),)))
+        gate.open()
+        await asked
+        await producer.reach_version(2)
+        assert (await registry.read()).chain(is_tried=False)[-1].number == 2
+        worker.end()
+        pool.start(*LEASE).until_says("serving 'syn@2'")
 
 
 @pytest.mark.parametrize("moment", ["loading", "serving"])
@@ -205,7 +257,7 @@ async def test_a_publisher_is_told_that_the_server_has_lost_its_version(pool: Po
         with pytest.raises(DeadlineExceeded, match="version 6 within 0.2 s; the server has lost it"):
             await session.versions._wait(Version(6, "6" * 16), Deadline.of(0.2, 1.0))
         pool.redis.delete(pool.keys.model("syn").versions)
-        with pytest.raises(SettingsError, match="version: 5 must be above 5, which this producer uses"):
+        with pytest.raises(SettingsError, match="version: 5 must be above 5, which workers serve"):
             await producer.publish_weights(weights(2), 5)
 
 
@@ -262,7 +314,7 @@ async def test_a_worker_survives_a_silent_server_while_it_drains_for_a_change(sh
                 await until_async(is_draining, "the worker drains")
                 await asyncio.to_thread(server.stop)
                 gate.open()
-                await asyncio.to_thread(worker.until_says, "this worker changes its version")
+                await asyncio.to_thread(worker.until_says, "the change of the version waits for them")
                 await asyncio.to_thread(server.start)
                 assert await publishing == 1
                 assert len(await asking) == V

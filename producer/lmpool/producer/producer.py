@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.broker.server import RedisLike, Server, where
-from lmpool.errors import LMPoolError, SettingsError
+from lmpool.errors import DeadlineExceeded, LMPoolError, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
 from lmpool.producer.client.requests import Deadline, RowLRU, SessionSettings, check_timeout
@@ -34,6 +34,9 @@ from lmpool.settings import check_choice, check_name, check_number
 from lmpool.vocabulary import Vocabulary
 
 T = TypeVar("T")
+
+CHANGES_TOO_OFTEN = "versioned: the weights changed during each call until the timeout: use a producer of `at`"
+"""Message of a call that no single version has computed."""
 
 _MAX_UNUSED = 8  # Max producers for one version each that stay open after calls with `version=`.
 
@@ -283,8 +286,9 @@ class Producer(CopiedAsItself, PartialRows):
         """Call a method of this producer; returns its answer, and the version of the weights that computed all of it.
 
         For example `row, version = await producer.versioned(producer.logprobs, ids)`. If clients change to another
-        version during the call, the call is made again.
+        version during the call, the call is made again, until `timeout=` or the producer's timeout.
         """
+        deadline = Deadline.of(options.get("timeout"), self._timeout)
         owner = getattr(ask, "__self__", self)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, Producer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
@@ -293,6 +297,8 @@ class Producer(CopiedAsItself, PartialRows):
             answer = await ask(*args, **options)
             if await self._weights() == before:
                 return answer, before[1].version
+            if deadline.end <= deadline.loop.time():
+                raise DeadlineExceeded(CHANGES_TOO_OFTEN)
 
     async def _weights(self) -> tuple[Session, ModelInfo]:
         """The session of the running event loop, and the info of the weights that it uses now."""

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
@@ -15,11 +16,11 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
-from lmpool.errors import ProducerClosed, SettingsError
+from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError
 from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions
-from lmpool.producer.producer import Producer
+from lmpool.producer.producer import CHANGES_TOO_OFTEN, Producer
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Predictions
@@ -188,11 +189,14 @@ class SyncProducer(CopiedAsItself):
         owner = getattr(ask, "__self__", self)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, SyncProducer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
+        end = time.monotonic() + (options.get("timeout") or self._asynchronous._timeout)
         while True:
             before = self.model, self._asynchronous._sessions.session
             answer = ask(*args, **options)
             if (self.model, self._asynchronous._sessions.session) == before:
                 return answer, before[0].version
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(CHANGES_TOO_OFTEN)
 
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`: drop the rows in this producer's own memory."""

@@ -239,12 +239,16 @@ class VersionRegistry:
         return None
 
     async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> None:
-        """Keep a turn for another lease."""
-        await self.redis.set(self.keys.version_turn(slot), worker_id, px=lease_ms)
+        """Keep a turn for another lease, unless it has expired and another worker has taken it."""
+        key = self.keys.version_turn(slot)
+        if await self.redis.get(key) == worker_id.encode():
+            await self.redis.pexpire(key, lease_ms)
 
-    async def end_turn(self, slot: int) -> None:
-        """Give back a turn."""
-        await self.redis.delete(self.keys.version_turn(slot))
+    async def end_turn(self, slot: int, worker_id: str) -> None:
+        """Give back a turn, unless it has expired and another worker has taken it."""
+        key = self.keys.version_turn(slot)
+        if await self.redis.get(key) == worker_id.encode():
+            await self.redis.delete(key)
 
     async def store(self, nonce: str, index: int, data: memoryview) -> None:
         """Store one part of the file of a version, for an hour unless a worker keeps it (`load`)."""

@@ -349,6 +349,25 @@ def adapter_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+async def test_a_call_fails_if_the_backend_breaks_before_it(adapter_folder: Path) -> None:
+    backend = Adapted(adapter_folder)
+    async with held_back(backend) as (engine_thread, _, broken):
+        engine_thread.submit([job(0)])
+        assert await asyncio.to_thread(backend.is_stepping.wait, DEADLINE_S)
+        broken_call = asyncio.create_task(engine_thread.load_adapter("broken", ""))
+        await asyncio.sleep(0)  # This call is queued first.
+        waiting = asyncio.create_task(engine_thread.run("test", lambda _: None))
+        await asyncio.sleep(0)
+        backend.may_step.set()
+        with pytest.raises(WorkerError, match="the device is gone"):
+            await broken_call
+        with pytest.raises(WorkerError, match="the backend broke: the device is gone"):
+            await waiting
+        with pytest.raises(WorkerError, match="the backend broke before the test: the device is gone"):
+            await engine_thread.run("test", lambda _: None)
+        assert [str(error) for error in broken] == ["the device is gone"]
+
+
 async def test_jobs_of_a_dropped_adapter_are_returned_and_not_computed(adapter_folder: Path) -> None:
     backend = Adapted(adapter_folder)
     (adapter,) = backend.adapters

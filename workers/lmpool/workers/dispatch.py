@@ -124,6 +124,11 @@ class ResultQueue:
                 queue.task_done()
             self._lifecycle.notify()
 
+    def take_all(self) -> list[InFlightPrompt]:
+        """Take all results that are not published yet; returns their prompts whose answers have memory."""
+        results = [queue.get_nowait() for queue in (self._large, self._small) for _ in range(queue.qsize())]
+        return [prompt for result in results for prompt in result.ended]
+
     async def join(self) -> None:
         """Wait until all results are published."""
         await self._large.join()
@@ -444,9 +449,7 @@ class Dispatcher:
         if failures:
             await self._fail_prompts(failures)
         for result in results:
-            # Skip prompts that were submitted again: the new submission has released the memory of their answers.
-            ended = [prompt for prompt in (*result.prompts, *result.stale) if prompt.status == "ended"]
-            self.engine_thread.published(ended)
+            self.engine_thread.published(result.ended)
 
     def notify_early(self, result: StepResult) -> None:
         """Notify clients on this host of the results of a step; the backend's thread calls this method."""

@@ -234,6 +234,8 @@ class Worker:
                 while versions.next is not None and not self._is_ending:
                     opened = await self._change(engine_thread, opened)
                     await self._run_after_change(engine_thread, opened, on_ready)
+                if self._lifecycle.broken is not None:  # The backend broke between two versions.
+                    raise WorkerError(f"the backend broke: {_reason(self._lifecycle.broken)}")
         finally:
             await finish(versions.close())
             with guarded:
@@ -249,6 +251,7 @@ class Worker:
         self.health.state = "loading"
         # A step may still compute prompts that were dropped: its rows must not count as rows of the next version.
         await engine_thread.run("end of the last step", lambda _: None)
+        engine_thread.published(self._results.take_all())
         self._begin()
         async with loading(self.server, self.settings, self.worker_id, self.versions.next_name):
             return await self.versions.change(opened)
@@ -373,10 +376,12 @@ class Worker:
         except TimeoutError:
             if lifecycle.broken is None:
                 text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
-                text += "; other workers take them over after a lease at the latest"
-                if self.versions.next is None or self._is_ending:
-                    raise ServerError(text) from None
-                _log.warning("%s; this worker changes its version", text)
+                if self.versions.next is not None:
+                    # Change no weights while the backend computes prompts, and wait for the server as while serving.
+                    _log.warning("%s; the change of the version waits for them", text)
+                    await lifecycle.wait_for(lambda: not in_flight or self._is_ending)
+                if in_flight and lifecycle.broken is None:
+                    raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
 
     async def _watch_versions(self, serving: Serving) -> None:
         """Drain when another version of the weights must be loaded; never returns."""

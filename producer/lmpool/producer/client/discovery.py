@@ -101,7 +101,7 @@ class Connections(Tasks):
     def __init__(self, server: Server, keys: Keys, *, is_bulk: bool = False, is_direct: bool = False) -> None:
         super().__init__()
         self.server = server
-        self._keys = keys
+        self.keys = keys
         self._is_bulk = is_bulk
         self._client_id = secrets.token_hex(8)
         self.segments = SegmentReader()
@@ -122,9 +122,9 @@ class Connections(Tasks):
         if self.direct is not None:
             self.direct.forget()
         self._close_rows()
-        rows = RowCache(self.server, self._keys, info, self.segments, self.direct)
+        rows = RowCache(self.server, self.keys, info, self.segments, self.direct)
         host = self.segments.host if is_shared(info.vocab_size) else b""
-        self.model = AdoptedModel(info, info.fingerprint, info.lineage, self._keys.model(info.base), rows, host)
+        self.model = AdoptedModel(info, info.fingerprint, info.lineage, self.keys.model(info.base), rows, host)
         self._set_reader()
 
     def _set_reader(self) -> None:
@@ -143,7 +143,7 @@ class Connections(Tasks):
 
     async def _read_row_token(self) -> bytes | None:
         with suppress(*TROUBLE):  # Do not record the error: rows still come through Redis.
-            return cast(bytes | None, await self.redis.get(self._keys.row_token()))
+            return cast(bytes | None, await self.redis.get(self.keys.row_token()))
         return None
 
     def want_direct(self, worker: bytes) -> None:
@@ -157,7 +157,7 @@ class Connections(Tasks):
 
         async def try_worker() -> None:
             with suppress(*TROUBLE):  # Do not record the error: rows still come through Redis.
-                key = self._keys.worker(worker.decode("utf-8", "replace"))
+                key = self.keys.worker(worker.decode("utf-8", "replace"))
                 if address := cast(bytes | None, await cast(Any, self.redis.hget(key, "direct"))):
                     await direct.try_on(address)
 
@@ -196,7 +196,7 @@ class Connections(Tasks):
     async def check_writes(self, model: str) -> None:
         """Write a key that expires at once, to check that the server accepts writes. Missing rights are ignored."""
         with suppress(NoPermissionError):
-            await self.redis.set(self._keys.probe(model, self._client_id), b"", px=1)
+            await self.redis.set(self.keys.probe(model, self._client_id), b"", px=1)
 
     def note(self, error: BaseException) -> None:
         """Record why the server cannot be used, for the error of requests that time out."""

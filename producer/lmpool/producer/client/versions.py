@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -15,8 +16,10 @@ from lmpool import errors
 from lmpool.aio import pauses
 from lmpool.broker import bucket
 from lmpool.broker.registries import VersionRegistry
+from lmpool.broker.scripts import read_infos
 from lmpool.producer.client.discovery import Connections
 from lmpool.producer.client.requests import Deadline
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tensors import (
     INDICES,
     TIED_HEAD,
@@ -91,9 +94,10 @@ class WeightVersions:
         self, upload: _Upload, number: int | None, registered: PublishedVersions, deadline: Deadline
     ) -> Version:
         """Store the file if the pool must store it, and add the version to the registry."""
-        registry, nonce, used = self._registry, secrets.token_hex(8), self._connections.model.info.version
+        registry, nonce = self._registry, secrets.token_hex(8)
+        used = await self._insist(self._largest, deadline)
         if number is not None and number <= used:
-            raise errors.SettingsError(f"version: {number} must be above {used}, which this producer uses")
+            raise errors.SettingsError(f"version: {number} must be above {used}, which workers serve or have served")
         chunks = [upload.data[at : at + CHUNK_BYTES] for at in range(0, len(upload.data), CHUNK_BYTES)]
         digests = upload.samples or tuple(blake2b(chunk, digest_size=16).digest() for chunk in chunks)
         for index, chunk in enumerate(chunks):
@@ -104,8 +108,8 @@ class WeightVersions:
             newest, changes = registered.newest_usable, -1
             if upload.is_sparse:
                 if registered.newest < used:
-                    text = f"version {used}, which clients use, is not in the registry: the server has lost its memory"
-                    raise errors.SettingsError(f"weights: {text}. Publish the changes again later, or a full version")
+                    text = f"the server has lost its memory, and no worker has registered version {used} again yet"
+                    raise errors.SettingsError(f"weights: {text}: publish a full version, or the changes later")
                 changes = newest.number if newest is not None else 0
                 if len(registered.chain()) > MAX_SPARSE:
                     text = f"{MAX_SPARSE} sparse versions follow one another: publish a full version first"
@@ -121,6 +125,16 @@ class WeightVersions:
             if upload.is_sparse:
                 text = f"version {registered.newest} was published meanwhile, and these changes are relative to"
                 raise errors.SettingsError(f"weights: {text} version {changes}: publish the changes since then")
+
+    async def _largest(self) -> int:
+        """Return the largest version of the model's weights whose info is in the pool, so that a worker served it."""
+        connections, numbers = self._connections, [0]
+        for packed in (await read_infos(connections.redis, connections.keys)).values():
+            with suppress(errors.ProtocolError):
+                info = ModelInfo.unpack(packed if isinstance(packed, bytes) else b"")
+                is_own = (info.base, info.lineage) == (connections.model.info.base, connections.model.info.lineage)
+                numbers += [info.version] if is_own else []
+        return max(numbers)
 
     async def _wait(self, version: Version, deadline: Deadline) -> None:
         """Wait until a worker has served or refused a version; then remove what no worker needs any more."""

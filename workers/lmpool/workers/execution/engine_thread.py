@@ -81,6 +81,11 @@ class StepResult(NamedTuple):
         blocks, _, answers = self.finished
         return sum(block.nbytes for block in blocks) + (answers.nbytes if answers is not None else 0)
 
+    @property
+    def ended(self) -> list[InFlightPrompt]:
+        """The prompts that were not submitted again: a new submission has released the memory of their answers."""
+        return [prompt for prompt in (*self.prompts, *self.stale) if prompt.status == "ended"]
+
 
 class Call(NamedTuple):
     """One call of the backend: the thread runs it, and the watchdog names it in errors. Compare calls with `is`."""
@@ -135,6 +140,7 @@ class EngineThread:
         self._results: deque[tuple[StepResult, contract.BackendStats, _Capacity]] = deque()
         self._is_woken = self.is_hung = False
         self._awaited: set[Future[Any]] = set()  # The results of calls by `run` that have not returned.
+        self._broken: BaseException | None = None  # The exception that ended the thread.
         self._capacity, self.stats = _Capacity(), contract.BackendStats()
         self._sent = 0  # Number of rows that were sent to the thread, to compare with `_Capacity.taken`.
         self._submitted_at = self._interactive_at = -math.inf
@@ -225,6 +231,8 @@ class EngineThread:
         Raises:
             LMPoolError: `call` raised it. After any other exception the backend counts as broken.
         """
+        if self._broken is not None:
+            raise WorkerError(f"the backend broke before the {description}: {self._broken}")
         result = Future[T]()
 
         def run(engine: _Engine) -> None:
@@ -273,9 +281,17 @@ class EngineThread:
     def abandon(self, error: BaseException) -> None:
         """Stop waiting for the thread, which hangs, and fail the calls by `run`."""
         self.is_hung = True
+        self._fail_calls(error)
+
+    def _fail_calls(self, error: BaseException) -> None:
         for result in self._awaited:
             with suppress(InvalidStateError):  # The thread has just returned.
                 result.set_exception(error)
+
+    def _end_broken(self, error: BaseException) -> None:
+        self._broken = self._broken or error
+        self._fail_calls(WorkerError(f"the backend broke: {error}"))
+        self._on_broken(error)
 
     def stack(self) -> str:
         """The stack of the thread, as in a traceback."""
@@ -330,7 +346,7 @@ class EngineThread:
                 devices = backend.devices if isinstance(backend, contract.TellsDevices) else [backend.device]
                 opened = Opened(*about, vocabulary, tokenizer, dict(backend.adapters), tuple(devices))
                 if isinstance(backend, contract.TellsEnd):
-                    backend.when_broken(partial(self._post, self._on_broken))
+                    backend.when_broken(partial(self._post, self._end_broken))
                 self._ready.set_result((opened, _Capacity(backend.capacity())))
                 self._serve(_Engine(backend, self._send_result))
             except BaseException as error:  # noqa: BLE001  the error is reported before `close`, which may take long
@@ -345,7 +361,7 @@ class EngineThread:
 
     def _fail(self, error: BaseException) -> None:
         if self._ready.done():
-            self._post(self._on_broken, error)
+            self._post(self._end_broken, error)
         else:
             self._ready.set_exception(error)
 

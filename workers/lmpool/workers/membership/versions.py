@@ -56,6 +56,7 @@ _CANARY = bytes(16)  # Digest of the prompt that is computed with new weights be
 _CANARY_TOKENS = 4  # Max tokens of this prompt.
 _STORED_FILE = "model.safetensors"  # Name of the copy of a file that the pool stores.
 _NOT_SERVED = "version %d is not served: %s"
+_NOT_RESTORED = "version %d is not restored: another publisher has used the number; publish a full version"
 
 T = TypeVar("T")
 
@@ -177,6 +178,7 @@ class VersionKeeper:
         if registered.chain()[-1:] != (newest,):
             reason = f"it changes version {newest.changes}, which is not the version before it"
             await self._registry.decide(number, REFUSED + reason)
+            await asyncio.sleep(_TURN_CHECK_S)  # If it was decided before, it stays as it is.
             return True
         failed, not_before = self._not_before
         lease_ms = int(self._settings.lease_s * 1000)
@@ -230,7 +232,7 @@ class VersionKeeper:
             await end_tasks([self._renewing])
         if self._slot is not None:
             with suppress(RedisError, OSError):  # The turn expires.
-                await self._registry.end_turn(self._slot)
+                await self._registry.end_turn(self._slot, self._worker_id)
         self._slot = self._renewing = None
 
     @property
@@ -255,7 +257,10 @@ class VersionKeeper:
             await self._load(chain)
         except SettingsError as error:
             reason, has_changed = first_line(error), isinstance(error, _Unservable)
-        if not await self._decide(chain[-1], reason) and has_changed:
+        is_served = await self._decide(chain[-1], reason)
+        for version in chain[:-1] if is_served else ():  # Workers that start load the served versions of a chain only.
+            await self._insist(partial(self._registry.decide, version.number, SERVED))
+        if not is_served and has_changed:
             try:
                 await self._load(before, anew=True)
             except SettingsError as error:
@@ -315,7 +320,9 @@ class VersionKeeper:
                 for index in range(version.parts):
                     part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
                     await self._registry.store(version.nonce, index, memoryview(part))
-                await self._registry.add(version)
+                if not await self._registry.add(version) and version not in (await self._registry.read()).versions:
+                    _log.warning(_NOT_RESTORED, version.number)
+                    return
                 await self._registry.decide(version.number, SERVED)
 
     async def _end_restoring(self) -> None:
@@ -493,10 +500,10 @@ def _change_weights(
     blocks: list[RowBlock] = []
     while not blocks:
         finished = backend.step()
-        blocks = [block for block in finished.blocks if block.digests]
+        blocks = [block for block in finished.blocks if _CANARY in block.digests]
         if finished.failures:
             raise _Unservable(f"weights: a prompt fails with them: {finished.failures[_CANARY]}")
     try:
-        check_row(blocks[0].row(0))
+        check_row(blocks[0].row(list(blocks[0].digests).index(_CANARY)))
     except ProtocolError as error:
         raise _Unservable(f"weights: the row of a prompt is no row with them: {error}") from error
