@@ -62,7 +62,7 @@ lmpool:{{m}}:adapter_check:n -        rw       -       rw     -           -   - 
 lmpool:{{m}}:adapter_load:l -        -        -       rw     -           -   -        -
 lmpool:{{m}}:versions     r        r        rw      rw     -           r   r        r
 lmpool:{{m}}:versions:state r        r        rw      rw     -           r   r        r
-lmpool:{{m}}:versions:turn:0 -        -        -       w      -           -   -        -
+lmpool:{{m}}:versions:turn:0 -        -        -       rw     -           -   -        -
 lmpool:{{m}}:versions:data:n:0 -        -        w       rw     -           -   -        -
 lmpool:{{m}}:dead         r        r        r       rw     -           r   rw       r
 lmpool:{{m}}:reasons      -        -        -       rw     -           -   -        -

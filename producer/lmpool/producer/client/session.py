@@ -16,6 +16,7 @@ from redis.exceptions import RedisError
 from lmpool import errors
 from lmpool.aio import copy_error, delays, end_tasks, ended, finish, outcome, pauses, silence_limit
 from lmpool.broker.connection import reply_timeout
+from lmpool.broker.scripts import read_pointer
 from lmpool.broker.server import Server
 from lmpool.producer.client.adapters import Adapters
 from lmpool.producer.client.discovery import CLOSED, TROUBLE, Vocabularies
@@ -24,7 +25,7 @@ from lmpool.producer.client.requests import ALONE_S, ENDLESS_S, Deadline, Pendin
 from lmpool.producer.client.submit import Homes
 from lmpool.producer.client.versions import WeightVersions
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.version import split_name
+from lmpool.protocol.version import name_of_version, split_name
 
 T = TypeVar("T")
 
@@ -47,6 +48,8 @@ _CALM_WATCH_S = 5.0
 _MAX_RECHECKED = 2000
 # Max seconds for the commands that remove this client from the server when the session closes.
 _GOODBYE_S = 1.0
+# Max seconds for which a publisher waits until new clients use its version.
+_USED_S = 5.0
 # Max workers, chosen at random, that the session checks every second: have they left the pool?
 _MAX_WORKERS_CHECKED = 32
 # Max seconds between two tries to open a session while the server is unreachable or no worker serves the model.
@@ -316,6 +319,18 @@ class Session(Requester):
                     text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
                     raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}")
                 await asyncio.sleep(min(wait, left))
+
+    async def until_used(self, number: int) -> None:
+        """Wait until new clients use version `number` too, unless other workers serve the one before; at most 5 s."""
+        connections, base, until = self._connections, self.info.base, self.loop.time() + _USED_S
+        with connections.noting():  # The version is served in any case.
+            for wait in pauses():
+                used = await read_pointer(connections.redis, connections.keys, base)
+                if used >= number or self.loop.time() > until:
+                    return
+                if (await self._discovery.alive(name_of_version(base, used), self.info.partitions)).serving:
+                    return
+                await asyncio.sleep(wait)
 
 
 def _is_older(info: ModelInfo, seen: ModelInfo) -> bool:
