@@ -93,7 +93,7 @@ NOT_THEIRS = {
         "XREADGROUP GROUP workers w STREAMS lmpool:{m}:jobs >", "XADD lmpool:{m}:reply:c * d x", *CHANGING_ADAPTERS,
     ),
     "worker": (
-        "SET lmpool:{m}:versions:data:n:0 x", "DEL lmpool:{m}:versions",
+        "DEL lmpool:{m}:versions",
         "SCAN 0", "XREAD STREAMS lmpool:{m}:reply:c 0", "UNLINK lmpool:{m}:reply:c", "XRANGE lmpool:{m}:dead - +",
         "MGET lmpool:weights:x", "SET lmpool:weights:x x", "DEL lmpool:{m}:jobs", "DEL lmpool:models",
         "SET lmpool:models x", "XADD lmpool:{m}:waiting:d * a b", "DEL lmpool:{m}:adapter_check:n",
