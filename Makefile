@@ -197,8 +197,8 @@ test-ranks: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	TRITON_INTERPRET=1 $(VLLM)/bin/python -m tests.engines \
 		vllm-v2-tensor-async tests/contract/test_rows.py tests/contract/test_scores.py \
 		-- vllm-v2-tensor tests/contract/test_rows.py -- vllm-v2-pipeline-async tests/contract/test_rows.py
-	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m pytest tests/contract/test_spread.py tests/engines/test_vllm_rank_faults.py
-	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract/test_spread.py
+	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m pytest tests/contract/test_weights.py tests/contract/test_spread.py tests/engines/test_vllm_rank_faults.py
+	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m pytest tests/contract/test_weights.py tests/contract/test_spread.py
 	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 20
 	LMPOOL_CONTRACT=vllm-tensor $(VLLM)/bin/python -m tests.faults.rank_kills --faults 4 --freeze --step-timeout-s 5
 	LMPOOL_CONTRACT=sglang-tp2 OMP_NUM_THREADS=1 $(SGLANG)/bin/python -m tests.faults.rank_kills --faults 20

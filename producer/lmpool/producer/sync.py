@@ -17,6 +17,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
 from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError
+from lmpool.producer.client.requests import check_timeout
 from lmpool.producer.client.session import CopiedAsItself
 from lmpool.producer.metrics import Counters, ProducerStats
 from lmpool.producer.options import PositionOptions
@@ -189,7 +190,8 @@ class SyncProducer(CopiedAsItself):
         owner = getattr(ask, "__self__", self)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, SyncProducer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
-        end = time.monotonic() + (options.get("timeout") or self._asynchronous._timeout)
+        timeout = options.get("timeout")
+        end = time.monotonic() + (self._asynchronous._timeout if timeout is None else check_timeout(timeout))
         while True:
             before = self.model, self._asynchronous._sessions.session
             answer = ask(*args, **options)

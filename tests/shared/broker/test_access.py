@@ -371,6 +371,21 @@ def test_no_user_has_more_rights_than_its_role(server: SecureServer, role: str) 
             assert _is_refusal(caught.value), f"{line}: {caught.value}"
 
 
+@pytest.mark.parametrize(
+    ("role", "line"),
+    [
+        ("worker", "PTTL lmpool:{m}:watcher"),
+        ("trie-worker", "PTTL lmpool:{trie}:watcher"),
+        ("worker", "GET lmpool:{m}:versions:turn:0"),
+        ("worker", "PEXPIRE lmpool:{m}:versions:turn:0 9"),
+        ("worker", "SET lmpool:{m}:versions:data:n:0 x PX 9"),
+    ],
+)
+def test_workers_have_rights_that_they_rarely_use(server: SecureServer, role: str, line: str) -> None:
+    with server.client(role) as client:
+        client.execute_command(*line.split(" "))
+
+
 def _is_refusal(error: ResponseError) -> bool:
     # Refusals within scripts have other texts than direct refusals, and the server disables DEBUG for all users.
     told = ("ermission", "The user executing the script can't", "DEBUG command not allowed")

@@ -376,12 +376,12 @@ class Worker:
         except TimeoutError:
             if lifecycle.broken is None:
                 text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
-                if self.versions.next is not None:
-                    # Change no weights while the backend computes prompts, and wait for the server as while serving.
-                    _log.warning("%s; the change of the version waits for them", text)
-                    await lifecycle.wait_for(lambda: not in_flight or self._is_ending)
-                if in_flight and lifecycle.broken is None:
+                if self.versions.next is None or self._is_ending:
                     raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None
+                # Change no weights while the backend computes prompts, and wait for the server as while serving.
+                _log.warning("%s; the change of the version waits for them", text)
+                await lifecycle.wait_for(lambda: not in_flight or self._is_ending)
+                await self._drain(serving, fetching)  # A worker that must end now waits no longer than any other.
 
     async def _watch_versions(self, serving: Serving) -> None:
         """Drain when another version of the weights must be loaded; never returns."""

@@ -317,12 +317,16 @@ class VersionKeeper:
         """Add the versions of this worker's weights to the registry again, each after its stored file."""
         with suppress(RedisError, OSError):  # The next call of `keep` tries again.
             for version in self._chain:
-                for index in range(version.parts):
-                    part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
-                    await self._registry.store(version.nonce, index, memoryview(part))
-                if not await self._registry.add(version) and version not in (await self._registry.read()).versions:
-                    _log.warning(_NOT_RESTORED, version.number)
-                    return
+                registered = await self._registry.read()
+                if version not in registered.versions:
+                    if version.number <= registered.newest:
+                        _log.warning(_NOT_RESTORED, version.number)
+                        return
+                    for index in range(version.parts):
+                        part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
+                        await self._registry.store(version.nonce, index, memoryview(part))
+                    if not await self._registry.add(version):
+                        return  # Another publisher or worker was faster.
                 await self._registry.decide(version.number, SERVED)
 
     async def _end_restoring(self) -> None:
@@ -415,7 +419,7 @@ class VersionKeeper:
         return folder
 
     async def _insist(self, attempt: Callable[[], Awaitable[T]]) -> T:
-        """Repeat `attempt` until the server answers; raises `ServerError` if the worker must end first."""
+        """Repeat `attempt` until the server replies; raises `ServerError` if the worker must end first."""
         for wait in delays(self._settings.heartbeat_s):
             try:
                 return await attempt()
