@@ -17,8 +17,9 @@ from lmpool.admin.queue import DeadLetters
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
 from lmpool.producer.metrics import ProducerCollector
+from lmpool.protocol.version import pointer_of
 from lmpool.web.app import read_demand
-from tests.support.pool import Pool, run_lmpool, until_async
+from tests.support.pool import Pool, run_lmpool, until, until_async
 from tests.web.service import Stream, WebService
 
 QUEUED = {"syn@0": 2, "syn@1": 3}
@@ -29,10 +30,15 @@ async def producer(pool: Pool, tmp_path: Path) -> AsyncIterator[Producer]:
     """A producer of a pool with a stopped worker and a queue of each version, and an adapter."""
     (tmp_path / "weights").write_text("1")
     workers = [pool.start("--lease-s", 60) for _ in range(2)]
+
+    def is_used() -> bool:
+        return pool.redis.hget(pool.keys.models(), pointer_of("syn")) == b"1"
+
     async with pool.producer() as producer:
         await producer.add_adapter("poet", tmp_path)
         workers[0].signal(signal.SIGSTOP)
         await producer.publish_weights({"seed": np.array(7)})
+        await asyncio.to_thread(until, is_used, "new clients use version 1")
         workers[1].signal(signal.SIGSTOP)
         asked = [asyncio.ensure_future(producer.logprobs([each], version=0)) for each in range(QUEUED["syn@0"])]
         asked += [asyncio.ensure_future(producer.logprobs([each])) for each in range(QUEUED["syn@1"])]
