@@ -228,7 +228,7 @@ async def test_a_pool_without_workers_says_so_and_goes_on_with_the_newest_versio
 
 
 async def test_the_versions_belong_to_one_checkpoint(pool: Pool) -> None:
-    first = pool.start("--lease-s", 1)
+    first = pool.start("--lease-s", 8)  # The other worker must not take it for dead while it is blocked.
     async with pool.producer("syn") as publisher:
         await publisher.publish_weights(weights(1))
         other = pool.start("--seed", 9, "--lease-s", 1, wait=False)
