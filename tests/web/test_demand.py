@@ -127,7 +127,7 @@ async def test_clients_that_wait_for_a_model_are_demand(pool: Pool, service: Ser
         await pool.producer("syn").open()
     assert service.of("syn") == NOTHING
     with pytest.raises(NoWorker):
-        await pool.producer("syn", when_absent="wait").open(timeout=0.5)
+        await pool.producer("syn", when_absent="wait").open(timeout=3)
     assert service.of("syn") == {**NOTHING, "wanted": 1, "drain_seconds": NEVER_S}
     # The key `wanted` expires, but lives longer than half a minute, the interval of an autoscaler's polls.
     assert 0 < pool.redis.pttl(pool.keys.model("syn").wanted) <= 60_000
@@ -138,7 +138,8 @@ async def test_the_drain_time_follows_from_the_speed_of_the_workers(
 ) -> None:
     gate = Gate(tmp_path / "gate")
     gate.open()
-    pool.start("--lease-s", 1, "--max-batch", 1, "--step-ms", 50, command=gate.command)
+    # A worker that is blocked for a lease has no heartbeat, and so no speed.
+    pool.start("--lease-s", 8, "--max-batch", 1, "--step-ms", 50, command=gate.command)
     async with pool.producer("syn") as producer:
         await producer.logprobs([1])
 

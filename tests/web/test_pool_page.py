@@ -167,7 +167,7 @@ def beat(pool: Pool, names: list[str], **others: str) -> None:
     fields: dict[Any, Any] = {
         "model": "syn",
         "state": "ready",
-        "lease_s": "60",
+        "lease_s": "600",
         "rows": "5",
         "rows_per_s": "1.5",
         "job_counts": "",
@@ -175,8 +175,8 @@ def beat(pool: Pool, names: list[str], **others: str) -> None:
     }
     for name in names:
         pipeline.hset(pool.keys.worker(name), mapping=fields)
-        pipeline.pexpire(pool.keys.worker(name), 60_000)
-        pipeline.zadd(pool.keys.model("syn").workers, {name: deadline_ms()})
+        pipeline.pexpire(pool.keys.worker(name), 600_000)  # They count as silent after half of this time.
+        pipeline.zadd(pool.keys.model("syn").workers, {name: deadline_ms(600)})
     pipeline.execute()
 
 
@@ -240,8 +240,8 @@ def test_a_silent_worker_is_marked_and_events_are_listed(pool: Pool, watch: Watc
     titles = page.locator("#workers th").all_inner_texts()
     state = killed.locator("td").nth(titles.index("state"))
     expect(state).to_have_text("ready")
-    # Let the worker's key expire in 20 s: with a lease of 60 s, its last heartbeat was 40 s ago.
-    pool.redis.pexpire(pool.keys.worker("was-killed"), 20_000)
+    # Let the worker's key expire in 200 s: with a lease of 600 s, its last heartbeat was 400 s ago.
+    pool.redis.pexpire(pool.keys.worker("was-killed"), 200_000)
     expect(state).to_have_text("silent")
     expect(killed.locator("td").nth(titles.index("rows/s"))).to_have_text("–")
     expect(page.locator("#tiles")).to_contain_text("2 ready, 1 silent")
