@@ -105,7 +105,7 @@ def test_requests_have_a_deadline_and_bounded_sizes(pool: Pool, gate: Gate) -> N
     service = GatewayService(pool)
     late = service.post("/v1/rows", {"ids": [1]}, X_Lmpool_Timeout="0.1")
     assert (late.status, late.json["error"]["type"]) == (504, "DeadlineExceeded")
-    late = service.post("/v1/rows", {"ids": [1], "timeout": 0.1})
+    late = service.post("/v1/rows", {"ids": [1], "timeout": 0.9})
     assert late.json["error"]["message"].startswith("no row within 0.")
     wrong = service.post("/v1/rows", {"ids": [1]}, X_Lmpool_Timeout="soon")
     assert (wrong.status, "x-lmpool-timeout: 'soon'" in wrong.json["error"]["message"]) == (400, True)
