@@ -20,16 +20,22 @@ import pytest
 from lmpool.embedded import EmbeddedServer
 from lmpool.producer import Producer
 from lmpool.protocol.job import digest_of
-from lmpool.rows import datagram
+from lmpool.rows import datagram, shared_memory
 from lmpool.rows.datagram import DatagramReceiver, DatagramSender, RowsReady
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
-from tests.support.pool import Pool, count_waiting, is_held, until_async, until_done
+from tests.support.pool import DEADLINE_S, Pool, count_waiting, is_held, until_async, until_done
 
 PROMPT = [3, 1, 4]
 SMALL, LARGE = 64, 2048
 """Vocabulary sizes: small rows are in the datagram itself, and large rows are in shared memory."""
 sizes = pytest.mark.parametrize("vocab_size", [SMALL, LARGE])
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let producers wait longer for a worker's segment: on a busy machine a worker may take more than 0.1 s."""
+    monkeypatch.setattr(shared_memory, "_ANSWER_S", DEADLINE_S)
 
 
 @pytest.fixture

@@ -134,9 +134,10 @@ async def _are_renewed(pool: Pool, lease_s: float) -> bool:
 
 
 async def test_a_prompt_that_kills_workers_is_given_up_and_the_others_are_served(pool: Pool) -> None:
-    # Start all workers at once, so that the duration of one start does not matter.
+    # Start all workers at once, so that the duration of one start does not matter. The lease outlasts a short pause of
+    # a worker: if other workers claimed its prompts meanwhile, good prompts would use up their deliveries too.
     for _ in range(4):
-        pool.start("--lease-s", 1, "--crash-token", 99, "--max-batch", 64, wait=False)
+        pool.start("--lease-s", 3, "--crash-token", 99, "--max-batch", 64, wait=False)
     for worker in pool.workers:
         await asyncio.to_thread(worker.until_says, "serving ")
     async with pool.producer() as producer:

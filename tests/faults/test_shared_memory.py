@@ -9,7 +9,9 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+import threading
+from collections.abc import Collection, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,7 +21,7 @@ import pytest
 from lmpool.producer import Producer
 from lmpool.rows import shared_memory
 from lmpool.rows.segment import SegmentListener
-from lmpool.rows.shared_memory import SEALS, is_reference
+from lmpool.rows.shared_memory import SEALS, SegmentReader, is_reference
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import (
@@ -46,6 +48,13 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as folder:
         monkeypatch.setenv("LMPOOL_SHM_DIR", folder)
         yield Path(folder)
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let producers wait longer for a worker's segment: on a busy machine a worker may take more than 0.1 s."""
+    monkeypatch.setattr(shared_memory, "_ANSWER_S", DEADLINE_S)
+    monkeypatch.setattr(shared_memory, "_ALL_ANSWER_S", DEADLINE_S)
 
 
 def segments(place: Path) -> list[Path]:
@@ -106,8 +115,12 @@ async def test_rows_go_through_shared_memory_and_redis_has_references_that_expir
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
         await ask(first)
         assert reads(first) == (len(PROMPTS), 0)
+
+        async def are_stored() -> bool:
+            return len(stored(pool)) == len(PROMPTS)
+
+        await until_async(are_stored, "Redis has all rows: a datagram may bring a row before the row is stored")
         values = stored(pool)
-        assert len(values) == len(PROMPTS)
         assert all(is_reference(value) and len(value) < 100 for value in values)
         for key in pool.redis.scan_iter(match=f"{pool.prefix}:row:*"):
             assert 0 < pool.redis.pttl(key) <= 3_600_000
@@ -272,30 +285,38 @@ async def test_a_removed_socket_is_created_again(pool: Pool, place: Path) -> Non
 
 
 async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_memory, "_ANSWER_S", 1.0)
     worker = start(pool, place)
     async with pool.producer(cache_bytes=0) as first:
         await ask(first)
+    receive, is_waiting = SegmentReader._receive, threading.Event()
+
+    def noted(reader: SegmentReader, names: Collection[str]) -> Any:
+        is_waiting.set()
+        return receive(reader, names)
+
+    second = pool.producer(cache_bytes=0)
     worker.signal(signal.SIGSTOP)
     try:
-        turns = 0
-
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0.001)
-
-        counting = asyncio.create_task(count())
-        async with pool.producer(cache_bytes=0):
-            counting.cancel()
-        # Opening the producer waited for the stopped worker, and other tasks ran in this time.
-        assert turns > 100
+        with monkeypatch.context() as brief:
+            brief.setattr(shared_memory, "_ANSWER_S", 1.0)
+            async with pool.producer(cache_bytes=0):
+                pass  # After a second the producer is open without this worker's segment.
+        monkeypatch.setattr(SegmentReader, "_receive", noted)
+        opening = asyncio.create_task(second.open())
+        await until_async(lambda: _is_set(is_waiting), "the producer waits for the frozen worker")
+        for _ in range(100):  # Other tasks run in this time.
+            await asyncio.sleep(0.001)
+        assert not opening.done()
     finally:
         worker.signal(signal.SIGCONT)
-    async with pool.producer(cache_bytes=0) as second:
-        await ask(second)
-        assert reads(second) == (len(PROMPTS), 0)
+    await opening
+    await ask(second)
+    assert reads(second) == (len(PROMPTS), 0)
+    await second.close()
+
+
+async def _is_set(event: threading.Event) -> bool:
+    return event.is_set()
 
 
 async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path) -> None:
@@ -399,14 +420,18 @@ async def test_clients_release_the_memory_of_a_worker_that_has_ended(pool: Pool,
     async with pool.producer(cache_bytes=0) as producer:
         await ask(producer)
         trie = await producer.trie()
-        await trie.weight_sum(prompt=PROMPTS[0])
-
-        (path,) = segments(place)
+        (path,), new = segments(place), count()
 
         def held() -> list[int]:
             return [pid for pid in (os.getpid(), trie_worker.process.pid) if has_mapped(pid, path.name)]
 
-        assert held() == [os.getpid(), trie_worker.process.pid]
+        async def both_hold() -> bool:
+            """Have the trie worker read another row; it gets a row through Redis if the segment came too late."""
+            await ask(producer, [prompt := [next(new), 8]])
+            await trie.weight_sum(prompt=prompt)
+            return held() == [os.getpid(), trie_worker.process.pid]
+
+        await until_async(both_hold, "both have mapped the segment")
         worker.signal(signal.SIGTERM)
         await asyncio.to_thread(worker.wait)
         await asyncio.to_thread(until, lambda: not held(), "its segment is closed")
@@ -466,6 +491,7 @@ def end(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 async def main():
+    shared_memory._ANSWER_S = 60.0  # On a busy machine the worker may take more than 0.1 s to send its segment.
     async with Producer("syn", redis=sys.argv[1], prefix=sys.argv[2]) as producer:
         shared_memory._number_at = end
         await producer.logprobs([0, 1, 7])

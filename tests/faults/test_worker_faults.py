@@ -33,7 +33,7 @@ from lmpool.workers.queue.jobs import Taken
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving
-from tests.support.gate import Gate
+from tests.support.gate import Gate, GatedBackend, OneByOne
 from tests.support.pool import DEADLINE_S, Pool, Prepared, V, deadline_ms, entry_ids, is_held, until, until_async
 from tests.support.servers.proxy import Proxy
 
@@ -292,7 +292,8 @@ async def test_a_worker_keeps_and_logs_the_first_of_the_errors_that_break_its_ba
 
 async def test_small_rows_that_become_ready_during_a_publication_are_published_together(pool: Pool) -> None:
     settings = WorkerSettings(prefix=pool.prefix)
-    worker = Worker(Server(pool.url), SyntheticSettings(name="syn", vocab_size=V, max_batch=2), settings)
+    backend = GatedBackend(OneByOne(), batch=2)
+    worker = Worker(Server(pool.url), Prepared(backend), settings)
     ready = asyncio.Event()
     running = asyncio.create_task(worker.run(lambda _: ready.set()))
     await asyncio.wait_for(ready.wait(), DEADLINE_S)
@@ -308,6 +309,13 @@ async def test_small_rows_that_become_ready_during_a_publication_are_published_t
     serving.publisher.publish = held_up  # type: ignore[method-assign]
     async with pool.producer("syn") as producer:
         asked = [asyncio.create_task(producer.logprobs([token])) for token in range(6)]
+
+        async def publishes() -> bool:
+            return len(published) > 0
+
+        backend.gate.let(1)
+        await until_async(publishes, "the publication of the first step has begun")
+        backend.gate.open()
 
         async def computed() -> bool:
             return serving.engine_thread.stats.rows == 6

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,10 +130,14 @@ async def test_a_worker_whose_files_change_reports_it_and_serves_on(pool: Pool, 
 
     assert await shown() == []
     replaced(folder / WEIGHTS)
-    await until_async(shown, "the heartbeat has it")
-    (notice,) = await shown()
+    (notice,) = await until_async(shown, "the heartbeat has it")
     assert f"files of its model have changed since it loaded them ({WEIGHTS})" in notice
-    (shown_worker,) = Tables(await survey(Server(pool.url), pool.keys)).workers()["listed"]
+
+    async def listed() -> Any:
+        """The live workers; none while a busy machine delays the heartbeat for a lease."""
+        return Tables(await survey(Server(pool.url), pool.keys)).workers()["listed"]
+
+    (shown_worker,) = await until_async(listed, "the worker is live")
     assert shown_worker["changed_files"] == WEIGHTS
     async with pool.producer() as producer:
         assert np.array_equal(await producer.logprobs([1, 2]), synthetic_row([1, 2], vocab_size=V))

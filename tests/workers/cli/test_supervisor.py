@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -20,11 +21,21 @@ import redis
 
 from lmpool import embedded
 from lmpool.embedded import EmbeddedServer, StateFile
-from lmpool.errors import WorkerError
+from lmpool.errors import LMPoolError, WorkerError
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.cli.supervisor import SupervisedWorker
-from tests.support.pool import DEADLINE_S, V, WorkerProcess, is_running, lmpool_command, run_lmpool, server_pid, until
+from tests.support.pool import (
+    DEADLINE_S,
+    PATIENCE,
+    V,
+    WorkerProcess,
+    is_running,
+    lmpool_command,
+    run_lmpool,
+    server_pid,
+    until,
+)
 
 Up = Callable[..., WorkerProcess]
 SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V))
@@ -79,11 +90,12 @@ def until_no_worker_of(process: WorkerProcess) -> None:
 def holders() -> set[bytes]:
     """The workers that hold prompts."""
     names: set[bytes] = set()
-    with redis.Redis.from_url(str(embedded.find())) as client:
+    with redis.Redis.from_url(str(embedded.find()), **PATIENCE) as client:
         for stream in client.scan_iter("lmpool:{syn}:*", _type="stream"):
-            for group in client.xinfo_groups(stream):
-                consumers = client.xpending(stream, group["name"])["consumers"]
-                names |= {consumer["name"] for consumer in consumers}
+            with suppress(redis.ResponseError):  # The stream was removed after the listing.
+                for group in client.xinfo_groups(stream):
+                    consumers = client.xpending(stream, group["name"])["consumers"]
+                    names |= {consumer["name"] for consumer in consumers}
     return names
 
 
@@ -142,11 +154,15 @@ def test_a_killed_server_is_started_again_for_all_that_use_it(up: Up, folder: Pa
         os.kill(pid, signal.SIGKILL)
         until(lambda: server_pid(folder) not in (0, pid), "the server runs again")
         assert all(is_right(producer, 2) for producer in (syn, other))
-        with redis.Redis(unix_socket_path=str(folder / "redis.sock")) as client:
+        with redis.Redis(unix_socket_path=str(folder / "redis.sock"), **PATIENCE) as client:
             assert client.config_get("maxmemory") == {"maxmemory": str(64 * 2**20)}
-    texts = "".join(process.text for process in both)
-    assert "your server was ended by signal 9 (SIGKILL); the end of" in texts
-    assert "your server runs again at unix://" in texts
+
+    def texts() -> str:
+        return "".join(process.text for process in both)
+
+    assert "your server was ended by signal 9 (SIGKILL); the end of" in texts()
+    # The server runs before `lmpool up` says so.
+    until(lambda: "your server runs again at unix://" in texts(), "one of them says that the server runs again")
 
 
 def test_a_server_that_ends_twice_within_a_minute_is_given_up(up: Up, folder: Path) -> None:
@@ -239,7 +255,8 @@ def test_the_reason_of_a_refusal_is_the_last_line_while_the_server_stays(up: Up,
 @pytest.mark.parametrize("count", [1, 2])
 def test_jobs_of_a_killed_worker_are_taken_up_at_once(up: Up, count: int) -> None:
     """The lease is ten minutes: if the killed worker's jobs waited for its end, their requests would time out."""
-    options = ("--lease-s", "600", "--step-ms", "200", "--max-batch", "4")
+    # The workers need seconds for all prompts: a busy machine may pause the test before it kills a worker.
+    options = ("--lease-s", "600", "--step-ms", "1000", "--max-batch", "4")
     process = up(*options) if count == 1 else two_workers(up, *options)
     (killed, *_), *_ = serving(process).values()
     with SyncProducer("syn", timeout=DEADLINE_S) as producer:
@@ -264,8 +281,14 @@ def test_a_prompt_that_kills_workers_is_given_up_after_its_deliveries(up: Up, co
     with SyncProducer("syn", timeout=DEADLINE_S, when_absent="wait") as producer:
         with pytest.raises(WorkerError, match="given up after 3 deliveries: the last worker that held it ended: it "):
             producer.logprobs([POISON])
-        assert len(re.findall(r"starting it again in", process.text)) == 3
+
+        def restarts() -> int:
+            return len(re.findall(r"starting it again in", process.text))
+
+        # `lmpool up` requeues the jobs of a worker, and the client gets its error, before `lmpool up` logs the restart.
+        until(lambda: restarts() >= 3, "the third restart is logged")
         assert is_right(producer, 1)
+        assert restarts() == 3
 
 
 def test_workers_share_a_log_dead_ones_are_replaced_and_one_signal_drains_all(up: Up, folder: Path) -> None:
@@ -290,13 +313,22 @@ def test_a_second_signal_ends_all_at_once(up: Up, count: int) -> None:
     # Let a step take ten minutes: a worker that drains would wait for the end of this step.
     options = ("--step-ms", "600000", "--step-timeout-s", "3600")
     process = up(*options) if count == 1 else two_workers(up, *options)
-    with SyncProducer("syn", timeout=0.5) as producer, pytest.raises(TimeoutError):
+    with SyncProducer("syn", timeout=DEADLINE_S) as producer:
+        request = threading.Thread(target=lambda: _until_closed(producer))
+        request.start()
+        until(holders, "a worker holds the prompt")
+        process.signal(signal.SIGTERM)
+        process.until_says("a second signal ends them at once")
+        process.signal(signal.SIGTERM)
+        assert process.wait() == 130
+        until_no_worker_of(process)
+    request.join()
+
+
+def _until_closed(producer: SyncProducer) -> None:
+    """Request a row until the producer is closed."""
+    with suppress(LMPoolError):
         producer.logprobs([1])
-    process.signal(signal.SIGTERM)
-    process.until_says("a second signal ends them at once")
-    process.signal(signal.SIGTERM)
-    assert process.wait() == 130
-    until_no_worker_of(process)
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -334,7 +366,7 @@ async def requeue_nothing(*_):
     pass
 
 supervisor.Supervisor._requeue = requeue_nothing
-supervisor.time = types.SimpleNamespace(monotonic=lambda: 100 * time.monotonic(), sleep=time.sleep)
+supervisor.time = types.SimpleNamespace(monotonic=lambda: 10 * time.monotonic(), sleep=time.sleep)
 
 def report_ready():
     print("reported that they serve", flush=True)

@@ -54,27 +54,35 @@ def selections(trie: PooledTrie) -> list[tuple[dict[str, Any], Any]]:
     ]
 
 
-async def _names(client: Redis, pool: Pool, model: str) -> tuple[str, ...]:
-    """The ids of a model's live workers."""
-    return (await read_alive(client, pool.keys.model(model), names=True)).names
+async def _only_worker(client: Redis, pool: Pool, model: str) -> Any:
+    """The last heartbeat of a model's only worker; waits for the heartbeat of a worker that was frozen for a lease."""
+
+    async def live() -> Any:
+        names = (await read_alive(client, pool.keys.model(model), names=True)).names
+        return await read_heartbeats(client, pool.keys, names)
+
+    (worker,) = await until_async(live, f"a worker of {model!r} is live")
+    return worker
 
 
 async def counters(pool: Pool, model: str) -> dict[str, int]:
     """Counters of steps, rows and failures of a model's only live worker, from its last heartbeat."""
     client = Server(pool.url).client()
     try:
-        (worker,) = await read_heartbeats(client, pool.keys, await _names(client, pool, model))
+        worker = await _only_worker(client, pool, model)
         return {name: int(worker.fields[name]) for name in ("steps", "rows", "failures")}
     finally:
         await client.aclose()
 
 
 async def current(pool: Pool, model: str) -> dict[str, int]:
-    """The counters of the worker's next heartbeat, which includes all work so far."""
+    """The counters of the worker's second heartbeat from now, which include all work so far.
+
+    The first heartbeat may be on its way already, with counters that were read earlier.
+    """
     client = Server(pool.url).client()
     try:
-        (worker,) = await read_heartbeats(client, pool.keys, await _names(client, pool, model))
-        key = pool.keys.worker(worker.worker_id)
+        key = pool.keys.worker((await _only_worker(client, pool, model)).worker_id)
         left = await client.pttl(key)
 
         async def has_reported() -> bool:
@@ -82,7 +90,8 @@ async def current(pool: Pool, model: str) -> dict[str, int]:
             before, left = left, await client.pttl(key)
             return left > before
 
-        await until_async(has_reported, "a heartbeat")
+        for _ in range(2):
+            await until_async(has_reported, "a heartbeat")
     finally:
         await client.aclose()
     return await counters(pool, model)
