@@ -322,7 +322,7 @@ async def _read_back(pool: Pool) -> None:
         later, wait_s = await registry.put("one", two)
         assert (later > version, 1000 < wait_s <= 1000.5) == (True, True)
         again, wait_s = await registry.put("one", two)
-        assert (again == later, 1000.5 - DEADLINE_S < wait_s <= 1000.5) == (True, True), "clients may use the replaced entry still"
+        assert (again == later, 700 < wait_s <= 1000.5) == (True, True), "clients may use the replaced entry still"
         assert await registry.read("one", "none") == Registered(later, {"one": two}, {"one": later})
         assert await registry.put("none", None) == (0, 0)
         removed, wait_s = await registry.put("one", None)
