@@ -46,7 +46,7 @@ async def raw(server: Server) -> AsyncIterator[RawCommandConnection]:
     connection.close()
 
 
-async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, block_ms: int = 5000) -> Any:
+async def read_group(raw: RawCommandConnection, consumer: str, count: int = 1, block_ms: int = 120_000) -> Any:
     command = ("XREADGROUP", "GROUP", GROUP, consumer, "COUNT", count, "BLOCK", block_ms, "STREAMS", "jobs", ">")
     return await asyncio.wait_for(raw.call(command), DEADLINE_S)
 

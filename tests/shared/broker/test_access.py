@@ -34,7 +34,7 @@ V = 512
 KEYS = Keys()
 LEASE = ("--lease-s", "3")
 # Options of patient clients: on a busy machine a heartbeat may be late, and the model seems unserved for a moment.
-PATIENT: dict[str, Any] = {"when_absent": "wait", "timeout": 60.0}
+PATIENT: dict[str, Any] = {"when_absent": "wait", "timeout": DEADLINE_S}
 SYNTHETIC = ("--backend", "synthetic", "--vocab-size", str(V), *LEASE)
 
 # Commands that neither workers nor producers may run.
@@ -302,7 +302,7 @@ async def test_a_single_client_yields_under_users_with_few_rights(
         worker = workers.start("worker", "worker", name, *SYNTHETIC[:-2], "--lease-s", "60", "--max-batch", "2")
         await asyncio.to_thread(worker.until_says, "serving ")
         worker.signal(signal.SIGSTOP)
-        options: dict[str, Any] = {"redis": server.url("producer"), "timeout": 60.0}
+        options: dict[str, Any] = {"redis": server.url("producer"), "timeout": DEADLINE_S}
         async with Producer(name, **options, priority=priority) as greedy, Producer(name, **options) as modest:
             many = asyncio.create_task(greedy.batch_logprobs([[i, 1] for i in range(400)]))
             jobs = KEYS.model(name).jobs
@@ -329,7 +329,8 @@ async def test_operators_may_clear_a_queue_and_producers_may_not(server: SecureS
     with server.client("admin") as admin:
         admin.acl_log_reset()
         keys = KEYS.model("busy")
-        async with Producer("busy", redis=server.url("producer")) as producer:
+        # The commands below may take minutes together on a busy machine.
+        async with Producer("busy", redis=server.url("producer"), timeout=DEADLINE_S) as producer:
             asked = [asyncio.ensure_future(producer.logprobs([number])) for number in range(300)]
 
             async def is_held() -> bool:

@@ -33,6 +33,8 @@ from tests.support.scrape import free_port
 
 V = 152_064
 SECRET = "s3cr3t"
+CONNECT_S = 60.0
+"""Seconds to connect: on a busy machine, the TLS handshake takes longer than redis-py's default of five seconds."""
 WORKER = ("worker", "syn", "--backend", "synthetic", "--vocab-size", "64")
 STATUS = ("status",)
 
@@ -66,6 +68,7 @@ async def test_large_rows_arrive_bit_for_bit(server: SecureServer, tmp_path: Pat
             ssl_ca_certs=str(folder / "server.ca.crt"),
             ssl_certfile=str(folder / "client.crt"),
             ssl_keyfile=str(folder / "client.key"),
+            socket_connect_timeout=CONNECT_S,
         )
         for place in (server.url("producer"), client, redis.Redis.from_url(server.url("producer"))):
             async with Producer("big", redis=place, cache_bytes=0) as producer:
@@ -112,6 +115,7 @@ def options_of(server: SecureServer, host: str = "localhost") -> dict[str, Any]:
     """Options for a client of redis-py that connects to the server with TLS."""
     files = {"ssl_ca_certs": "server.ca.crt", "ssl_certfile": "client.crt", "ssl_keyfile": "client.key"}
     user = {"username": "producer", "password": password_of("producer"), "ssl": True}
+    user["socket_connect_timeout"] = CONNECT_S
     return {"host": host, "port": server.port, **user, **{name: str(server.folder / files[name]) for name in files}}
 
 

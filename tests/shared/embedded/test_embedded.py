@@ -86,6 +86,8 @@ def base() -> Iterator[Path]:
 @pytest.fixture(autouse=True)
 def folder(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("LMPOOL_RUNTIME_DIR", str(base / "run"))
+    # On a busy machine, a server may answer later than after 2 s.
+    monkeypatch.setattr(embedded, "_PING_TIMEOUT_S", 120.0)
     return base / "run"
 
 

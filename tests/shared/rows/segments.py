@@ -12,9 +12,11 @@ import pytest
 
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.row import Encoding, Row, RowBlock
+from lmpool.rows import shared_memory
 from lmpool.rows.segment import Segment, make_segment
 from lmpool.rows.shared_memory import Reference, SegmentReader, folder, host_token
 from lmpool.synthetic import synthetic_row
+from tests.support.pool import DEADLINE_S
 
 V = 1500
 SLOT = 8192
@@ -26,6 +28,9 @@ def place_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder, in a memory file system, of the segments of the current user."""
     with tempfile.TemporaryDirectory(dir=os.environ["LMPOOL_SHM_DIR"]) as machine:
         monkeypatch.setenv("LMPOOL_SHM_DIR", machine)
+        # A reader skips a segment whose thread does not answer within 0.1 s. On a busy machine, it may answer later.
+        monkeypatch.setattr(shared_memory, "_ANSWER_S", DEADLINE_S)
+        monkeypatch.setattr(shared_memory, "_ALL_ANSWER_S", DEADLINE_S)
         folder().mkdir(mode=0o700)
         yield folder()
 

@@ -58,9 +58,16 @@ async def test_a_row_server_that_sends_nothing_is_given_up_and_the_row_is_reques
     reader.close()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait longer for a row server: on a busy machine, it may send nothing for 2 s."""
+    monkeypatch.setattr(direct, "_SILENT_S", DEADLINE_S)
+
+
 ROW = b"*1\r\n$3\r\nrow\r\n"
 
 
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(
     ("redis", "is_local"),
     [
@@ -108,6 +115,7 @@ async def test_idle_connections_are_closed(monkeypatch: pytest.MonkeyPatch) -> N
         assert peer.connection is None
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_connection_with_a_request_in_flight_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     reader, has_request = make_reader(), asyncio.Event()
 
@@ -132,6 +140,7 @@ async def test_a_connection_with_a_request_in_flight_is_not_idle(monkeypatch: py
         assert peer.connection is None
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_row_that_its_row_server_lacks_is_read_from_redis_and_not_removed(pool: Pool) -> None:
     info = ModelInfo("m", "synthetic", 3, 10, "seed", "float32")
     reader, row = make_reader(), np.log(np.array([0.5, 0.25, 0.25], np.float32))

@@ -20,7 +20,11 @@ from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSetting
 from tests.support.pool import Pool
 
 V = 64
-QUICK = ("--vocab-size", V, "--lease-s", 2, "--max-batch", 8)
+QUICK = ("--vocab-size", V, "--lease-s", 6, "--max-batch", 8)
+"""Options of workers whose jobs others take over soon, but not after a pause of seconds, as on a busy machine.
+
+A worker that pauses for a lease while it loads an adapter counts as killed by this adapter.
+"""
 
 
 @pytest.fixture

@@ -14,10 +14,12 @@ import msgpack
 import numpy as np
 import pytest
 
+from lmpool.broker import registries
 from lmpool.broker.registries import AdapterRegistry
 from lmpool.broker.server import Server
 from lmpool.errors import AdapterChanged, DeadlineExceeded, ProtocolError, SettingsError, UnknownAdapter
 from lmpool.producer import Producer, SyncProducer
+from lmpool.producer.client import adapters as adapters_module
 from lmpool.protocol.adapter import (
     MAX_ADAPTERS,
     MAX_LOADED,
@@ -234,9 +236,13 @@ def test_calls_of_a_producer_are_coroutine_functions() -> None:
             assert inspect.isasyncgenfunction(call) == (name in streams), name
 
 
-async def test_the_error_at_a_deadline_has_the_callers_timeout(pool: Pool, folders: list[str]) -> None:
+async def test_the_error_at_a_deadline_has_the_callers_timeout(
+    pool: Pool, folders: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters_module, "KNOWN_FOR_S", DEADLINE_S)
     backend = Gated(folders)
     async with serving(pool, backend), pool.producer("syn") as producer:
+        await producer.adapters()  # The requests do not read the registry, which may take longer than their timeout.
         try:
             for ask in (producer.logprobs, producer.warm):
                 with pytest.raises(DeadlineExceeded, match=r"^no row within 1\.5 s: "):
@@ -293,7 +299,9 @@ def test_a_name_that_no_adapter_can_have(name: Any) -> None:
         check_adapter_name("name", name)
 
 
-def test_registry_entries_are_decoded_and_other_values_refused(pool: Pool) -> None:
+def test_registry_entries_are_decoded_and_other_values_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Clients may use the replaced entry until the end of this test, also on a busy machine.
+    monkeypatch.setattr(registries, "KNOWN_FOR_S", 1000.0)
     asyncio.run(_read_back(pool))
 
 
@@ -306,17 +314,19 @@ async def _read_back(pool: Pool) -> None:
         assert await registry.put("\xfc", one, is_new=True) == (1, 0)
         assert await registry.put("\xfc", two, is_new=True) == (1, 0), "the name has an entry"
         assert await registry.read() == Registered(1, {"\xfc": one}, {"\xfc": 1})
+        since = 1000 * pool.redis.time()[0]
         version, wait_s = await registry.put("one", one)
-        assert (abs(version - 1000 * pool.redis.time()[0]) < 5000, wait_s) == (True, 0), "no client can know another"
+        until_ms = 1000 * (pool.redis.time()[0] + 1)
+        assert (since <= version <= until_ms, wait_s) == (True, 0), "no client can know another"
         assert (await registry.put("one", one))[0] == version, "nothing has changed"
         later, wait_s = await registry.put("one", two)
-        assert (later > version, 2 < wait_s <= 2.5) == (True, True)
+        assert (later > version, 1000 < wait_s <= 1000.5) == (True, True)
         again, wait_s = await registry.put("one", two)
-        assert (again == later, 1 < wait_s <= 2.5) == (True, True), "clients may use the replaced entry still"
+        assert (again == later, 700 < wait_s <= 1000.5) == (True, True), "clients may use the replaced entry still"
         assert await registry.read("one", "none") == Registered(later, {"one": two}, {"one": later})
         assert await registry.put("none", None) == (0, 0)
         removed, wait_s = await registry.put("one", None)
-        assert (removed > later, 2 < wait_s <= 2.5) == (True, True)
+        assert (removed > later, 1000 < wait_s <= 1000.5) == (True, True)
         assert await registry.read() == Registered(removed, {"\xfc": one}, {"\xfc": 1})
         assert await registry.version() == removed
         assert await other.read() == Registered(0, {}, {}), "these are adapters of another model"
