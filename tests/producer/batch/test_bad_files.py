@@ -275,8 +275,9 @@ async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_p
 async def test_a_run_ends_with_the_number_of_a_line_that_timed_out(pool: Pool, tmp_path: Path) -> None:
     pool.start(command=Gate(tmp_path / "gate").command)
     source = write_texts(tmp_path / "in.jsonl", [[1]])
-    async with pool.producer(timeout=0.5) as producer:
-        with pytest.raises(DeadlineExceeded, match=r"^line 1: no row within 0\.5 s"):
+    # The same timeout limits the connecting, so it is long enough for a busy machine.
+    async with pool.producer(timeout=5) as producer:
+        with pytest.raises(DeadlineExceeded, match=r"^line 1: no row within 5 s"):
             await run(producer, source, tmp_path / "out", "topk:2")
 
 
