@@ -339,7 +339,7 @@ def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tm
     assert "the model 'sny' is not served; did you mean 'syn'? served are: syn;" in ended.stderr
     assert "or pass --wait to wait for it" in ended.stderr
     assert "waiting for" not in ended.stderr
-    ended = run_lmpool(*wrong, "--wait", "--timeout", "1")
+    ended = run_lmpool(*wrong, "--wait", "--timeout", "5")
     assert "waiting for a worker to serve 'sny'" in ended.stderr
     assert ended.returncode == 2
 
