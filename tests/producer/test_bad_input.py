@@ -151,10 +151,13 @@ async def test_a_full_queue_is_named_while_the_prompt_is_sent_again(
 
         await until_async(is_full, "the queue is full")
         monkeypatch.setattr(Submitter, "_call_script", once)
-        asked = [asyncio.create_task(producer.logprobs([100], timeout=3))]
+        asked = [asyncio.create_task(producer.logprobs([100], timeout=6))]
+        session = producer._sessions.session
+        assert session is not None
+        submitter = session._submitter
 
         async def is_refused() -> bool:
-            return answers == 1
+            return submitter.is_full
 
         await until_async(is_refused, "the first prompt is refused")
         # Request a second prompt, about which the server sends no reply.

@@ -310,6 +310,7 @@ async def test_a_damaged_result_for_positions_is_requested_again(pool: Pool) -> 
     pool.start()
     async with pool.producer() as producer:
         await producer.positions(WHOLE, top=2)
+        await until_done(pool)  # A datagram can bring the result before the worker stores it.
         (key,) = pool.redis.scan_iter(match=f"{pool.prefix}:row:*")
         value = pool.redis.get(key)
         assert isinstance(value, bytes)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import tomllib
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import sha256
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -159,8 +160,14 @@ def test_the_server_of_compose_is_reached_by_a_socket_in_a_volume_and_by_no_port
     words = [server_binary(), *(re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words[1:])]
     process = subprocess.Popen([*words, "--dir", str(tmp_path)], stdout=subprocess.DEVNULL)
     try:
-        until(lambda: (tmp_path / "redis.sock").exists(), "the server listens")
         with redis.Redis(unix_socket_path=str(tmp_path / "redis.sock")) as client:
+
+            def answers() -> bool:
+                with suppress(redis.ConnectionError):  # The socket exists before the server listens.
+                    return bool(client.ping())
+                return False
+
+            until(answers, "the server answers")
             assert client.config_get("port") == {"port": "0"}
             assert client.config_get("maxmemory-policy")["maxmemory-policy"] == "volatile-lru"
         assert (tmp_path / "redis.sock").stat().st_mode & 0o777 == 0o777, "the pool's containers run as another user"

@@ -275,8 +275,9 @@ async def test_requests_that_do_not_fit_the_model_fail_at_once(pool: Pool, tmp_p
 async def test_a_run_ends_with_the_number_of_a_line_that_timed_out(pool: Pool, tmp_path: Path) -> None:
     pool.start(command=Gate(tmp_path / "gate").command)
     source = write_texts(tmp_path / "in.jsonl", [[1]])
-    async with pool.producer(timeout=0.5) as producer:
-        with pytest.raises(DeadlineExceeded, match=r"^line 1: no row within 0\.5 s"):
+    # The same timeout limits the connecting, so it is long enough for a busy machine.
+    async with pool.producer(timeout=5) as producer:
+        with pytest.raises(DeadlineExceeded, match=r"^line 1: no row within 5 s"):
             await run(producer, source, tmp_path / "out", "topk:2")
 
 
@@ -338,7 +339,7 @@ def test_a_missing_model_is_an_error_at_once_if_others_are_served(pool: Pool, tm
     assert "the model 'sny' is not served; did you mean 'syn'? served are: syn;" in ended.stderr
     assert "or pass --wait to wait for it" in ended.stderr
     assert "waiting for" not in ended.stderr
-    ended = run_lmpool(*wrong, "--wait", "--timeout", "1")
+    ended = run_lmpool(*wrong, "--wait", "--timeout", "5")
     assert "waiting for a worker to serve 'sny'" in ended.stderr
     assert ended.returncode == 2
 

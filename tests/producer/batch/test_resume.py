@@ -295,7 +295,8 @@ async def test_a_changed_model_ends_the_run(pool: Pool, tmp_path: Path) -> None:
 
 async def test_published_weights_end_a_run_with_advice(pool: Pool, tmp_path: Path) -> None:
     pool.start("--max-batch", 1, "--step-ms", 20)
-    source, output = write_texts(tmp_path / "in.jsonl", TEXTS), tmp_path / "out"
+    # The whole run would take more than a minute: the version must be served before its end, also on a busy machine.
+    source, output = write_texts(tmp_path / "in.jsonl", draw_texts(4000)), tmp_path / "out"
     async with pool.producer() as producer, pool.producer() as publisher:
         running = asyncio.create_task(run(producer, source, output, "topk:2", shard_lines=SHARD_LINES, concurrency=8))
         await asyncio.to_thread(until, partial(is_in_place, output, 1), "a shard is in place")

@@ -146,15 +146,15 @@ def test_commands_wait_for_a_worker_with_a_notice_and_end_with_ctrl_c(pool: Pool
     finally:
         for process in waiting:
             process.end()
-    late = on(pool, "bench", "--model", "nope", "--timeout", "1", "--wait")
+    late = on(pool, "bench", "--model", "nope", "--timeout", "5", "--wait")
     assert late.returncode == 2
     why = (
         "the model 'nope' is not served; served are: syn; start a worker with `lmpool worker MODEL --name nope`, or "
         f"correct prefix={pool.prefix!r}, which names the pool"
     )
     assert late.stderr.splitlines() == [
-        f"waiting for a worker to serve 'nope': {why}; this waits up to 1 s (--timeout); --no-wait fails at once",
-        f"lmpool: no answer within 1 s: {why}",
+        f"waiting for a worker to serve 'nope': {why}; this waits up to 5 s (--timeout); --no-wait fails at once",
+        f"lmpool: no answer within 5 s: {why}",
     ]
     assert one_line(on(pool, "adapters", "list", "--model", "nope", "--no-wait")) == f"lmpool: {why}"
     for command in (["logprobs", "1"], ["bench"], ["adapters", "remove", "poet"], ["trie", "show"]):
@@ -178,7 +178,7 @@ def test_without_a_named_server_commands_wait_only_with_the_option(tmp_path: Pat
         assert line.endswith("LMPOOL_REDIS_URL; or pass --wait to wait for one")
     assert not out.exists()
     for server in (["--wait"], ["--redis", "redis://127.0.0.1:1"]):
-        waited = run("perplexity", source, "--timeout", "0.5", *server, **nowhere)
+        waited = run("perplexity", source, "--timeout", "3", *server, **nowhere)
         assert (waited.returncode, "waiting for the server: no Redis server " in waited.stderr) == (2, True)
 
 

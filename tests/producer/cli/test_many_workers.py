@@ -13,6 +13,7 @@ from redis.asyncio import Redis
 from lmpool.admin.fleet import MAX_OUTLIERS, by_need, summarize
 from lmpool.admin.survey import file_notices, pause_s, read_survey
 from lmpool.broker.server import Server
+from lmpool.embedded import EmbeddedServer
 from lmpool.protocol.keys import Keys
 from lmpool.web.tables import PAGE_WORKERS, Tables
 from tests.support.fleet import heartbeat_fields, write_fleet
@@ -70,12 +71,15 @@ def commands(pool: Pool, *arguments: str) -> str:
     return done.stdout
 
 
-async def test_a_survey_runs_two_plain_commands_for_each_worker_and_no_more_scripts(pool: Pool, redis: Redis) -> None:
-    await write_fleet(redis, pool.keys, 100)
-    await read_survey(redis, pool.keys)  # Load the scripts into the server.
-    few = await spent(redis, lambda: read_survey(redis, pool.keys))
-    await write_fleet(redis, pool.keys, WORKERS)
-    many = await spent(redis, lambda: read_survey(redis, pool.keys))
+async def test_a_survey_runs_two_plain_commands_for_each_worker_and_no_more_scripts(own_server: EmbeddedServer) -> None:
+    # On the shared server, the heartbeats of other tests' workers would be counted too.
+    redis, keys = Server(own_server.url).client(), Keys()
+    await write_fleet(redis, keys, 100)
+    await read_survey(redis, keys)  # Load the scripts into the server.
+    few = await spent(redis, lambda: read_survey(redis, keys))
+    await write_fleet(redis, keys, WORKERS)
+    many = await spent(redis, lambda: read_survey(redis, keys))
+    await redis.aclose()
     assert {name: calls - few.get(name, 0) for name, calls in many.items() if calls != few.get(name, 0)} == {
         "cmdstat_hgetall": WORKERS - 100,
         "cmdstat_pttl": WORKERS - 100,

@@ -145,7 +145,8 @@ def test_once_shows_two_models_with_their_queues_rates_and_times(pool: Pool) -> 
 
 async def test_homed_reused_and_stolen_prompts_are_shown(pool: Pool, tmp_path: Path) -> None:
     slow, fast = Gate(tmp_path / "slow"), Gate(tmp_path / "fast")
-    options, ports = ("--lease-s", 1, "--max-batch", 4, "--token-ms", 0.001, "--log-every-s", 0.5), {}
+    # After a pause of a lease, the thief would also compute the prompts that the slow worker holds.
+    options, ports = ("--lease-s", 6, "--max-batch", 4, "--token-ms", 0.001, "--log-every-s", 0.5), {}
     for gate in (slow, fast):
         gate.open()
         port, command = free_port(), gate.command
