@@ -54,7 +54,7 @@ _ADVICE = ": start one with `lmpool up MODEL`, or set "
 _CONNECT_TIMEOUT_S = 5.0  # Seconds to connect and authenticate; a server on the same continent takes far less.
 _CLUSTER_TIMEOUT_S = 5.0  # Seconds for one node to report which master serves which slots.
 _MAX_NODES = 100  # Max nodes of a cluster that lmpool records, in case the first nodes disappear.
-_MAX_CUTS = 8  # Max retries of a TLS connection that a server cuts: on a busy machine, half the cuts lose the reason.
+_MAX_CUTS = 20  # Max retries of a TLS connection that a server cuts: on a busy machine, half the cuts lose the reason.
 # Connection options of a given redis-py client that lmpool does not copy.
 _NOT_TAKEN = ("retry", "retry_on_error", "retry_on_timeout", "decode_responses", "parser_class",
              "socket_timeout", "event_dispatcher", "maint_notifications_config", "himport_registry",
