@@ -16,7 +16,7 @@ from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import DeadlineExceeded, SettingsError, WeightsRefused
+from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.tensors import sample_digest
 from lmpool.protocol.version import Version
@@ -297,6 +297,11 @@ async def test_a_version_whose_files_are_lost_is_replaced_through_version_0(pool
     worker.end()
     file.unlink()
     pool.start(*LEASE).until_says("cannot load version 1, which was served before")
+    # As if leases had passed since the first worker was killed.
+    pool.redis.delete(pool.keys.model("syn@1").workers)
+    pool.redis.hdel(pool.keys.models(), "syn@1")
+    with pytest.raises(UnknownModel, match="version 1 of 'syn', which clients use, is not served; `lmpool weights list"):
+        await pool.producer("syn").open()
     async with pool.producer("syn@0") as producer:
         assert await producer.publish_weights(weights(2)) == 2
     async with pool.producer("syn") as producer:

@@ -359,7 +359,7 @@ class Producer(CopiedAsItself, PartialRows):
         number = await session.versions.publish(weights, version, stored=stored, url=bucket, deadline=deadline)
         if split_name(self._model or "")[1] is None:  # A producer for one version stays with it.
             await session.reach(number, deadline)
-            await session.until_used(number)
+        await session.until_used(number)
         return number
 
     async def adapters(self, *, timeout: float | None = None) -> dict[str, str]:
