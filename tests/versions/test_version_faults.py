@@ -300,9 +300,7 @@ async def test_a_version_whose_files_are_lost_is_replaced_through_version_0(pool
     # As if leases had passed since the first worker was killed.
     pool.redis.delete(pool.keys.model("syn@1").workers)
     pool.redis.hdel(pool.keys.models(), "syn@1")
-    with pytest.raises(
-        UnknownModel, match="version 1 of 'syn', which clients use, is not served; `lmpool weights list"
-    ):
+    with pytest.raises(UnknownModel, match="'syn' is not served in version 1, which clients use: start a worker with"):
         await pool.producer("syn").open()
     async with pool.producer("syn@0") as producer:
         assert await producer.publish_weights(weights(2)) == 2

@@ -314,9 +314,9 @@ class Discovery:
             wanted = f"the model {name!r} is not served" if name else "no model is served"
             raise await self._unknown(name, f"{wanted}: ", "start a worker with `lmpool worker MODEL --name NAME`")
         if name is not None and (base := split_name(name)[0]) in {info.base for info in infos.values()}:
-            wanted = f"version {used} of {name!r}, which clients use," if used else f"the model {name!r}"
+            start = f" in version {used}, which clients use: start a worker with `lmpool worker MODEL --name {name}`"
             advice = f"`lmpool weights list --model {base}` lists the versions of its weights"
-            raise await self._unknown(name, f"{wanted} is not served; ", advice)
+            raise await self._unknown(name, f"the model {name!r} is not served{start if used else ''}; ", advice)
         if name is not None:
             near = get_close_matches(name.lower(), by_lower := {other.lower(): other for other in infos}, 1)
             guess = f"did you mean {by_lower[near[0]]!r}? " if near else ""
