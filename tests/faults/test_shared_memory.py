@@ -303,7 +303,7 @@ async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, m
                 pass  # After a second the producer is open without this worker's segment.
         monkeypatch.setattr(SegmentReader, "_receive", noted)
         opening = asyncio.create_task(second.open())
-        await until_async(lambda: _is_set(is_waiting), "the producer waits for the frozen worker")
+        assert await asyncio.to_thread(is_waiting.wait, DEADLINE_S), "the producer waits for the frozen worker"
         for _ in range(100):  # Other tasks run in this time.
             await asyncio.sleep(0.001)
         assert not opening.done()
@@ -313,10 +313,6 @@ async def test_a_frozen_worker_does_not_delay_opening(pool: Pool, place: Path, m
     await ask(second)
     assert reads(second) == (len(PROMPTS), 0)
     await second.close()
-
-
-async def _is_set(event: threading.Event) -> bool:
-    return event.is_set()
 
 
 async def test_rows_that_are_replaced_are_computed_again(pool: Pool, place: Path) -> None:

@@ -23,7 +23,7 @@ from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import SECRET_SIZE
 from lmpool.protocol.row import VectorBlock
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, pending, until_async, until_done
+from tests.support.pool import DEADLINE_S, Pool, WorkerProcess, pending, until, until_async, until_done
 from tests.support.trie_answers import answers_of, assert_right, draw_weights, leftovers, row_weights, words
 
 V = 512
@@ -106,16 +106,9 @@ async def test_killed_frozen_and_stopped_workers_lose_no_request(pool: Pool) -> 
     other.signal(signal.SIGTERM)
     assert await asyncio.to_thread(other.wait) == 0
     assert all("nothing was left unfinished" in worker.text for worker in (frozen, other))
-    await until_async(_has_none(pool, "weights:*"), "the client has removed the weights")
+    await asyncio.to_thread(until, lambda: not pool.names("weights:*"), "the client has removed the weights")
     assert not pool.redis.exists(pool.keys.models(), pool.keys.trie_models())
     await producer.close()
-
-
-def _has_none(pool: Pool, pattern: str) -> Callable[[], Awaitable[bool]]:
-    async def has_none() -> bool:
-        return not pool.names(pattern)
-
-    return has_none
 
 
 async def test_without_a_live_worker_a_request_ends_before_its_deadline(pool: Pool) -> None:
