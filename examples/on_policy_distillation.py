@@ -8,8 +8,9 @@ that lowers the divergence of the student from the teacher (`lmpool.distill.dive
 "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes", 2024, arXiv:2306.13649). Every ten
 steps the program publishes the student's weights (`Producer.publish_weights`), and the worker goes on with them.
 
-At the end, the program runs the same loop in this process alone, with the same seeds, and compares the losses. A row of
-older weights would change a text, and so the losses.
+At the end, the program runs the same loop in this process alone, on the texts that the pool wrote, and compares the
+losses. It counts the tokens that it would have chosen differently: rows of older weights would change most of them, a
+rounding error one in a million.
 
 Needs `pip install 'lmpool[hf,distill]'`. The program makes two tiny models with random weights, and starts a server and
 two workers of its own, so it needs neither a pool nor a download. It takes about a minute on two CPU cores.
@@ -98,12 +99,14 @@ class InPool(NamedTuple):
 
     student: Producer
     teacher: Producer
+    written: list[Texts]  # The texts of each call of `generate`.
 
     async def generate(self, prompts: Texts, max_tokens: int, seed: int) -> tuple[Texts, int]:
         generate = self.student.batch_generate
         continuations, version = await self.student.versioned(generate, prompts, max_tokens, seed=seed)
         pairs = zip(prompts, continuations, strict=True)
-        return [prompt + continuation.ids.tolist() for prompt, continuation in pairs], version
+        self.written.append([prompt + continuation.ids.tolist() for prompt, continuation in pairs])
+        return self.written[-1], version
 
     async def teach(self, texts: Texts, start: int) -> NDArray[np.float32]:
         found = await self.teacher.batch_positions(texts, start, full=True)
@@ -114,17 +117,23 @@ class InPool(NamedTuple):
 
 
 class InProcess:
-    """The reference: the same models in this process, one forward after the other."""
+    """The reference: the same models in this process, on the texts that the pool wrote."""
 
-    def __init__(self, student: Any, teacher: Any) -> None:
+    def __init__(self, student: Any, teacher: Any, written: list[Texts]) -> None:
         self._student, self._teacher, self._version = copy.deepcopy(student), teacher, 0
+        self._written = iter(written)
+        self.others = 0  # Tokens that this process would have chosen differently.
 
     async def generate(self, prompts: Texts, max_tokens: int, seed: int) -> tuple[Texts, int]:
-        texts = [list(prompt) for prompt in prompts]
-        for number in range(max_tokens):
-            for at, row in enumerate(_log_probabilities(self._student, texts)[:, -1]):
-                # The pool's workers use the same function, and these seeds (`Producer.generate`).
-                texts[at].append(sample(row, Sampling(temperature=1, top_p=1, seed=seed + (at << 32) + number)))
+        texts = next(self._written)
+        start = PROMPT_TOKENS - 1
+        for at, rows in enumerate(_log_probabilities(self._student, texts)[:, start:-1]):
+            # The pool's workers use the same function, and these seeds (`Producer.generate`).
+            seeds = range(seed + (at << 32), seed + (at << 32) + max_tokens)
+            chosen = [
+                sample(row, Sampling(temperature=1, top_p=1, seed=its)) for row, its in zip(rows, seeds, strict=True)
+            ]
+            self.others += int(np.sum(np.not_equal(chosen, texts[at][PROMPT_TOKENS:])))
         return texts, self._version
 
     async def teach(self, texts: Texts, start: int) -> NDArray[np.float32]:
@@ -207,15 +216,16 @@ async def run(given: argparse.Namespace) -> None:
         options: dict[str, Any] = {"redis": url, "when_absent": "wait", "timeout": START_LIMIT_S}
         async with Producer("student", **options) as serving, Producer("teacher", **options) as teaching:
             print(f"both models are served after {time.perf_counter() - began:.1f} s")
-            trained = copy.deepcopy(student)
-            losses = await distill(InPool(serving, teaching), trained, given)
+            in_pool = InPool(serving, teaching, [])
+            losses = await distill(in_pool, copy.deepcopy(student), given)
     ended = time.perf_counter()
     print(f"loss {losses[0]:.4f} -> {losses[-1]:.4f} nats per token; {ended - began:.1f} s with the start of the pool")
 
     print("the same in this process alone:")
-    reference = copy.deepcopy(student)
-    expected = await distill(InProcess(student, teacher), reference, given)
+    reference = InProcess(student, teacher, in_pool.written)
+    expected = await distill(reference, copy.deepcopy(student), given)
     difference = np.max(np.abs(np.subtract(losses, expected)))
+    print(f"{reference.others} of {given.steps * given.batch * given.length} tokens would have been others")
     print(f"largest difference of a loss: {difference:.1e} nats per token; {time.perf_counter() - ended:.1f} s")
 
 

@@ -13,7 +13,8 @@ Every ten updates the program publishes the twist's weights (`Producer.publish_w
 them. The rows of the base model stay cached.
 
 The program prints how much the estimates of the log normalising constant differ, before and after training. At the end,
-it does the same in this process alone, with the same seeds, and compares the results.
+it does the same in this process alone, with the same choices of characters and particles, and compares the results. (A
+rounding error of a row could choose another character, and then the two runs would differ from there on.)
 
 Needs `pip install 'lmpool[hf]'`. The program makes two tiny models, and starts a server and two workers of its own, so
 it needs neither a pool nor a download. It takes about a minute on two CPU cores.
@@ -25,6 +26,7 @@ import argparse
 import asyncio
 import contextlib
 import copy
+import itertools
 import os
 import subprocess
 import sys
@@ -138,18 +140,20 @@ def _logits(model: Any, texts: Ids) -> Tensor:
     return logits
 
 
-class Prefixes(NamedTuple):
-    """The particles of one step of SMC, before their next character is sampled."""
+class Step(NamedTuple):
+    """One step of SMC: the particles before it, and what it chose."""
 
     texts: Ids  # (n, t)
-    log_weights: Floats  # (n,): with these weights, the prefixes are samples of the base model.
+    log_weights: Floats  # (n,): with these weights, the texts are samples of the base model.
     base: Floats  # (n, V): the base model's log-probabilities of the next character.
+    tokens: Ids  # (n,): the next character of each particle.
+    resampled: Ids | None  # (n,): the particles that go on, with repetitions; None without resampling.
 
 
 class Run(NamedTuple):
     """The result of one run of SMC."""
 
-    steps: list[Prefixes]
+    steps: list[Step]
     texts: Ids  # (n, T): the final particles, which begin with the token START.
     weights: Floats  # (n,): weights of the final particles; their sum is 1.
     log_z: float  # Estimate of the logarithm of the expected potential of a text of the base model.
@@ -160,30 +164,34 @@ class Run(NamedTuple):
         return float(1 / (len(self.weights) * (self.weights**2).sum()))
 
 
-async def smc(models: Models, particles: int, length: int, seed: int) -> Run:
+async def smc(models: Models, particles: int, length: int, seed: int, earlier: Run | None = None) -> Run:
     """Sample texts with weights; resamples when the effective sample size is below half of the particles.
+
+    With an earlier run, repeats its choices.
 
     All rows of the twist in a run are of one version, because this program publishes only between runs.
     """
     random = np.random.default_rng(seed)
     texts = np.full((particles, 1), START)
     log_weights, log_psi, log_z = np.zeros(particles), np.zeros(particles), 0.0
-    steps = []
-    for _ in range(length):
+    steps: list[Step] = []
+    for number in range(length):
         base, twist = await asyncio.gather(models.base(texts), models.twist(texts))
-        steps.append(Prefixes(texts, log_weights - log_psi, base))
         # Sample each next character in proportion to the base model's probability times psi.
         proposal = np.exp(base.astype(float) + twist)
         totals = proposal.sum(axis=1)
         tokens = (proposal.cumsum(axis=1) < random.uniform(size=(particles, 1)) * totals[:, None]).sum(axis=1)
+        weights = normalised(log_weights + np.log(totals) - log_psi)
+        resampled = systematic(weights, random.uniform()) if 1 / (weights**2).sum() < particles / 2 else None
+        if earlier is not None:
+            tokens, resampled = earlier.steps[number].tokens, earlier.steps[number].resampled
+        steps.append(Step(texts, log_weights - log_psi, base, tokens, resampled))
         log_weights = log_weights + np.log(totals) - log_psi
         log_psi = twist[np.arange(particles), tokens].astype(float)
         texts = np.column_stack([texts, tokens])
-        weights = normalised(log_weights)
-        if 1 / (weights**2).sum() < particles / 2:
+        if resampled is not None:
             log_z += log_mean(log_weights)
-            chosen = systematic(weights, random.uniform())
-            texts, log_psi, log_weights = texts[chosen], log_psi[chosen], np.zeros(particles)
+            texts, log_psi, log_weights = texts[resampled], log_psi[resampled], np.zeros(particles)
     # The weights so far are for the twist's prediction; replace the prediction by the potential.
     log_weights = log_weights + log_potential(texts) - log_psi
     return Run(steps, texts, normalised(log_weights), log_z + log_mean(log_weights))
@@ -224,33 +232,34 @@ def twist_loss(twist: Any, run: Run) -> Tensor:
 
 
 class Result(NamedTuple):
-    """The losses of training, and the estimates of log Z of several runs before and after it."""
+    """The losses of training, and all runs: several before training, one per update, and several after it."""
 
     losses: list[float]
-    before: list[float]
-    after: list[float]
+    runs: list[Run]
 
 
-async def estimate(models: Models, given: argparse.Namespace, title: str) -> list[float]:
-    """Run SMC several times at once; prints how much the estimates of log Z differ, and returns the estimates."""
+async def estimate(models: Models, given: argparse.Namespace, title: str, earlier: Iterator[Run | None]) -> list[Run]:
+    """Run SMC several times at once, and print how much the estimates of log Z differ."""
     # Training has other seeds: 0 to `updates`.
     seeds = range(given.seed + 10_000, given.seed + 10_000 + given.runs)
-    runs = await asyncio.gather(*(smc(models, given.particles, given.length, seed) for seed in seeds))
+    runs = await asyncio.gather(*(smc(models, given.particles, given.length, seed, next(earlier)) for seed in seeds))
     found = [run.log_z for run in runs]
     effective = np.mean([run.effective for run in runs])
     spread = f"standard deviation {np.std(found):.3f} in {given.runs} runs"
     print(f"{title}: log Z {log_mean(np.array(found)):.3f}, {spread}, effective sample size {effective:.0%}")
-    return found
+    return runs
 
 
-async def learn(models: Models, twist: Any, given: argparse.Namespace) -> Result:
-    """Train `twist`, and publish its weights; prints the progress."""
+async def learn(models: Models, twist: Any, given: argparse.Namespace, repeat: Result | None = None) -> Result:
+    """Train `twist`, and publish its weights; prints the progress. With `repeat`, makes the choices of its runs."""
+    earlier: Iterator[Run | None] = itertools.repeat(None) if repeat is None else iter(repeat.runs)
     optimizer = torch.optim.AdamW(twist.parameters(), lr=given.rate)
     losses: list[float] = []
-    before = await estimate(models, given, "before training")
+    runs = await estimate(models, given, "before training", earlier)
     shares = []
     for update in range(1, given.updates + 1):
-        run = await smc(models, given.particles, given.length, given.seed + update)
+        run = await smc(models, given.particles, given.length, given.seed + update, next(earlier))
+        runs.append(run)
         shares.append(run.effective)
         loss = twist_loss(twist, run)
         optimizer.zero_grad()
@@ -263,7 +272,7 @@ async def learn(models: Models, twist: Any, given: argparse.Namespace) -> Result
             version = await models.publish(twist.state_dict())
             print(f"update {update:3}: loss {mean:.4f}, effective sample size {effective:.0%}, "
                   f"published version {version}")  # fmt: skip
-    return Result(losses, before, await estimate(models, given, "after training"))
+    return Result(losses, runs + await estimate(models, given, "after training", earlier))
 
 
 @contextlib.contextmanager
@@ -309,11 +318,9 @@ async def run(given: argparse.Namespace) -> None:
     print(f"{ended - began:.1f} s with the start of the pool")
 
     print("the same in this process alone:")
-    local = await learn(InProcess(base, twist), copy.deepcopy(twist), given)
-    of_loss, of_log_z = (
-        np.max(np.abs(np.subtract(ours, theirs)))
-        for ours, theirs in ((pooled.losses, local.losses), (pooled.before + pooled.after, local.before + local.after))
-    )
+    local = await learn(InProcess(base, twist), copy.deepcopy(twist), given, pooled)
+    of_loss = np.max(np.abs(np.subtract(pooled.losses, local.losses)))
+    of_log_z = max(abs(ours.log_z - theirs.log_z) for ours, theirs in zip(pooled.runs, local.runs, strict=True))
     seconds = time.perf_counter() - ended
     print(f"largest difference of a loss: {of_loss:.1e}, of an estimate of log Z: {of_log_z:.1e}; {seconds:.1f} s")
 
