@@ -296,10 +296,14 @@ def test_the_gradient_of_a_twist_is_0_where_psi_is_the_expected_potential() -> N
     weights = np.exp(example["log_potential"](pairs))
     # Instead of samples: all texts, each with its probability.
     uniform = np.full((count, count), -np.log(count), np.float32)
+    # The loss does not read the choices of a step.
     steps = [
-        example["Prefixes"](np.zeros((1, 1), np.int64), np.zeros(1), uniform[:1]),
-        example["Prefixes"](np.column_stack([np.zeros(count, np.int64), range(count)]), np.zeros(count), uniform),
-    ]
+        example["Step"](np.zeros((1, 1), np.int64), np.zeros(1), uniform[:1], tokens=None, resampled=None),
+        example["Step"](
+            np.column_stack([np.zeros(count, np.int64), range(count)]), np.zeros(count), uniform,
+            tokens=None, resampled=None,
+        ),
+    ]  # fmt: skip
     run = example["Run"](steps, pairs, weights / weights.sum(), 0.0)
     best = weights.reshape(count, count)
 
