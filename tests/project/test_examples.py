@@ -142,10 +142,13 @@ def test_next_words_are_the_top_k_tokens(url: str, producer: SyncProducer, token
     rows = cells(output("next_words.py", "--top", 3, environment={"LMPOOL_REDIS_URL": url}))
     row = producer.logprobs(tokenizer.encode("The capital of France is"))
     best = np.argsort(row)[::-1][:3]
-    assert rows[:3] == [
-        ["" if rank else "The capital of France is", repr(tokenizer.decode([token])), f"{np.exp(row[token]):.1%}"]
+    assert [line[:2] for line in rows[:3]] == [
+        ["" if rank else "The capital of France is", repr(tokenizer.decode([token]))]
         for rank, token in enumerate(best.tolist())
     ]
+    # The percentages have one digit after the point. A rounding error of a row can change this digit by 1.
+    shown = [float(line[2].removesuffix("%")) for line in rows[:3]]
+    np.testing.assert_allclose(shown, 100 * np.exp(row[best]), rtol=0, atol=0.06)
     assert rows[0][1] == "' Paris'"
     assert len(rows) == 9
 
@@ -250,12 +253,12 @@ def test_invalid_options_of_distillation_are_refused(
 def test_a_served_student_learns_from_its_own_texts_as_without_a_pool(printed: Callable[..., str]) -> None:
     out = printed("on_policy_distillation.py", "--steps", 6, "--every", 2, "--batch", 4, "--length", 8)
     found = re.findall(r"step +(\d+): loss ([0-9.]+) on texts of version (\d+), published version (\d+)\n", out)
-    in_pool, alone = found[:3], found[3:]
-    # Each step has the texts of the version that was published last.
-    assert [tuple(map(int, (step, *versions))) for step, _, *versions in in_pool] == [(2, 0, 1), (4, 1, 2), (6, 2, 3)]
-    assert in_pool == alone
-    losses = [float(loss) for _, loss, *_ in in_pool]
+    # Each step has the texts of the version that was published last, in the pool and then without a pool.
+    versions = [tuple(map(int, (step, *versions))) for step, _, *versions in found]
+    assert versions == [(2, 0, 1), (4, 1, 2), (6, 2, 3)] * 2
+    losses = [float(loss) for _, loss, *_ in found]
     assert losses[2] < losses[0]
+    # Do not compare the printed losses: a rounding error can change their last digit.
     difference = re.search(r"largest difference of a loss: (\S+) nats", out)
     assert difference is not None
     assert float(difference[1]) < 1e-4
@@ -271,7 +274,10 @@ def test_a_served_twist_learns_to_guide_particles_as_without_a_pool(printed: Cal
     before, after, *alone = [(float(spread), int(share)) for spread, share in found]
     assert after[0] < before[0] / 2
     assert after[1] > before[1]
-    assert alone == [before, after]
+    # A rounding error can change the last digit of a printed number by 1.
+    for (spread, share), (pooled_spread, pooled_share) in zip(alone, (before, after), strict=True):
+        assert spread == pytest.approx(pooled_spread, abs=0.0011)
+        assert share == pytest.approx(pooled_share, abs=1)
     assert re.findall(r"published version (\d)\n", out) == ["1", "2"] * 2
     differences = re.search(r"largest difference of a loss: (\S+), of an estimate of log Z: (\S+);", out)
     assert differences is not None
