@@ -209,6 +209,17 @@ def assert_same(answers: Any, expected: Any) -> None:
         assert value == (pytest.approx(other, rel=1e-5, abs=1e-4) if isinstance(other, float) else other)
 
 
+def assert_same_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Assert that the metrics of a task have all numbers of the expected metrics, within a relative 1e-4.
+
+    The pool and transformers compute different batches, so their log-probabilities differ by rounding errors. A
+    perplexity is the exponential of a mean log-probability, so an absolute error of the mean becomes a relative error
+    of the perplexity. The mean of `last_word` is about -41, where neighbouring float32 numbers differ by 4e-6.
+    """
+    numbers = {key: value for key, value in expected.items() if isinstance(value, float)}
+    assert {key: found[key] for key in numbers} == pytest.approx(numbers, rel=1e-4)
+
+
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])
 def test_tasks_give_the_results_of_the_same_model_in_transformers(
     served: Pool, folder: Path, tasks: Path, chat: bool
@@ -218,9 +229,9 @@ def test_tasks_give_the_results_of_the_same_model_in_transformers(
     answers, expected = answers_of(ours), answers_of(theirs)
     for name in TASKS:
         assert_same(answers[name], expected[name])
-        metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
-        assert len(metrics) >= len(TASKS[name].split("metric:")) - 1
-        assert {key: ours["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+        metrics = theirs["results"][name]
+        assert sum(isinstance(value, float) for value in metrics.values()) >= len(TASKS[name].split("metric:")) - 1
+        assert_same_metrics(ours["results"][name], metrics)
     # The tasks have right and wrong answers, so equal results are no accident.
     assert len({str(answer) for answer in flat(answers["written"])}) > 3
     assert 0 < ours["results"]["choice"]["acc,none"] < 1
@@ -388,8 +399,7 @@ def test_lm_evals_command_runs_on_a_pool(served: Pool, folder: Path, tasks: Path
     (path,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(path.read_text("utf-8"))["results"]
     for name, metrics in theirs["results"].items():
-        numbers = {key: value for key, value in metrics.items() if isinstance(value, float)}
-        assert {key: results[name][key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
+        assert_same_metrics(results[name], metrics)
 
 
 @pytest.fixture(scope="module")
@@ -445,8 +455,7 @@ def test_local_completions_of_a_gateway_gives_the_results_of_the_same_model_in_t
     answers, expected = answers_of(found), answers_of(theirs)
     for name in TASKS:
         assert_same(answers[name], expected[name])
-        metrics = {key: value for key, value in theirs["results"][name].items() if isinstance(value, float)}
-        assert {key: found["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-5)
+        assert_same_metrics(found["results"][name], theirs["results"][name])
     assert len({str(answer) for answer in flat(answers["written"])}) > 3
     assert 0 < found["results"]["choice"]["acc,none"] < 1
 
