@@ -31,6 +31,10 @@ from tests.support.pool import Pool
 
 Request = tuple[list[int], str]
 
+# A prompt's float32 row depends on its batch. Measured: the row differs by up to 3e-6 from the row of the prompt alone.
+# In a pool, the timing of requests decides the batches. The rows of two adapters differ by more than 3.
+CLOSE: dict[str, Any] = {"rtol": 0, "atol": 1e-4}
+
 _numbers = count()
 
 
@@ -120,7 +124,7 @@ def test_rows_of_adapters_equal_those_of_peft(backend: HfBackend, loras: dict[st
     random.Random(0).shuffle(asked)
     for _ in range(3):  # From the second round on, the prompts' prefixes are cached.
         for (ids, adapter), row in zip(asked, ask(backend, asked), strict=True):
-            np.testing.assert_allclose(row, reference(folders[adapter], ids), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(row, reference(folders[adapter], ids), **CLOSE)
     assert backend.stats().reused > 0
 
 
@@ -128,7 +132,7 @@ def test_an_adapter_is_loaded_next_to_one_of_the_settings(model: Path, loras: di
     backend = HfBackend(HfSettings(str(model), name="tiny", adapters=[f"poet={loras['poet']}"]))
     (judge,) = load(backend, {"judge.v2": loras["judge.v2"]}).values()
     np.testing.assert_allclose(
-        ask(backend, [(PROMPTS[0], judge)])[0], reference(loras["judge.v2"], PROMPTS[0]), atol=1e-5, rtol=0
+        ask(backend, [(PROMPTS[0], judge)])[0], reference(loras["judge.v2"], PROMPTS[0]), **CLOSE
     )
     backend.close()
 
@@ -144,13 +148,13 @@ def test_adapters_are_removed_in_any_order(
         named = load(backend, loras)
         rows = [ask(backend, [(PROMPTS[0], named[name])])[0] for name in names]
         for name, row in zip(names, rows, strict=True):
-            np.testing.assert_allclose(row, expected[name], atol=1e-5, rtol=0)
+            np.testing.assert_allclose(row, expected[name], **CLOSE)
         for name in order:
             backend.drop_adapter(named[name])
         assert not backend.adapters
         assert "cannot be removed" not in caplog.text
     (row,) = ask(backend, [(PROMPTS[0], "")])
-    np.testing.assert_allclose(row, reference(None, PROMPTS[0]), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(row, reference(None, PROMPTS[0]), **CLOSE)
 
 
 def test_an_adapter_that_peft_cannot_remove_is_logged_and_not_served(
@@ -166,7 +170,7 @@ def test_an_adapter_that_peft_cannot_remove_is_logged_and_not_served(
     assert list(backend.adapters) == [named["poet"]]
     for folder, adapter in ((None, ""), (loras["poet"], named["poet"])):
         (row,) = ask(backend, [(PROMPTS[2], adapter)])
-        np.testing.assert_allclose(row, reference(folder, PROMPTS[2]), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(row, reference(folder, PROMPTS[2]), **CLOSE)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3"])
@@ -177,7 +181,7 @@ def test_other_architectures_have_adapters_too(tmp_path: Path, kind: str) -> Non
     backend = HfBackend(HfSettings(str(write_model(tmp_path / "model", kind)), name="tiny"))
     (adapter,) = load(backend, {"a": lora}).values()
     for ids, row in zip(PROMPTS, ask(backend, [(ids, adapter) for ids in PROMPTS]), strict=True):
-        np.testing.assert_allclose(row, reference(lora, ids, kind), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(row, reference(lora, ids, kind), **CLOSE)
 
 
 def test_prompts_without_an_adapter_keep_their_rows_to_the_last_bit(
@@ -306,7 +310,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_changes_nothing(
         if first:
             (poet,) = load(backend, {"poet": loras["poet"]}).values()
         ids = [7, 3, len(backend.adapters)]
-        np.testing.assert_allclose(ask(backend, [(ids, poet)])[0], reference(loras["poet"], ids), atol=1e-5, rtol=0)
+        np.testing.assert_allclose(ask(backend, [(ids, poet)])[0], reference(loras["poet"], ids), **CLOSE)
         assert np.array_equal(ask(backend, [([9, int(first)], "")]), ask(plain, [([9, int(first)], "")]))
     plain.close()
 
@@ -419,7 +423,7 @@ def test_shapes_beyond_the_bytes_of_a_file_are_refused(backend: HfBackend, tmp_p
 def test_adapters_of_all_shapes_are_served(backend: HfBackend, tmp_path: Path, config: dict[str, Any]) -> None:
     lora = write_lora(tmp_path / "lora", 3, **config)
     (adapter,) = load(backend, {"a": lora}).values()
-    np.testing.assert_allclose(ask(backend, [([1, 2], adapter)])[0], reference(lora, [1, 2]), atol=1e-5, rtol=0)
+    np.testing.assert_allclose(ask(backend, [([1, 2], adapter)])[0], reference(lora, [1, 2]), **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -444,7 +448,7 @@ def test_positions_use_the_rows_of_the_head_that_an_adapter_brings(
         if finished.answers is not None:
             answers |= zip(finished.answers.digests, finished.answers.vectors, strict=True)
     expected = [reference(lora, range(1, at), kind)[at] for at in range(4, 8)]
-    np.testing.assert_allclose(answers[scored.digest], expected, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(answers[scored.digest], expected, **CLOSE)
     assert "has a head, or rows of the head, of its own" in failures[hidden.digest]
     with pytest.raises(WorkerError, match="the adapter lora has a head, or rows of the head, of its own"):
         backend.head(HeadQuery("rank"), adapter)
@@ -479,9 +483,9 @@ async def test_a_worker_serves_more_adapters_than_it_has_slots(pool: Pool, model
         for ids in ([1, 2], [1, 2, 3]):
             asked = [producer.logprobs(ids, adapter=f"a{number}") for number in range(len(folders))]
             base, *rows = await asyncio.gather(producer.logprobs(ids), *asked)
-            np.testing.assert_allclose(base, reference(None, ids), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(base, reference(None, ids), **CLOSE)
             for folder, row in zip(folders, rows, strict=True):
-                np.testing.assert_allclose(row, reference(folder, ids), atol=1e-5, rtol=0)
+                np.testing.assert_allclose(row, reference(folder, ids), **CLOSE)
 
 
 async def test_a_pool_serves_replaces_and_refuses_adapters(
@@ -492,7 +496,7 @@ async def test_a_pool_serves_replaces_and_refuses_adapters(
     async with pool.producer() as producer:
         (old,) = (await producer.adapters()).values()
         np.testing.assert_allclose(
-            await producer.logprobs([1, 2], adapter="poet"), reference(loras["poet"], [1, 2]), atol=1e-5, rtol=0
+            await producer.logprobs([1, 2], adapter="poet"), reference(loras["poet"], [1, 2]), **CLOSE
         )
         with pytest.raises(AdapterRefused, match="does not fit"):
             await producer.add_adapter("poet", strange)
@@ -501,5 +505,5 @@ async def test_a_pool_serves_replaces_and_refuses_adapters(
         assert new != old
         for ids in ([1, 2], [1, 2, 3]):
             row = await producer.logprobs(ids, adapter="poet")
-            np.testing.assert_allclose(row, reference(loras["judge.v2"], ids), atol=1e-5, rtol=0)
-        np.testing.assert_allclose(await producer.logprobs([1, 2]), reference(None, [1, 2]), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(row, reference(loras["judge.v2"], ids), **CLOSE)
+        np.testing.assert_allclose(await producer.logprobs([1, 2]), reference(None, [1, 2]), **CLOSE)
