@@ -9,8 +9,8 @@ that lowers the divergence of the student from the teacher (`lmpool.distill.dive
 steps the program publishes the student's weights (`Producer.publish_weights`), and the worker goes on with them.
 
 At the end, the program runs the same loop in this process alone, on the texts that the pool wrote, and compares the
-losses. It counts the tokens that it would have chosen differently: rows of older weights would change most of them, a
-rounding error one in a million.
+losses. It also draws each token of these texts again, and counts the tokens that differ. Rows of older weights would
+change many tokens; rounding errors change about one token in a million.
 
 Needs `pip install 'lmpool[hf,distill]'`. The program makes two tiny models with random weights, and starts a server and
 two workers of its own, so it needs neither a pool nor a download. It takes about a minute on two CPU cores.
@@ -122,7 +122,7 @@ class InProcess:
     def __init__(self, student: Any, teacher: Any, written: list[Texts]) -> None:
         self._student, self._teacher, self._version = copy.deepcopy(student), teacher, 0
         self._written = iter(written)
-        self.others = 0  # Tokens that this process would have chosen differently.
+        self.differing = 0  # Number of tokens that differ from those that this process draws.
 
     async def generate(self, prompts: Texts, max_tokens: int, seed: int) -> tuple[Texts, int]:
         texts = next(self._written)
@@ -133,7 +133,7 @@ class InProcess:
             chosen = [
                 sample(row, Sampling(temperature=1, top_p=1, seed=its)) for row, its in zip(rows, seeds, strict=True)
             ]
-            self.others += int(np.sum(np.not_equal(chosen, texts[at][PROMPT_TOKENS:])))
+            self.differing += int(np.sum(np.not_equal(chosen, texts[at][PROMPT_TOKENS:])))
         return texts, self._version
 
     async def teach(self, texts: Texts, start: int) -> NDArray[np.float32]:
@@ -225,7 +225,7 @@ async def run(given: argparse.Namespace) -> None:
     reference = InProcess(student, teacher, in_pool.written)
     expected = await distill(reference, copy.deepcopy(student), given)
     difference = np.max(np.abs(np.subtract(losses, expected)))
-    print(f"{reference.others} of {given.steps * given.batch * given.length} tokens would have been others")
+    print(f"{reference.differing} of {given.steps * given.batch * given.length} tokens differ")
     print(f"largest difference of a loss: {difference:.1e} nats per token; {time.perf_counter() - ended:.1f} s")
 
 

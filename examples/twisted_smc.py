@@ -141,7 +141,7 @@ def _logits(model: Any, texts: Ids) -> Tensor:
 
 
 class Step(NamedTuple):
-    """One step of SMC: the particles before it, and what it chose."""
+    """One step of SMC: the particles before the step, and the characters and particles that the step chose."""
 
     texts: Ids  # (n, t)
     log_weights: Floats  # (n,): with these weights, the texts are samples of the base model.
@@ -167,7 +167,7 @@ class Run(NamedTuple):
 async def smc(models: Models, particles: int, length: int, seed: int, earlier: Run | None = None) -> Run:
     """Sample texts with weights; resamples when the effective sample size is below half of the particles.
 
-    With an earlier run, repeats its choices.
+    With an earlier run, repeats that run's choices of characters and particles.
 
     All rows of the twist in a run are of one version, because this program publishes only between runs.
     """
@@ -181,12 +181,12 @@ async def smc(models: Models, particles: int, length: int, seed: int, earlier: R
         proposal = np.exp(base.astype(float) + twist)
         totals = proposal.sum(axis=1)
         tokens = (proposal.cumsum(axis=1) < random.uniform(size=(particles, 1)) * totals[:, None]).sum(axis=1)
-        weights = normalised(log_weights + np.log(totals) - log_psi)
+        before, log_weights = log_weights - log_psi, log_weights + np.log(totals) - log_psi
+        weights = normalised(log_weights)
         resampled = systematic(weights, random.uniform()) if 1 / (weights**2).sum() < particles / 2 else None
         if earlier is not None:
             tokens, resampled = earlier.steps[number].tokens, earlier.steps[number].resampled
-        steps.append(Step(texts, log_weights - log_psi, base, tokens, resampled))
-        log_weights = log_weights + np.log(totals) - log_psi
+        steps.append(Step(texts, before, base, tokens, resampled))
         log_psi = twist[np.arange(particles), tokens].astype(float)
         texts = np.column_stack([texts, tokens])
         if resampled is not None:
@@ -251,7 +251,7 @@ async def estimate(models: Models, given: argparse.Namespace, title: str, earlie
 
 
 async def learn(models: Models, twist: Any, given: argparse.Namespace, repeat: Result | None = None) -> Result:
-    """Train `twist`, and publish its weights; prints the progress. With `repeat`, makes the choices of its runs."""
+    """Train `twist`, and publish its weights; prints the progress. With `repeat`, repeats the choices of its runs."""
     earlier: Iterator[Run | None] = itertools.repeat(None) if repeat is None else iter(repeat.runs)
     optimizer = torch.optim.AdamW(twist.parameters(), lr=given.rate)
     losses: list[float] = []

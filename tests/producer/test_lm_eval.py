@@ -210,14 +210,14 @@ def assert_same(answers: Any, expected: Any) -> None:
 
 
 def assert_same_metrics(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that the metrics of a task have all numbers of the expected metrics, within a relative 1e-4.
+    """Assert that the metrics of a task have all numbers of the expected metrics, within a relative 1e-5.
 
     The pool and transformers compute different batches, so their log-probabilities differ by rounding errors. A
     perplexity is the exponential of a mean log-probability, so an absolute error of the mean becomes a relative error
     of the perplexity. The mean of `last_word` is about -41, where neighbouring float32 numbers differ by 4e-6.
     """
     numbers = {key: value for key, value in expected.items() if isinstance(value, float)}
-    assert {key: found[key] for key in numbers} == pytest.approx(numbers, rel=1e-4)
+    assert {key: found[key] for key in numbers} == pytest.approx(numbers, rel=1e-5)
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat"])

@@ -262,9 +262,9 @@ def test_a_served_student_learns_from_its_own_texts_as_without_a_pool(printed: C
     difference = re.search(r"largest difference of a loss: (\S+) nats", out)
     assert difference is not None
     assert float(difference[1]) < 1e-4
-    others = re.search(r"(\d+) of 192 tokens would have been others", out)
-    assert others is not None
-    assert int(others[1]) <= 2  # A rounding error can change one; rows of other weights change most of them.
+    differing = re.search(r"(\d+) of 192 tokens differ", out)
+    assert differing is not None
+    assert int(differing[1]) <= 2  # A rounding error can change a token; rows of other weights change many.
 
 
 def test_a_served_twist_learns_to_guide_particles_as_without_a_pool(printed: Callable[..., str]) -> None:
