@@ -1,0 +1,314 @@
+"""The simulated clients: producers of the package that send requests of every kind and check each result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lmpool.errors import LMPoolError
+from lmpool.producer import Producer
+from lmpool.protocol.picks import Sampling, sample, top
+from tests.simulation.loop import Process
+from tests.simulation.workers import MODEL, URL
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+LONG_S = 600.0
+"""Deadline of requests that must get a result."""
+ADAPTER = "poet"
+"""Name of the adapter that is replaced."""
+
+_SHARED = 30  # Prompts that all clients request.
+_BATCH = 6
+_GENERATED = 4  # Max tokens of a continuation.
+_MAX_PENDING = 40  # Requests of a client that wait at once.
+_MAX_RESTART_S = 1.0
+
+Row = NDArray[np.float32]
+Check = Callable[[Callable[[Sequence[int]], Row]], bool]
+
+
+@dataclass(eq=False)
+class Request:
+    """One request.
+
+    Attributes:
+        client: the client that sent it.
+        kind: one of `KINDS`.
+        prompts: the prompts whose rows it needs.
+        timeout: seconds of its deadline.
+        ask: sends it, and returns a function that compares the result with the reference rows.
+        cancel_s: seconds after which the caller is cancelled; 0 for never.
+        began: virtual time at which it was sent.
+        oldest: the oldest version of the weights that it may see.
+        min_version: the `min_version` that it names.
+    """
+
+    client: SimulatedClient
+    kind: str
+    prompts: list[tuple[int, ...]]
+    timeout: float
+    ask: Callable[[dict[str, Any]], Awaitable[Check]]
+    cancel_s: float = 0.0
+    began: float = 0.0
+    oldest: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it must get a result."""
+        return self.timeout == LONG_S
+
+    def __str__(self) -> str:
+        return f"{self.kind} of {[list(prompt) for prompt in self.prompts[:2]]} by {self.client.process.name}"
+
+
+class SimulatedClient:
+    """A client that is started again when it is killed.
+
+    Attributes:
+        process: its present process.
+        left: number of requests that it has not begun.
+    """
+
+    def __init__(self, world: World, number: int, *, is_bulk: bool, requests: int) -> None:
+        self.world, self.number, self.is_bulk, self.left = world, number, is_bulk, requests
+        self.draw = Random(f"client {world.plan.seed} {number}")
+        self.process = Process("")
+        self.producer: Producer | None = None
+        self.starts, self._count = 0, 0
+        self._contexts: list[list[int]] = []
+        self._is_over = False
+
+    async def supervise(self) -> None:
+        """Run the client until it has sent all its requests and is closed."""
+        while not self._is_over:
+            self.starts += 1
+            self.process = process = Process(f"client {self.number}.{self.starts}")
+            ended = asyncio.Event()
+            process.on_kill.append(ended.set)
+            self.world.spawn(process, self._run(), on_end=ended.set)
+            await ended.wait()
+            self.world.loop.kill(process)
+            self.world.oracle.drop(self)
+            await asyncio.sleep(self.draw.random() * _MAX_RESTART_S)
+
+    async def _run(self) -> None:
+        draw, plan = self.draw, self.world.plan
+        cache = draw.choice((0, 2_000, 1_000_000))
+        priority: Any = "bulk" if self.is_bulk else "interactive"
+        self.producer = producer = Producer(
+            MODEL, redis=URL, cache_bytes=cache, priority=priority, when_absent="wait", keep_answers=draw.random() < 0.7,
+            timeout=LONG_S,
+        )  # fmt: skip
+        tasks = set[asyncio.Task[None]]()
+        while self.left > 0:
+            self.left -= 1
+            kind = draw.choices(list(plan.weights), list(plan.weights.values()))[0]
+            tasks.add(asyncio.create_task(self._send(self._draw_request(kind))))
+            await asyncio.sleep(draw.expovariate(1 / plan.pause_s))
+            while len(tasks) >= _MAX_PENDING:
+                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if tasks:
+            await asyncio.wait(tasks)
+        await self.world.all_sent.wait()
+        left = len(producer._sessions.current._requests) if hasattr(producer._sessions, "current") else 0
+        if left:
+            self.world.oracle.violation(f"{self.process.name} still keeps {left} requests")
+        await producer.close()
+        self._is_over = True
+
+    async def _send(self, request: Request) -> None:
+        oracle, draw = self.world.oracle, self.draw
+        if self.world.adapters and request.kind == "adapter":
+            request.options["adapter"] = ADAPTER
+        oracle.begin(request)
+        task = asyncio.ensure_future(request.ask({"timeout": request.timeout, **request.options}))
+        if request.cancel_s:
+            asyncio.get_running_loop().call_later(request.cancel_s, task.cancel)
+        try:
+            check = await task
+        except LMPoolError as error:
+            oracle.end_failed(request, error)
+        except asyncio.CancelledError:
+            if not request.cancel_s:
+                raise
+            oracle.end_cancelled(request)
+        else:
+            oracle.end(request, check)
+        draw.random()
+
+    # Requests
+
+    def _draw_request(self, kind: str) -> Request:
+        draw, plan, producer = self.draw, self.world.plan, self.producer
+        assert producer is not None
+        timeout = draw.uniform(0.02, 1.0) if draw.random() < plan.short else LONG_S
+        cancel_s = draw.uniform(0.0, 1.0) if draw.random() < plan.cancelled else 0.0
+        prompts, ask = getattr(self, f"_{kind}")(producer)
+        return Request(self, kind, [tuple(prompt) for prompt in prompts], timeout, ask, cancel_s)
+
+    def _prompt(self) -> list[int]:
+        """A prompt: often one that other clients request too, sometimes one that ends workers."""
+        draw = self.draw
+        if self.world.deadly and draw.random() < 0.05:
+            return list(draw.choice(self.world.deadly))
+        if draw.random() < 0.4:
+            return [1, draw.randrange(_SHARED) % self.world.plan.vocab_size, 1]
+        return self._new()
+
+    def _new(self, first: int = 2) -> list[int]:
+        size = self.world.plan.vocab_size
+        self._count += 1
+        return [first, self.number, self._count // size % size, self._count % size]
+
+    def _row(self, producer: Producer) -> Any:
+        return self._row_of(producer, self._prompt())
+
+    def _fresh(self, producer: Producer) -> Any:
+        return self._row_of(producer, self._new(), fresh=True)
+
+    def _row_of(self, producer: Producer, prompt: list[int], **more: Any) -> Any:
+        async def ask(options: dict[str, Any]) -> Check:
+            row = await producer.logprobs(prompt, **options, **more)
+            return lambda row_of: _same(row, row_of(prompt))
+
+        return [prompt], ask
+
+    def _batch(self, producer: Producer, prompts: list[list[int]] | None = None) -> Any:
+        wanted = prompts or [self._prompt() for _ in range(self.draw.randrange(1, _BATCH))]
+
+        async def ask(options: dict[str, Any]) -> Check:
+            rows = await producer.batch_logprobs(wanted, **options)
+            return lambda row_of: all(_same(row, row_of(ids)) for row, ids in zip(rows, wanted, strict=True))
+
+        return wanted, ask
+
+    def _context(self, producer: Producer) -> Any:
+        """One row for each of some contexts that grow by a token each time, as in a particle filter."""
+        if not self._contexts or len(self._contexts[0]) > 30:
+            self._contexts = [self._new(3) for _ in range(3)]
+        asked = [list(context) for context in self._contexts]
+        for context in self._contexts:
+            context.append(self.draw.randrange(self.world.plan.vocab_size))
+        return self._batch(producer, asked)
+
+    def _entries(self, producer: Producer) -> Any:
+        prompt, targets = self._prompt(), [self.draw.randrange(self.world.plan.vocab_size) for _ in range(3)]
+
+        async def ask(options: dict[str, Any]) -> Check:
+            entries = await producer.logprobs(prompt, targets=targets, **options)
+            return lambda row_of: _same(entries, row_of(prompt)[targets])
+
+        return [prompt], ask
+
+    def _topk(self, producer: Producer) -> Any:
+        prompt, k = self._prompt(), self.draw.randrange(1, 5)
+
+        async def ask(options: dict[str, Any]) -> Check:
+            got = await producer.topk(prompt, k, **options)
+            return lambda row_of: _same(got.values, top(row_of(prompt), k).values)
+
+        return [prompt], ask
+
+    def _sample(self, producer: Producer) -> Any:
+        prompt, how = self._prompt(), Sampling(self.draw.choice((0.0, 0.7, 1.0)), 1.0, self.draw.getrandbits(32))
+
+        async def ask(options: dict[str, Any]) -> Check:
+            token = await producer.sample(prompt, **how._asdict(), **options)
+            return lambda row_of: token == sample(row_of(prompt), how)
+
+        return [prompt], ask
+
+    def _score(self, producer: Producer) -> Any:
+        prompt = self._new()
+        added = [self.draw.randrange(self.world.plan.vocab_size) for _ in range(self.draw.randrange(1, 4))]
+
+        async def ask(options: dict[str, Any]) -> Check:
+            got = await producer.score(prompt, added, **options)
+
+            def is_right(row_of: Callable[[Sequence[int]], Row]) -> bool:
+                wanted = [row_of([*prompt, *added[:at]])[token] for at, token in enumerate(added)]
+                return _same(got, np.array(wanted, np.float32))
+
+            return is_right
+
+        return [prompt], ask
+
+    def _generate(self, producer: Producer) -> Any:
+        prompt, seed = self._new(4), self.draw.getrandbits(32)
+
+        async def ask(options: dict[str, Any]) -> Check:
+            got = await producer.generate(prompt, _GENERATED, seed=seed, **options)
+
+            def is_right(row_of: Callable[[Sequence[int]], Row]) -> bool:
+                ids = list(prompt)
+                for at in range(_GENERATED):
+                    ids.append(sample(row_of(ids), Sampling(1.0, 1.0, seed + at)))
+                return [int(token) for token in got.ids] == ids[len(prompt) :]
+
+            return is_right
+
+        return [prompt], ask
+
+    def _adapter(self, producer: Producer) -> Any:
+        return self._row_of(producer, self._new())
+
+    def _version(self, producer: Producer) -> Any:
+        """A row of at least a version that was published before."""
+        prompt = self._new(5)
+
+        async def ask(options: dict[str, Any]) -> Check:
+            row = await producer.logprobs(prompt, **options)
+            return lambda row_of: _same(row, row_of(prompt))
+
+        return [prompt], ask
+
+
+async def change_adapters(world: World, draw: Random) -> None:
+    """Put adapters in service, one after the other, under one name."""
+    for number in range(world.plan.changes[0]):
+        await asyncio.sleep(draw.uniform(0, 10))
+        source = Path(world.folder, f"adapter-{number}")
+        source.mkdir()
+        (source / "weights").write_text(f"adapter {number}")
+        producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=LONG_S)
+        change = world.oracle.adapter_begins(source)
+        try:
+            change.revision = await producer.add_adapter(ADAPTER, source)
+            change.ended = world.loop.time()
+            world.adapters += 1
+        except LMPoolError as error:
+            world.oracle.end_of_change(error)
+        await producer.close()
+
+
+async def publish_versions(world: World, draw: Random) -> None:
+    """Publish versions of the weights, one after the other."""
+    for number in range(1, 1 + world.plan.changes[1]):
+        await asyncio.sleep(draw.uniform(0, 10))
+        producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=LONG_S)
+        world.oracle.newest = number
+        try:
+            await producer.publish_weights({"seed": np.array(seed_of(number))}, number)
+            world.oracle.served = number
+        except LMPoolError as error:
+            world.oracle.end_of_change(error)
+        await producer.close()
+
+
+def seed_of(version: int) -> int:
+    """The weights of a version: the seed of its rows."""
+    return 1000 + version if version else 0
+
+
+def _same(got: Any, expected: Row) -> bool:
+    return bool(got.dtype == expected.dtype and got.shape == expected.shape and got.tobytes() == expected.tobytes())

@@ -1,0 +1,242 @@
+"""Checks everything that must hold during a simulation, and at its end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lmpool.errors import (
+    AdapterChanged,
+    DeadlineExceeded,
+    LMPoolError,
+    SettingsError,
+    UnknownAdapter,
+    WorkerError,
+)
+from lmpool.protocol.keys import Keys
+from lmpool.synthetic import synthetic_row
+from lmpool.workers.backends.lora import content_digest
+from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
+from tests.simulation.workers import MODEL, STEP_TIMEOUT_LEASES
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_LATE_S = 2.0  # Seconds by which a request may end after its deadline.
+_MAX_DELIVERIES = 3
+_RECOVERY_S = 30.0
+_GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
+_MAX_VIOLATIONS = 20
+
+
+@dataclass
+class AdapterChange:
+    """A change of the adapter in service, from its beginning to the return of its call."""
+
+    revision: str
+    began: float
+    ended: float | None = None
+
+
+class Oracle:
+    """See the module's docstring.
+
+    Attributes:
+        violations: what did not hold.
+        newest: the newest version of the weights whose publication has begun.
+        served: the newest version whose publication has returned.
+        deliveries: token ids of a prompt -> how often a worker has read its job.
+        steps: token ids of a prompt -> in how many steps it was.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.violations = world, list[str]()
+        self.newest = self.served = 0
+        self.deliveries: Counter[tuple[int, ...]] = Counter()
+        self.steps: Counter[tuple[int, ...]] = Counter()
+        self.outcomes: Counter[str] = Counter()
+        self._pending: dict[Request, None] = {}
+        self._changes: list[AdapterChange] = []
+
+    def violation(self, text: str) -> None:
+        """Report something that must not happen."""
+        self.world.log(f"VIOLATION: {text}")
+        if len(self.violations) < _MAX_VIOLATIONS:
+            self.violations.append(f"{self.world.loop.time():.3f} s: {text}")
+
+    # Requests
+
+    def begin(self, request: Request) -> None:
+        """A client sends a request."""
+        request.began = self.world.loop.time()
+        producer = request.client.producer
+        try:
+            request.oldest = producer.model.version if producer is not None else 0
+        except LMPoolError:
+            request.oldest = 0
+        self._pending[request] = None
+
+    def end(self, request: Request, check: Check) -> None:
+        """A request has got a result."""
+        self._finish(request, "result")
+        plan = self.world.plan
+        revisions = self._revisions(request) if "adapter" in request.options else [""]
+        for version in range(request.oldest, self.newest + 1):
+            for revision in revisions:
+
+                def row_of(ids: Sequence[int], version: int = version, revision: str = revision) -> np.ndarray:
+                    options = {"seed": seed_of(version), "adapter_revision": revision}
+                    return synthetic_row(ids, vocab_size=plan.vocab_size, **options)
+
+                if check(row_of):
+                    return
+        self.violation(f"the result is wrong: {request}, versions {request.oldest} to {self.newest}")
+
+    def end_failed(self, request: Request, error: LMPoolError) -> None:
+        """A request has ended with an exception."""
+        self._finish(request, type(error).__name__)
+        if not self._is_expected(request, error):
+            self.violation(f"{request} ended with {type(error).__name__}: {error}")
+
+    def end_cancelled(self, request: Request) -> None:
+        """The caller of a request was cancelled."""
+        self._finish(request, "cancelled")
+
+    def _finish(self, request: Request, how: str) -> None:
+        self.outcomes[how] += 1
+        del self._pending[request]
+        self.world.log(f"{how} of {request}")
+
+    def drop(self, client: SimulatedClient) -> None:
+        """A client was killed."""
+        for request in [request for request in self._pending if request.client is client]:
+            del self._pending[request]
+
+    def _is_expected(self, request: Request, error: LMPoolError) -> bool:
+        now, world = self.world.loop.time(), self.world
+        match error:
+            case DeadlineExceeded():
+                is_due = now >= request.began + request.timeout - 0.02
+                return is_due and (not request.is_long or bool(world.lost_keys and self.newest))
+            case WorkerError():
+                return any(
+                    self.deliveries[prompt] >= _MAX_DELIVERIES or prompt in world.deadly for prompt in request.prompts
+                )
+            case UnknownAdapter() | AdapterChanged():
+                return "adapter" in request.options
+        return False
+
+    # Adapters and versions
+
+    def adapter_begins(self, source: Path) -> AdapterChange:
+        """An adapter is about to be put in service."""
+        change = AdapterChange(content_digest(source), self.world.loop.time())
+        self._changes.append(change)
+        return change
+
+    def _revisions(self, request: Request) -> list[str]:
+        """The adapters whose rows a request may get."""
+        changes, world = self._changes, self.world
+        if world.lost_keys:
+            return [change.revision for change in changes]
+        replaced = [at for at, change in enumerate(changes) if change.ended is not None and change.ended < request.began]
+        return [change.revision for change in changes[max(replaced, default=0) :]]
+
+    def end_of_change(self, error: LMPoolError) -> None:
+        """An adapter or version could not be put in service."""
+        if not (self.world.plan.faults and isinstance(error, (DeadlineExceeded, SettingsError, LMPoolError))):
+            self.violation(f"a change ended with {type(error).__name__}: {error}")
+
+    # Steps
+
+    def on_step(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        """A worker begins a step."""
+        self.steps.update(prompts)
+
+    def check_steps(self) -> None:
+        """No prompt was computed more often than its job was delivered."""
+        for prompt, count in self.steps.items():
+            if count > self.deliveries[prompt] and prompt[0] != _GENERATED_FIRST:
+                self.violation(f"{list(prompt)} was in {count} steps after {self.deliveries[prompt]} deliveries")
+
+    # Each second
+
+    def check(self) -> None:
+        """Check what must hold at any time."""
+        self._check_requests()
+        if self.world.server.process.is_alive:
+            self._check_keys()
+            self._check_counters()
+
+    def _check_requests(self) -> None:
+        now, healed, lease_s = self.world.loop.time(), self.world.healed_at, self.world.plan.lease_s
+        bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S
+        for request in list(self._pending):
+            stopped = max(0.0, request.client.process.resume_at)
+            if now > max(request.began + request.timeout, stopped) + _LATE_S:
+                self.violation(f"{request} has not ended {now - request.began - request.timeout:.1f} s after its deadline")
+                del self._pending[request]
+            elif healed is not None and now > max(healed, request.began) + bound_s and request.is_long:
+                if not (self.world.lost_keys and self.newest):
+                    self.violation(f"{request} still waits {now - healed:.1f} s after the last fault")
+                    del self._pending[request]
+
+    def _check_keys(self) -> None:
+        keys = Keys().model(MODEL)
+        endless = {keys.jobs, keys.dead, keys.backlog, keys.backlog_jobs, keys.virtual_time, keys.adapters}
+        kept = (keys.versions, keys.version_states, keys.version_states[:-5] + b"data:")
+        for key, item in self.world.server.live().items():
+            if item.expireat is None and not key.startswith((b"lmpool:{model", b"lmpool:models")):
+                self.violation(f"{key!r} has no lifetime")
+            elif item.expireat is None and b":waiting:" in key:
+                self.violation(f"{key!r} has no lifetime")
+        del endless, kept
+
+    def _check_counters(self) -> None:
+        """The sums of lanes and capacities are those of their members."""
+        live = self.world.server.live()
+        for key, item in live.items():
+            if key.endswith(b"}:lanes"):
+                scores = {member: score for member, score in _members(item.value)}
+                total = scores.pop(b"", 0)
+                if total != sum(scores.values()):
+                    self.violation(f"the lanes {scores} have the sum {total}")
+            elif key.endswith(b"}:capacity"):
+                fields = {name: float(value) for name, value in item.value.items()}
+                total = fields.pop(b"", 0)
+                if total != sum(fields.values()):
+                    self.violation(f"the capacities {fields} have the sum {total}")
+
+    # The end
+
+    def check_end(self) -> None:
+        """After a quiet time nothing waits, and only keys are left that may stay."""
+        self.check_steps()
+        for request in self._pending:
+            self.violation(f"{request} never ended")
+        for key, item in self.world.server.live().items():
+            size = _queued(key, item.value)
+            if size:
+                self.violation(f"{size} entries are left in {key!r}")
+            if b":waiting:" in key:
+                self.violation(f"{key!r} is left")
+        for worker in self.world.workers:
+            if worker.worker is not None and worker.worker._in_flight:
+                self.violation(f"{worker.process.name} holds {len(worker.worker._in_flight)} prompts at the end")
+
+
+def _members(value: object) -> list[tuple[bytes, float]]:
+    return [(member, value.get(member)) for member in value]  # type: ignore[attr-defined]
+
+
+def _queued(key: bytes, value: object) -> int:
+    if key.endswith((b"}:jobs", b"}:backlog", b"}:backlog:jobs")) or b"}:lane:" in key:
+        return len(value)  # type: ignore[arg-type]
+    return 0
+
+

@@ -1,0 +1,118 @@
+"""Draws what happens in the simulation of one seed: the pool, its faults and its requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from tests.simulation.faults import FAULTS
+
+REQUESTS = 500
+"""Requests of a simulation, unless the caller chooses another number."""
+
+_LEASES = (2.0, 4.0, 8.0)
+_MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
+_MAX_FAULTS = 12
+_CALM = 0.15  # Part of all simulations that have no faults: they show defects without an excuse.
+_MEAN_PAUSE_S = (0.002, 0.02, 0.1)
+_FAULTS_S = 40.0  # Faults begin within this time.
+
+KINDS = {
+    "row": 10, "batch": 3, "context": 4, "fresh": 1, "entries": 2, "topk": 2, "sample": 2, "score": 2, "generate": 1,
+    "adapter": 3, "version": 2,
+}  # fmt: skip
+"""Kind of request -> its usual weight."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        at: virtual time at which it begins.
+        kind: a key of `FAULTS`.
+        seed: of the draws that the fault makes when it begins, such as which worker it hits.
+    """
+
+    at: float
+    kind: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.at:.3f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The draws of one seed.
+
+    Attributes:
+        seed: the seed.
+        requests: number of requests of all clients together.
+        lease_s: lease of the workers.
+        workers: number of workers.
+        batch: prompts in a step.
+        step_s: range of the seconds of a step.
+        vocab_size: V.
+        queue_limit: see `WorkerSettings`.
+        partitions: min partitions of the model's queue.
+        encoding: encoding of the rows.
+        clients: for each client whether it is a bulk client.
+        weights: kind of request -> weight.
+        pause_s: mean pause between two requests of a client.
+        short: part of the requests with a deadline of less than a second.
+        cancelled: part of the requests that are cancelled.
+        changes: number of adapters that are put in service, and of versions that are published.
+        deadly: number of prompts that end each worker that computes them.
+        faults: in the order of their times.
+    """
+
+    seed: int
+    requests: int
+    lease_s: float
+    workers: int
+    batch: int
+    step_s: tuple[float, float]
+    vocab_size: int
+    queue_limit: int
+    partitions: int
+    encoding: str
+    clients: tuple[bool, ...]
+    weights: dict[str, float]
+    pause_s: float
+    short: float
+    cancelled: float
+    changes: tuple[int, int]
+    deadly: int
+    faults: tuple[Fault, ...] = field(default=())
+
+
+def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
+    """Draw the plan of a seed. Each seed leaves some kinds of faults and of requests out, so that others are frequent."""
+    draw = Random(f"plan {seed}")
+    weights = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
+    weights["row"] = KINDS["row"]
+    kinds = [kind for kind in FAULTS if draw.random() < 0.35]
+    count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
+    faults = [Fault(draw.uniform(0.5, _FAULTS_S), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
+    longest_step_s = draw.choice((0.005, 0.03, 0.2))
+    return Plan(
+        seed=seed,
+        requests=requests,
+        lease_s=draw.choice(_LEASES),
+        workers=draw.randrange(1, _MAX_WORKERS + 1),
+        batch=draw.randrange(1, _MAX_BATCH + 1),
+        step_s=(longest_step_s / 10, longest_step_s),
+        vocab_size=draw.choice((16, 40)),
+        queue_limit=draw.choice((30, 1000, 100_000)),
+        partitions=draw.choice((1, 1, 2)),
+        encoding=draw.choice(("f32", "bf16")),
+        clients=tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1))),
+        weights=weights,
+        pause_s=draw.choice(_MEAN_PAUSE_S),
+        short=draw.choice((0.0, 0.05, 0.3)),
+        cancelled=draw.choice((0.0, 0.05, 0.3)),
+        changes=(draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)),
+        deadly=draw.choice((0, 0, 0, 1, 2)),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+    )

@@ -1,0 +1,98 @@
+"""Runs the simulations of several seeds, each in a process of its own, and shrinks the faults of seeds that fail."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pickle
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from tests.simulation.plan import REQUESTS, Plan, draw_plan
+from tests.simulation.world import Result, World
+
+
+def simulate(plan: Plan) -> Result:
+    """Run a plan in a child of this process, which keeps nothing of other simulations."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        code = 1
+        try:
+            with os.fdopen(writer, "wb") as out:
+                out.write(pickle.dumps(World(plan).run()))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as source:
+        data = source.read()
+    _, status = os.waitpid(child, 0)
+    if status or not data:
+        return Result([f"the process of the simulation ended with status {status}"], "", 0.0, {}, [])
+    result: Result = pickle.loads(data)
+    return result
+
+
+def shrink(plan: Plan) -> tuple[Plan, Result]:
+    """Leave out faults as long as the plan still fails."""
+    result, at = simulate(plan), 0
+    while at < len(plan.faults):
+        less = replace(plan, faults=plan.faults[:at] + plan.faults[at + 1 :])
+        tried = simulate(less)
+        if tried.violations:
+            plan, result = less, tried
+        else:
+            at += 1
+    return plan, result
+
+
+def main(arguments: Sequence[str]) -> int:
+    """See the module's docstring; the exit code is 1 if a seed failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, help="run one seed and print its log")
+    parser.add_argument("--first", type=int, default=1)
+    parser.add_argument("--count", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no seed after this time")
+    parser.add_argument("--requests", type=int, default=REQUESTS)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--shrink", action="store_true", help="leave out faults that a failure does not need")
+    given = parser.parse_args(arguments)
+    if given.seed is not None:
+        return _one(given.seed, given.requests, shrinks=given.shrink)
+    until = time.monotonic() + given.seconds
+    outcomes, failed, done = Counter[str](), list[int](), 0
+
+    def run(seed: int) -> tuple[int, Result | None]:
+        return seed, simulate(draw_plan(seed, given.requests)) if time.monotonic() < until else None
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for seed, result in pool.map(run, range(given.first, given.first + given.count)):
+            if result is None:
+                continue
+            done += 1
+            outcomes.update(result.outcomes)
+            if result.violations:
+                failed.append(seed)
+                print(f"seed {seed} failed:", *result.violations[:3], sep="\n  ", flush=True)
+    how = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
+    print(f"{done} seeds, {sum(outcomes.values())} requests ({how}), {len(failed)} failed: {failed}")
+    return 1 if failed else 0
+
+
+def _one(seed: int, requests: int, *, shrinks: bool) -> int:
+    plan = draw_plan(seed, requests)
+    if shrinks:
+        plan, result = shrink(plan)
+    else:
+        result = simulate(plan)
+    print(*result.lines, sep="\n")
+    print(f"seed {seed}: {result.seconds:.1f} virtual seconds, {result.outcomes}, log {result.digest}")
+    print(*result.violations, sep="\n")
+    return 1 if result.violations else 0
+
+

@@ -1,0 +1,155 @@
+"""The simulated workers: the package's `Worker` with a synthetic backend whose steps take drawn time, hang or raise."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from lmpool.broker.server import Server
+from lmpool.errors import LMPoolError
+from lmpool.protocol.job import decode_ids
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.execution.contract import Backend, Finished
+from lmpool.workers.queue.jobs import JobReader
+from lmpool.workers.settings import WorkerSettings
+from lmpool.workers.worker import Worker
+from tests.simulation import threads
+from tests.simulation.loop import Process
+from tests.simulation.server import PATH
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+MODEL = "model"
+"""Name of the model."""
+STEP_TIMEOUT_LEASES = 4.0
+"""Leases after which a worker gives up a step that does not end."""
+URL = f"unix://{PATH}"
+"""URL of the server."""
+
+_MAX_RESTART_S = 2.0  # Max seconds until a worker that has ended starts again.
+_MAX_LOAD_S = 1.0  # Max seconds of the load of a model, of an adapter or of weights.
+_FOREVER_S = 1e6
+
+
+class SimulatedWorker:
+    """A worker that is started again when it ends.
+
+    Attributes:
+        process: its present process.
+        next_step: "hang" or "raise": what its next step does.
+        next_step_s: seconds of its next step; 0 to draw them.
+    """
+
+    def __init__(self, world: World, number: int) -> None:
+        self.world, self.number, self.draw = world, number, Random(f"worker {world.plan.seed} {number}")
+        self.process = Process("")
+        self.worker: Worker | None = None
+        self.next_step, self.next_step_s, self.starts = "", 0.0, 0
+        self.is_wanted = True
+
+    async def supervise(self) -> None:
+        """Run the worker until it is not wanted any more."""
+        while self.is_wanted:
+            self.starts += 1
+            self.process = process = Process(f"worker {self.number}.{self.starts}")
+            self.next_step, self.next_step_s = "", 0.0
+            ended = asyncio.Event()
+            process.on_kill.append(ended.set)
+            self.world.spawn(process, self._run(), on_end=ended.set)
+            await ended.wait()
+            self.world.loop.kill(process)
+            self.worker = None
+            self.world.log(f"{process.name} has ended")
+            await asyncio.sleep(self.draw.random() * _MAX_RESTART_S)
+
+    async def _run(self) -> None:
+        plan = self.world.plan
+        settings = WorkerSettings(
+            lease_s=plan.lease_s,
+            step_timeout_s=STEP_TIMEOUT_LEASES * plan.lease_s,
+            queue_limit=plan.queue_limit,
+            partitions=plan.partitions,
+            shm_bytes=0,
+            no_direct=True,
+        )
+        backend = SimulatedBackend(self)
+        self.worker = Worker(Server(URL), backend, settings)
+        try:
+            await self.worker.run()
+        except LMPoolError as error:
+            self.world.log(f"{self.process.name} ends: {type(error).__name__}: {error}")
+
+    def drain(self) -> None:
+        """SIGTERM."""
+        if self.worker is not None:
+            self.worker.stop()
+
+
+class SimulatedBackend(SyntheticBackend):
+    """See the module's docstring. It is its own settings, because they must know the worker."""
+
+    kind = "synthetic"
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        plan = worker.world.plan
+        self._worker, self.served_as, self.max_adapters = worker, MODEL, 2
+        self.adapter_folders: dict[str, str] = {}
+        super().__init__(
+            SyntheticSettings(
+                name=MODEL, vocab_size=plan.vocab_size, max_batch=plan.batch, max_adapters=2, encoding=plan.encoding
+            )
+        )
+
+    def open(self) -> Backend:
+        """See `BackendSettings.open`."""
+        self._wait(_MAX_LOAD_S)
+        return self
+
+    def _wait(self, most_s: float) -> None:
+        threads.sleep(self._worker.draw.random() * most_s)
+
+    def step(self) -> Finished:
+        """See `Backend.step`."""
+        worker, plan = self._worker, self._worker.world.plan
+        seconds = worker.next_step_s or worker.draw.uniform(*plan.step_s)
+        how, worker.next_step, worker.next_step_s = worker.next_step, "", 0.0
+        ids = [tuple(decode_ids(job.ids).tolist()) for job in list(self._jobs.values())[: self.batch]]
+        worker.world.oracle.on_step(ids)
+        if how:
+            worker.world.oracle.on_bad_step(ids)
+        if how == "raise":
+            raise RuntimeError("the device is broken")
+        threads.sleep(_FOREVER_S if how == "hang" else seconds)
+        if any(prompt in worker.world.deadly for prompt in ids):
+            worker.world.log(f"{worker.process.name} computes a deadly prompt")
+            worker.world.loop.kill(worker.process)
+            threads.sleep(_FOREVER_S)
+        return super().step()
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`."""
+        self._wait(_MAX_LOAD_S)
+        return super().load_adapter(name, source)
+
+    def load_weights(self, full: Path | None, sparse: Any, held: int) -> None:
+        """See `ChangesWeights.load_weights`."""
+        self._wait(_MAX_LOAD_S)
+        super().load_weights(full, sparse, held)
+
+
+def count_deliveries(deliveries: Counter[tuple[int, ...]]) -> None:
+    """Count how often workers read the job of each prompt, by its token ids."""
+    read = JobReader._add
+
+    def add(self: JobReader, taken: Any, entry_id: bytes, job: Any, *args: Any, **options: Any) -> Any:
+        if hasattr(job, "ids"):
+            deliveries[tuple(decode_ids(job.ids).tolist())] += 1
+        return read(self, taken, entry_id, job, *args, **options)
+
+    JobReader._add = add  # type: ignore[method-assign]
+
+

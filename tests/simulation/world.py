@@ -1,0 +1,185 @@
+"""One simulation: the server, the workers and the clients of a plan, the faults, and the checks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from tests.simulation import isolation
+from tests.simulation.clients import SimulatedClient, change_adapters, publish_versions
+from tests.simulation.faults import FAULTS
+from tests.simulation.loop import PROCESS, Process, SimulatedLoop, Stuck
+from tests.simulation.network import Network
+from tests.simulation.oracle import Oracle
+from tests.simulation.plan import Fault, Plan
+from tests.simulation.server import SimulatedServer
+from tests.simulation.workers import SimulatedWorker, count_deliveries
+
+_CHECK_S = 1.0
+_QUIET_LEASES = 6
+_MAX_S = 3000.0  # Virtual seconds after which a simulation counts as endless.
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The result of a simulation.
+
+    Attributes:
+        violations: what did not hold.
+        digest: hash of the log.
+        seconds: virtual seconds.
+        outcomes: how requests ended -> number of requests.
+        lines: the log.
+    """
+
+    violations: list[str]
+    digest: str
+    seconds: float
+    outcomes: dict[str, int]
+    lines: list[str]
+
+
+class World:
+    """See the module's docstring.
+
+    Attributes:
+        plan: the draws of the seed.
+        deadly: prompts that end each worker that computes them.
+        lost_keys: how often the server has lost keys.
+        healed_at: virtual time at which the last fault was healed; None before.
+        restarting: held while the server restarts.
+        all_sent: set when all clients have sent their requests, and all changes are over.
+        adapters: number of adapters that were put in service.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.loop = SimulatedLoop(Random(f"loop {plan.seed}"))
+        self.network = Network(self.loop)
+        self.server = SimulatedServer(self.loop)
+        self.oracle = Oracle(self)
+        self.deadly = [(6, number) for number in range(plan.deadly)]
+        self.lost_keys = self.adapters = 0
+        self.healed_at: float | None = None
+        self.lines: list[str] = []
+        self.workers = [SimulatedWorker(self, number) for number in range(plan.workers)]
+        share = -(-plan.requests // len(plan.clients))
+        self.clients = [
+            SimulatedClient(self, number, is_bulk=is_bulk, requests=min(share, plan.requests - share * number))
+            for number, is_bulk in enumerate(plan.clients)
+        ]
+        self.folder = ""
+
+    def run(self) -> Result:
+        """Run the simulation; ends this process's normal life: see `isolation.begin`."""
+        self.folder = tempfile.mkdtemp(prefix="lmpool-simulation-")
+        logging.getLogger().handlers = [_LogHandler(self)]
+        logging.getLogger().setLevel(logging.INFO)
+        self.loop.set_exception_handler(self._on_error)
+        count_deliveries(self.oracle.deliveries)
+        isolation.begin(self.loop, Random(f"secrets {self.plan.seed}"))
+        try:
+            self.loop.run_until_complete(self._main())
+        except Stuck as error:
+            self.oracle.violation(str(error))
+        finally:
+            shutil.rmtree(self.folder)
+        digest = hashlib.blake2b("\n".join(self.lines).encode(), digest_size=16).hexdigest()
+        outcomes = dict(sorted(self.oracle.outcomes.items()))
+        return Result(self.oracle.violations, digest, self.loop.time(), outcomes, self.lines)
+
+    def log(self, text: str) -> None:
+        """Add a line to the log."""
+        self.lines.append(f"{self.loop.time():10.4f} {PROCESS.get().name}: {text}")
+
+    def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.oracle.violation(f"unhandled: {context['message']}: {type(error).__name__}: {error}")
+
+    def spawn(self, process: Process, work: Coroutine[Any, Any, None], on_end: Callable[[], None]) -> None:
+        """Run the main coroutine of a process; `on_end` is called when it returns."""
+
+        async def run() -> None:
+            try:
+                await work
+            except Exception as error:
+                self.oracle.violation(f"{process.name} ended with {type(error).__name__}: {error}")
+                logging.getLogger().exception("unexpected")
+            on_end()
+
+        process.on_kill.append(lambda: None)
+        task = self.loop.create_task(run(), context=self.loop.context_of(process))
+        self._kept.append(task)
+
+    _kept: list[Any] = []  # Tasks of processes that were killed: freeing them would run their cleanup.
+
+    def running_workers(self) -> list[SimulatedWorker]:
+        """The workers whose process runs."""
+        return [worker for worker in self.workers if worker.process.is_alive and worker.worker is not None]
+
+    async def _main(self) -> None:
+        plan, loop = self.plan, self.loop
+        self.restarting, self.all_sent = asyncio.Lock(), asyncio.Event()
+        self.log(f"{plan}")
+        await self.server.start()
+        workers = [asyncio.create_task(worker.supervise()) for worker in self.workers]
+        clients = [asyncio.create_task(client.supervise()) for client in self.clients]
+        changing = [
+            asyncio.create_task(change_adapters(self, Random(f"adapters {plan.seed}"))),
+            asyncio.create_task(publish_versions(self, Random(f"versions {plan.seed}"))),
+        ]
+        faults = [asyncio.create_task(self._inject(fault)) for fault in plan.faults]
+        checking = asyncio.create_task(self._check())
+        if faults:
+            await asyncio.wait(faults)
+        self.healed_at = loop.time()
+        self.log("all faults are healed")
+        await asyncio.wait(changing)
+        while any(client.left for client in self.clients) or self.oracle._pending:
+            await asyncio.sleep(_CHECK_S)
+        self.all_sent.set()
+        await asyncio.wait(clients)
+        await asyncio.sleep(_QUIET_LEASES * plan.lease_s + 5)
+        self.oracle.check_end()
+        checking.cancel()
+        for worker in self.workers:
+            worker.is_wanted = False
+            worker.drain()
+        await asyncio.wait(workers, timeout=4 * plan.lease_s + 20)
+        for worker in self.workers:
+            if worker.process.is_alive:
+                self.oracle.violation(f"{worker.process.name} does not end after SIGTERM")
+
+    async def _inject(self, fault: Fault) -> None:
+        await asyncio.sleep(fault.at)
+        async with self.restarting:
+            pass
+        self.log(f"fault: {fault}")
+        await FAULTS[fault.kind](self, Random(fault.seed))
+
+    async def _check(self) -> None:
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            self.oracle.check()
+            if self.loop.time() > _MAX_S:
+                raise Stuck("the simulation does not end")
+
+
+class _LogHandler(logging.Handler):
+    """Adds the package's log to the simulation's."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._world.log(f"{record.levelname}: {self.format(record)}")
+
+
