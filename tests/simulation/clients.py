@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,8 @@ class Request:
         kind: one of `KINDS`.
         prompts: the prompts whose rows it needs.
         timeout: seconds of its deadline.
-        ask: sends it, and returns a function that compares the result with the reference rows.
+        ask: sends it, and returns for each part of the result a function that compares it with the reference rows of one
+            version of the weights.
         cancel_s: seconds after which the caller is cancelled; 0 for never.
         began: virtual time at which it was sent.
         oldest: the oldest version of the weights that it may see.
@@ -56,7 +58,7 @@ class Request:
     kind: str
     prompts: list[tuple[int, ...]]
     timeout: float
-    ask: Callable[[dict[str, Any]], Awaitable[Check]]
+    ask: Callable[[dict[str, Any]], Awaitable[list[Check]]]
     cancel_s: float = 0.0
     began: float = 0.0
     oldest: int = 0
@@ -135,7 +137,7 @@ class SimulatedClient:
         if request.cancel_s:
             asyncio.get_running_loop().call_later(request.cancel_s, task.cancel)
         try:
-            check = await task
+            checks = await task
         except LMPoolError as error:
             oracle.end_failed(request, error)
         except asyncio.CancelledError:
@@ -143,7 +145,7 @@ class SimulatedClient:
                 raise
             oracle.end_cancelled(request)
         else:
-            oracle.end(request, check)
+            oracle.end(request, checks)
         draw.random()
 
     # Requests
@@ -177,18 +179,18 @@ class SimulatedClient:
         return self._row_of(producer, self._new(), fresh=True)
 
     def _row_of(self, producer: Producer, prompt: list[int], **more: Any) -> Any:
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             row = await producer.logprobs(prompt, **options, **more)
-            return lambda row_of: _same(row, row_of(prompt))
+            return [lambda row_of: _same(row, row_of(prompt))]
 
         return [prompt], ask
 
     def _batch(self, producer: Producer, prompts: list[list[int]] | None = None) -> Any:
         wanted = prompts or [self._prompt() for _ in range(self.draw.randrange(1, _BATCH))]
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             rows = await producer.batch_logprobs(wanted, **options)
-            return lambda row_of: all(_same(row, row_of(ids)) for row, ids in zip(rows, wanted, strict=True))
+            return [partial(_is_row, row, ids) for row, ids in zip(rows, wanted, strict=True)]
 
         return wanted, ask
 
@@ -204,27 +206,27 @@ class SimulatedClient:
     def _entries(self, producer: Producer) -> Any:
         prompt, targets = self._prompt(), [self.draw.randrange(self.world.plan.vocab_size) for _ in range(3)]
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             entries = await producer.logprobs(prompt, targets=targets, **options)
-            return lambda row_of: _same(entries, row_of(prompt)[targets])
+            return [lambda row_of: _same(entries, row_of(prompt)[targets])]
 
         return [prompt], ask
 
     def _topk(self, producer: Producer) -> Any:
         prompt, k = self._prompt(), self.draw.randrange(1, 5)
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             got = await producer.topk(prompt, k, **options)
-            return lambda row_of: _same(got.values, top(row_of(prompt), k).values)
+            return [lambda row_of: _same(got.values, top(row_of(prompt), k).values)]
 
         return [prompt], ask
 
     def _sample(self, producer: Producer) -> Any:
         prompt, how = self._prompt(), Sampling(self.draw.choice((0.0, 0.7, 1.0)), 1.0, self.draw.getrandbits(32))
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             token = await producer.sample(prompt, **how._asdict(), **options)
-            return lambda row_of: token == sample(row_of(prompt), how)
+            return [lambda row_of: token == sample(row_of(prompt), how)]
 
         return [prompt], ask
 
@@ -232,30 +234,30 @@ class SimulatedClient:
         prompt = self._new()
         added = [self.draw.randrange(self.world.plan.vocab_size) for _ in range(self.draw.randrange(1, 4))]
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             got = await producer.score(prompt, added, **options)
 
             def is_right(row_of: Callable[[Sequence[int]], Row]) -> bool:
                 wanted = [row_of([*prompt, *added[:at]])[token] for at, token in enumerate(added)]
                 return _same(got, np.array(wanted, np.float32))
 
-            return is_right
+            return [is_right]
 
         return [prompt], ask
 
     def _generate(self, producer: Producer) -> Any:
         prompt, seed = self._new(4), self.draw.getrandbits(32)
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             got = await producer.generate(prompt, _GENERATED, seed=seed, **options)
 
             def is_right(row_of: Callable[[Sequence[int]], Row]) -> bool:
                 ids = list(prompt)
                 for at in range(_GENERATED):
                     ids.append(sample(row_of(ids), Sampling(1.0, 1.0, seed + at)))
-                return [int(token) for token in got.ids] == ids[len(prompt) :]
+                return [int(token) for token in got[0].ids] == ids[len(prompt) :]
 
-            return is_right
+            return [is_right]
 
         return [prompt], ask
 
@@ -266,9 +268,9 @@ class SimulatedClient:
         """A row of at least a version that was published before."""
         prompt = self._new(5)
 
-        async def ask(options: dict[str, Any]) -> Check:
+        async def ask(options: dict[str, Any]) -> list[Check]:
             row = await producer.logprobs(prompt, **options)
-            return lambda row_of: _same(row, row_of(prompt))
+            return [lambda row_of: _same(row, row_of(prompt))]
 
         return [prompt], ask
 
@@ -308,6 +310,10 @@ async def publish_versions(world: World, draw: Random) -> None:
 def seed_of(version: int) -> int:
     """The weights of a version: the seed of its rows."""
     return 1000 + version if version else 0
+
+
+def _is_row(row: Row, ids: Sequence[int], row_of: Callable[[Sequence[int]], Row]) -> bool:
+    return _same(row, row_of(ids))
 
 
 def _same(got: Any, expected: Row) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 from random import Random
 from typing import TYPE_CHECKING
@@ -93,9 +94,9 @@ async def evict(world: World, draw: Random) -> None:
 async def fill(world: World, draw: Random) -> None:
     """The server refuses commands that need memory."""
     front = world.server.front
-    front.is_full = True
+    front.is_full, world.full_at = True, math.inf
     await asyncio.sleep(draw.uniform(0.1, _MAX_DOWN_S))
-    front.is_full = False
+    front.is_full, world.full_at = False, world.loop.time()
 
 
 async def forget_scripts(world: World, draw: Random) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lmpool.errors import (
     AdapterChanged,
     DeadlineExceeded,
     LMPoolError,
+    ServerError,
+    ServerUnreachable,
     SettingsError,
     UnknownAdapter,
     WorkerError,
@@ -31,6 +35,7 @@ _LATE_S = 2.0  # Seconds by which a request may end after its deadline.
 _MAX_DELIVERIES = 3
 _RECOVERY_S = 30.0
 _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
+_OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
 _MAX_VIOLATIONS = 20
 
 
@@ -81,21 +86,19 @@ class Oracle:
             request.oldest = 0
         self._pending[request] = None
 
-    def end(self, request: Request, check: Check) -> None:
+    def end(self, request: Request, checks: Sequence[Check]) -> None:
         """A request has got a result."""
         self._finish(request, "result")
-        plan = self.world.plan
         revisions = self._revisions(request) if "adapter" in request.options else [""]
-        for version in range(request.oldest, self.newest + 1):
-            for revision in revisions:
+        versions = range(request.oldest, self.newest + 1)
+        rows = [partial(self._row, version, revision) for version in versions for revision in revisions]
+        for at, check in enumerate(checks):
+            if not any(map(check, rows)):
+                self.violation(f"part {at} of the result is wrong: {request}, versions {versions}")
 
-                def row_of(ids: Sequence[int], version: int = version, revision: str = revision) -> np.ndarray:
-                    options = {"seed": seed_of(version), "adapter_revision": revision}
-                    return synthetic_row(ids, vocab_size=plan.vocab_size, **options)
-
-                if check(row_of):
-                    return
-        self.violation(f"the result is wrong: {request}, versions {request.oldest} to {self.newest}")
+    def _row(self, version: int, revision: str, ids: Sequence[int]) -> NDArray[np.float32]:
+        size = self.world.plan.vocab_size
+        return synthetic_row(ids, vocab_size=size, seed=seed_of(version), adapter_revision=revision)
 
     def end_failed(self, request: Request, error: LMPoolError) -> None:
         """A request has ended with an exception."""
@@ -120,13 +123,15 @@ class Oracle:
     def _is_expected(self, request: Request, error: LMPoolError) -> bool:
         now, world = self.world.loop.time(), self.world
         match error:
-            case DeadlineExceeded():
+            case DeadlineExceeded() | ServerUnreachable():
                 is_due = now >= request.began + request.timeout - 0.02
                 return is_due and (not request.is_long or bool(world.lost_keys and self.newest))
             case WorkerError():
                 return any(
                     self.deliveries[prompt] >= _MAX_DELIVERIES or prompt in world.deadly for prompt in request.prompts
                 )
+            case ServerError():
+                return "memory" in str(error) and world.full_at >= request.began
             case UnknownAdapter() | AdapterChanged():
                 return "adapter" in request.options
         return False
@@ -161,7 +166,7 @@ class Oracle:
     def check_steps(self) -> None:
         """No prompt was computed more often than its job was delivered."""
         for prompt, count in self.steps.items():
-            if count > self.deliveries[prompt] and prompt[0] != _GENERATED_FIRST:
+            if count > self.deliveries[prompt] and prompt[0] not in (_GENERATED_FIRST, _OF_WORKERS):
                 self.violation(f"{list(prompt)} was in {count} steps after {self.deliveries[prompt]} deliveries")
 
     # Each second
@@ -219,12 +224,14 @@ class Oracle:
         self.check_steps()
         for request in self._pending:
             self.violation(f"{request} never ended")
+        served = [info.name.encode() for worker in self.world.workers if (info := worker.info) is not None]
         for key, item in self.world.server.live().items():
+            is_served = any(b"{%b}" % name in key or b"{%b{" % name in key for name in served)
             size = _queued(key, item.value)
-            if size:
-                self.violation(f"{size} entries are left in {key!r}")
-            if b":waiting:" in key:
-                self.violation(f"{key!r} is left")
+            if is_served and (size or b":waiting:" in key):
+                self.violation(f"{key!r} is left, with {size} entries")
+            elif size and item.expireat is None:
+                self.violation(f"{key!r} of a version that no worker serves has no lifetime")
         for worker in self.world.workers:
             if worker.worker is not None and worker.worker._in_flight:
                 self.violation(f"{worker.process.name} holds {len(worker.worker._in_flight)} prompts at the end")

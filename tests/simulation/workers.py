@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
 from lmpool.protocol.job import decode_ids
+from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend, Finished
 from lmpool.workers.queue.jobs import JobReader
@@ -82,6 +83,12 @@ class SimulatedWorker:
             await self.worker.run()
         except LMPoolError as error:
             self.world.log(f"{self.process.name} ends: {type(error).__name__}: {error}")
+
+    @property
+    def info(self) -> ModelInfo | None:
+        """The info of the version that it serves."""
+        serving = self.worker._serving if self.worker is not None else None
+        return serving.info if serving is not None else None
 
     def drain(self) -> None:
         """SIGTERM."""
