@@ -87,6 +87,7 @@ class SimulatedClient:
         self.process = Process("")
         self.producer: Producer | None = None
         self.starts, self._count = 0, 0
+        self._deadly = list(world.deadly)  # Each client sends them once: each costs up to three lives of workers.
         self._contexts: list[list[int]] = []
         self._is_over = False
 
@@ -161,8 +162,8 @@ class SimulatedClient:
     def _prompt(self) -> list[int]:
         """A prompt: often one that other clients request too, sometimes one that ends workers."""
         draw = self.draw
-        if self.world.deadly and draw.random() < 0.05:
-            return list(draw.choice(self.world.deadly))
+        if self._deadly and draw.random() < 0.05:
+            return list(self._deadly.pop())
         if draw.random() < 0.4:
             return [1, draw.randrange(_SHARED) % self.world.plan.vocab_size, 1]
         return self._new()

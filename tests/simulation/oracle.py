@@ -112,7 +112,7 @@ class Oracle:
 
     def _finish(self, request: Request, how: str) -> None:
         self.outcomes[how] += 1
-        del self._pending[request]
+        self._pending.pop(request, None)
         self.world.log(f"{how} of {request}")
 
     def drop(self, client: SimulatedClient) -> None:
@@ -179,7 +179,8 @@ class Oracle:
             self._check_counters()
 
     def _check_requests(self) -> None:
-        now, healed, lease_s = self.world.loop.time(), self.world.healed_at, self.world.plan.lease_s
+        now, lease_s = self.world.loop.time(), self.world.plan.lease_s
+        healed = None if self.world.healed_at is None else max(self.world.healed_at, self.world.disturbed_at)
         bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S
         for request in list(self._pending):
             stopped = max(0.0, request.client.process.resume_at)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from fakeredis.commands_mixins import scripting_mixin
 from lmpool.testing.front import FakeClient, Front
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 
+TRACED = os.environ.get("LMPOOL_SIMULATION_TRACE", "").encode()
+"""Text of commands that the log shows; "" for none."""
 PATH = "/simulated.sock"
 """Where the server listens."""
 
@@ -35,6 +39,8 @@ class SimulatedClient(FakeClient):
     def _process_command(self, fields: list[bytes]) -> None:
         name = decode_command_bytes(fields[0]) if fields else ""
         self._of.commands += 1
+        if TRACED and any(TRACED in field for field in fields):
+            logging.getLogger("server").info("%s", fields)
         if self._of.is_full and name in _NEEDS_MEMORY:
             self.put_response(SimpleError(_OOM))
             return

@@ -126,13 +126,14 @@ class SimulatedBackend(SyntheticBackend):
         how, worker.next_step, worker.next_step_s = worker.next_step, "", 0.0
         ids = [tuple(decode_ids(job.ids).tolist()) for job in list(self._jobs.values())[: self.batch]]
         worker.world.oracle.on_step(ids)
-        if how:
-            worker.world.oracle.on_bad_step(ids)
+        if how or seconds > plan.lease_s / 2:
+            worker.world.disturbed_at = worker.world.loop.time() + seconds
         if how == "raise":
             raise RuntimeError("the device is broken")
         threads.sleep(_FOREVER_S if how == "hang" else seconds)
         if any(prompt in worker.world.deadly for prompt in ids):
             worker.world.log(f"{worker.process.name} computes a deadly prompt")
+            worker.world.disturbed_at = worker.world.loop.time()
             worker.world.loop.kill(worker.process)
             threads.sleep(_FOREVER_S)
         return super().step()

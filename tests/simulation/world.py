@@ -56,6 +56,7 @@ class World:
         lost_keys: how often the server has lost keys.
         healed_at: virtual time at which the last fault was healed; None before.
         full_at: virtual time at which the server was last full.
+        disturbed_at: virtual time at which a worker last computed a deadly prompt, hung or raised.
         restarting: held while the server restarts.
         all_sent: set when all clients have sent their requests, and all changes are over.
         adapters: number of adapters that were put in service.
@@ -70,7 +71,7 @@ class World:
         self.deadly = [(6, number) for number in range(plan.deadly)]
         self.lost_keys = self.adapters = 0
         self.healed_at: float | None = None
-        self.full_at = -math.inf
+        self.full_at = self.disturbed_at = -math.inf
         self.lines: list[str] = []
         self.workers = [SimulatedWorker(self, number) for number in range(plan.workers)]
         share = -(-plan.requests // len(plan.clients))
