@@ -6,7 +6,9 @@ import os
 import sys
 
 if os.environ.get("PYTHONHASHSEED") != "0":  # The order of sets of byte strings depends on it.
-    os.execve(sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+    os.execve(
+        sys.executable, [sys.executable, "-m", "tests.simulation", *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"}
+    )
 
 from tests.simulation import isolation  # noqa: F401  first: see its docstring
 from tests.simulation.run import main

@@ -46,12 +46,12 @@ class Request:
         kind: one of `KINDS`.
         prompts: the prompts whose rows it needs.
         timeout: seconds of its deadline.
-        ask: sends it, and returns for each part of the result a function that compares it with the reference rows of one
-            version of the weights.
+        ask: sends it, and returns for each part of the result a function that compares it with the rows of a version.
         cancel_s: seconds after which the caller is cancelled; 0 for never.
         began: virtual time at which it was sent.
         oldest: the oldest version of the weights that it may see.
-        min_version: the `min_version` that it names.
+        steps: number of prompts in all steps before it.
+        ahead: number of prompts that its client waits for, with its own.
     """
 
     client: SimulatedClient
@@ -62,6 +62,8 @@ class Request:
     cancel_s: float = 0.0
     began: float = 0.0
     oldest: int = 0
+    steps: int = 0
+    ahead: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -109,8 +111,8 @@ class SimulatedClient:
         cache = draw.choice((0, 2_000, 1_000_000))
         priority: Any = "bulk" if self.is_bulk else "interactive"
         self.producer = producer = Producer(
-            MODEL, redis=URL, cache_bytes=cache, priority=priority, when_absent="wait", keep_answers=draw.random() < 0.7,
-            timeout=LONG_S,
+            MODEL, redis=URL, cache_bytes=cache, priority=priority, when_absent="wait", timeout=LONG_S,
+            keep_answers=draw.random() < 0.7,
         )  # fmt: skip
         tasks = set[asyncio.Task[None]]()
         while self.left > 0:
@@ -119,18 +121,18 @@ class SimulatedClient:
             tasks.add(asyncio.create_task(self._send(self._draw_request(kind))))
             await asyncio.sleep(draw.expovariate(1 / plan.pause_s))
             while len(tasks) >= _MAX_PENDING:
-                done, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                _, tasks = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if tasks:
             await asyncio.wait(tasks)
         await self.world.all_sent.wait()
-        left = len(producer._sessions.current._requests) if hasattr(producer._sessions, "current") else 0
-        if left:
-            self.world.oracle.violation(f"{self.process.name} still keeps {left} requests")
+        session = producer._sessions.session
+        if session is not None and (kept := len(session._requests)):
+            self.world.oracle.violation(f"{self.process.name} keeps {kept} requests that have ended")
         await producer.close()
         self._is_over = True
 
     async def _send(self, request: Request) -> None:
-        oracle, draw = self.world.oracle, self.draw
+        oracle = self.world.oracle
         if self.world.adapters and request.kind == "adapter":
             request.options["adapter"] = ADAPTER
         oracle.begin(request)
@@ -147,7 +149,6 @@ class SimulatedClient:
             oracle.end_cancelled(request)
         else:
             oracle.end(request, checks)
-        draw.random()
 
     # Requests
 

@@ -56,13 +56,13 @@ def begin(loop: SimulatedLoop, draws: Random) -> None:
     random.seed(draws.getrandbits(64))
     secrets.token_bytes = lambda count=16: draws.randbytes(count or 16)  # type: ignore[assignment]
     secrets.token_hex = lambda count=16: draws.randbytes(count or 16).hex()  # type: ignore[assignment]
-    secrets.randbits = draws.getrandbits
+    secrets.randbits = draws.getrandbits  # type: ignore[assignment]
     os.urandom = draws.randbytes
     os.getpid = lambda: 1
     socket.gethostname = lambda: "host"
-    time.sleep = threads.sleep
+    time.sleep = threads.sleep  # type: ignore[assignment]
     threading.Thread, threading.Event = threads.Thread, threads.Event  # type: ignore[misc,assignment]
-    queue.SimpleQueue = engine_thread.SimpleQueue = threads.SimpleQueue  # type: ignore[misc,assignment]
+    queue.SimpleQueue = engine_thread.SimpleQueue = threads.SimpleQueue  # type: ignore
     subprocess.Popen = _refuse("subprocess.Popen")  # type: ignore[misc]
     socket.socket.connect = socket.socket.bind = _refuse("a socket")  # type: ignore[method-assign]
     # Datagrams are an optimisation, which the server's messages replace.
@@ -70,4 +70,3 @@ def begin(loop: SimulatedLoop, draws: Random) -> None:
     asyncio.set_event_loop(loop)
     gc.collect()
     gc.disable()  # Collections at other times would end abandoned generators in another order.
-

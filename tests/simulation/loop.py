@@ -111,17 +111,23 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return SimulatedFuture(loop=self)
 
-    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+    def call_soon(  # type: ignore[override]
+        self, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
         handle = asyncio.Handle(callback, args, self, context)
         self._add(handle)
         return handle
 
-    call_soon_threadsafe = call_soon
+    call_soon_threadsafe = call_soon  # type: ignore[assignment]
 
-    def call_later(self, delay: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
-    def call_at(self, when: float, callback: Any, *args: Any, context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Any, *args: Any, context: Context | None = None
+    ) -> asyncio.TimerHandle:
         timer = asyncio.TimerHandle(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), timer))
         return timer
@@ -163,10 +169,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         timers = self._timers
         while timers and timers[0][0] <= self._now:
             timer = heapq.heappop(timers)[2]
-            if not timer._cancelled:  # type: ignore[attr-defined]
+            if not timer.cancelled():
                 self._add(timer)
         if not self._active:
-            while timers and timers[0][2]._cancelled:  # type: ignore[attr-defined]
+            while timers and timers[0][2].cancelled():
                 heapq.heappop(timers)
             if not timers:
                 raise Stuck("all processes wait, and no timer is set")
@@ -176,10 +182,10 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         handle = process.ready.popleft()
         if not process.ready:
             self._active.remove(process)
-        if not handle._cancelled:  # type: ignore[attr-defined]
+        if not handle.cancelled():
             self.callbacks += 1
             self._now += _CALLBACK_S
-            handle._run()  # type: ignore[attr-defined]
+            handle._run()
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
         """Run the function in a callback after a drawn delay: it may use no time and must not block."""
@@ -189,19 +195,19 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             if not future.cancelled():
                 try:
                     future.set_result(func(*args))
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001  the caller receives it
                     future.set_exception(error)
 
         self.call_later(self.random.random() * _MAX_EXECUTOR_S, work)
         return future
 
-    async def create_unix_connection(self, factory: Any, path: Any = None, **options: Any) -> Any:
+    async def create_unix_connection(self, factory: Any, path: Any = None, **options: Any) -> Any:  # type: ignore[override]
         return await self.network.connect(factory, str(path))
 
     async def create_connection(self, factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:  # type: ignore[override]
         return await self.network.connect(factory, f"{host}:{port}")
 
-    async def create_unix_server(self, factory: Any, path: Any = None, **options: Any) -> Any:
+    async def create_unix_server(self, factory: Any, path: Any = None, **options: Any) -> Any:  # type: ignore[override]
         return self.network.listen(factory, str(path))
 
     async def create_server(self, factory: Any, host: Any = None, port: Any = None, **options: Any) -> Any:  # type: ignore[override]

@@ -1,8 +1,9 @@
-"""Byte pipes in place of sockets: with latency, partial writes, cuts, and connections that one side does not see end."""
+"""Byte pipes in place of sockets: with latency, partial writes, cuts, and ends that one side does not see."""
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +65,7 @@ class Pipe(asyncio.Transport):
         cuts = [0, len(data)]
         if len(data) > 1 and random.random() < _SPLIT:
             cuts = sorted({*cuts, *(random.randrange(1, len(data)) for _ in range(_MAX_PIECES - 1))})
-        for start, end in zip(cuts, cuts[1:], strict=False):
+        for start, end in itertools.pairwise(cuts):
             self._send(self.peer._take, data[start:end])
 
     def writelines(self, parts: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,10 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
-from lmpool.protocol.keys import Keys
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
-from tests.simulation.workers import MODEL, STEP_TIMEOUT_LEASES
+from tests.simulation.workers import STEP_TIMEOUT_LEASES
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -36,7 +36,16 @@ _MAX_DELIVERIES = 3
 _RECOVERY_S = 30.0
 _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
+_STREAM_BATCHES = 4  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
+_GENERATED = 4  # Steps of a continuation.
+_BULK = 20  # Prompts of bulk clients that a worker takes in the meantime.
 _MAX_VIOLATIONS = 20
+# Keys that may have no lifetime: those without a star in docs/design/wire.md.
+_ENDLESS = re.compile(
+    rb"lmpool:models|lmpool:\{[^}]*\}:(jobs|lane:.*|backlog|backlog:jobs|virtual_time|adapters|versions|versions:state"
+    rb"|versions:data:.*|dead)",
+    re.DOTALL,
+)
 
 
 @dataclass
@@ -68,6 +77,11 @@ class Oracle:
         self._pending: dict[Request, None] = {}
         self._changes: list[AdapterChange] = []
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a request waits."""
+        return bool(self._pending)
+
     def violation(self, text: str) -> None:
         """Report something that must not happen."""
         self.world.log(f"VIOLATION: {text}")
@@ -78,7 +92,9 @@ class Oracle:
 
     def begin(self, request: Request) -> None:
         """A client sends a request."""
-        request.began = self.world.loop.time()
+        request.began, request.steps = self.world.loop.time(), self.steps.total()
+        own = [other for other in self._pending if other.client is request.client]
+        request.ahead = sum(len(other.prompts) for other in own) + len(request.prompts)
         producer = request.client.producer
         try:
             request.oldest = producer.model.version if producer is not None else 0
@@ -89,12 +105,22 @@ class Oracle:
     def end(self, request: Request, checks: Sequence[Check]) -> None:
         """A request has got a result."""
         self._finish(request, "result")
+        self._check_fairness(request)
         revisions = self._revisions(request) if "adapter" in request.options else [""]
         versions = range(request.oldest, self.newest + 1)
         rows = [partial(self._row, version, revision) for version in versions for revision in revisions]
         for at, check in enumerate(checks):
             if not any(map(check, rows)):
                 self.violation(f"part {at} of the result is wrong: {request}, versions {versions}")
+
+    def _check_fairness(self, request: Request) -> None:
+        """In a calm pool a client's prompt waits for as many prompts of each other client as the client itself has."""
+        plan = self.world.plan
+        if request.client.is_bulk or plan.faults or plan.deadly or any(plan.changes):
+            return
+        bound = len(plan.clients) * _GENERATED * request.ahead + _STREAM_BATCHES * plan.workers * plan.batch + _BULK
+        if (count := self.steps.total() - request.steps) > bound:
+            self.violation(f"{request} waited for {count} prompts, more than {bound}")
 
     def _row(self, version: int, revision: str, ids: Sequence[int]) -> NDArray[np.float32]:
         size = self.world.plan.vocab_size
@@ -120,12 +146,16 @@ class Oracle:
         for request in [request for request in self._pending if request.client is client]:
             del self._pending[request]
 
+    def _must_end(self, request: Request) -> bool:
+        """Whether a request must get a result. Clients wait for a version that the server has lost."""
+        return request.is_long and not (self.world.lost_keys and self.newest)
+
     def _is_expected(self, request: Request, error: LMPoolError) -> bool:
         now, world = self.world.loop.time(), self.world
         match error:
             case DeadlineExceeded() | ServerUnreachable():
                 is_due = now >= request.began + request.timeout - 0.02
-                return is_due and (not request.is_long or bool(world.lost_keys and self.newest))
+                return is_due and not self._must_end(request)
             case WorkerError():
                 return any(
                     self.deliveries[prompt] >= _MAX_DELIVERIES or prompt in world.deadly for prompt in request.prompts
@@ -149,7 +179,9 @@ class Oracle:
         changes, world = self._changes, self.world
         if world.lost_keys:
             return [change.revision for change in changes]
-        replaced = [at for at, change in enumerate(changes) if change.ended is not None and change.ended < request.began]
+        replaced = [
+            at for at, change in enumerate(changes) if change.ended is not None and change.ended < request.began
+        ]
         return [change.revision for change in changes[max(replaced, default=0) :]]
 
     def end_of_change(self, error: LMPoolError) -> None:
@@ -185,38 +217,40 @@ class Oracle:
         for request in list(self._pending):
             stopped = max(0.0, request.client.process.resume_at)
             if now > max(request.began + request.timeout, stopped) + _LATE_S:
-                self.violation(f"{request} has not ended {now - request.began - request.timeout:.1f} s after its deadline")
+                self.violation(
+                    f"{request} has not ended {now - request.began - request.timeout:.1f} s after its deadline"
+                )
                 del self._pending[request]
-            elif healed is not None and now > max(healed, request.began) + bound_s and request.is_long:
-                if not (self.world.lost_keys and self.newest):
-                    self.violation(f"{request} still waits {now - healed:.1f} s after the last fault")
-                    del self._pending[request]
+            elif healed is not None and now > max(healed, request.began) + bound_s and self._must_end(request):
+                self.violation(f"{request} still waits {now - healed:.1f} s after the last fault")
+                del self._pending[request]
 
     def _check_keys(self) -> None:
-        keys = Keys().model(MODEL)
-        endless = {keys.jobs, keys.dead, keys.backlog, keys.backlog_jobs, keys.virtual_time, keys.adapters}
-        kept = (keys.versions, keys.version_states, keys.version_states[:-5] + b"data:")
+        """Every key without a lifetime is on the list of `docs/design/wire.md`."""
         for key, item in self.world.server.live().items():
-            if item.expireat is None and not key.startswith((b"lmpool:{model", b"lmpool:models")):
+            if item.expireat is None and not _ENDLESS.fullmatch(key):
                 self.violation(f"{key!r} has no lifetime")
-            elif item.expireat is None and b":waiting:" in key:
-                self.violation(f"{key!r} has no lifetime")
-        del endless, kept
 
     def _check_counters(self) -> None:
-        """The sums of lanes and capacities are those of their members."""
+        """The counters of lanes and capacities are what a count of their members gives."""
         live = self.world.server.live()
         for key, item in live.items():
             if key.endswith(b"}:lanes"):
-                scores = {member: score for member, score in _members(item.value)}
-                total = scores.pop(b"", 0)
-                if total != sum(scores.values()):
-                    self.violation(f"the lanes {scores} have the sum {total}")
+                counted = {member: item.value.get(member) for member in item.value}
+                total = counted.pop(b"", 0)
+                if total != sum(counted.values()):
+                    self.violation(f"the lanes {counted} have the sum {total}")
+                if self.world.lost_keys:
+                    continue
+                for worker, length in counted.items():
+                    lane = live.get(key.removesuffix(b"s") + b":" + worker)
+                    if length != (len(lane.value) if lane is not None else 0):
+                        self.violation(f"the lane of {worker!r} is counted as {length}")
             elif key.endswith(b"}:capacity"):
-                fields = {name: float(value) for name, value in item.value.items()}
-                total = fields.pop(b"", 0)
-                if total != sum(fields.values()):
-                    self.violation(f"the capacities {fields} have the sum {total}")
+                sizes = {name: float(size) for name, size in item.value.items()}
+                total = sizes.pop(b"", 0)
+                if total != sum(sizes.values()):
+                    self.violation(f"the capacities {sizes} have the sum {total}")
 
     # The end
 
@@ -231,20 +265,14 @@ class Oracle:
             size = _queued(key, item.value)
             if is_served and (size or b":waiting:" in key):
                 self.violation(f"{key!r} is left, with {size} entries")
-            elif size and item.expireat is None:
+            elif size and item.expireat is None and not self.world.lost_keys:
                 self.violation(f"{key!r} of a version that no worker serves has no lifetime")
         for worker in self.world.workers:
             if worker.worker is not None and worker.worker._in_flight:
                 self.violation(f"{worker.process.name} holds {len(worker.worker._in_flight)} prompts at the end")
 
 
-def _members(value: object) -> list[tuple[bytes, float]]:
-    return [(member, value.get(member)) for member in value]  # type: ignore[attr-defined]
-
-
 def _queued(key: bytes, value: object) -> int:
     if key.endswith((b"}:jobs", b"}:backlog", b"}:backlog:jobs")) or b"}:lane:" in key:
         return len(value)  # type: ignore[arg-type]
     return 0
-
-

@@ -88,9 +88,9 @@ class Plan:
 
 
 def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
-    """Draw the plan of a seed. Each seed leaves some kinds of faults and of requests out, so that others are frequent."""
+    """Draw the plan of a seed, which leaves out some kinds of faults and requests, so that others are frequent."""
     draw = Random(f"plan {seed}")
-    weights = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
+    weights: dict[str, float] = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
     weights["row"] = KINDS["row"]
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
     count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import pickle
 import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from tests.simulation.plan import REQUESTS, Plan, draw_plan
 from tests.simulation.world import Result, World
@@ -24,7 +24,7 @@ def simulate(plan: Plan) -> Result:
         code = 1
         try:
             with os.fdopen(writer, "wb") as out:
-                out.write(pickle.dumps(World(plan).run()))
+                out.write(json.dumps(asdict(World(plan).run())).encode())
             code = 0
         finally:
             os._exit(code)
@@ -34,8 +34,7 @@ def simulate(plan: Plan) -> Result:
     _, status = os.waitpid(child, 0)
     if status or not data:
         return Result([f"the process of the simulation ended with status {status}"], "", 0.0, {}, [])
-    result: Result = pickle.loads(data)
-    return result
+    return Result(**json.loads(data))
 
 
 def shrink(plan: Plan) -> tuple[Plan, Result]:
@@ -94,5 +93,3 @@ def _one(seed: int, requests: int, *, shrinks: bool) -> int:
     print(f"seed {seed}: {result.seconds:.1f} virtual seconds, {result.outcomes}, log {result.digest}")
     print(*result.violations, sep="\n")
     return 1 if result.violations else 0
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import fakeredis
+from fakeredis._commands import COMMANDS_WITH_SUB
 from fakeredis._helpers import SimpleError, decode_command_bytes
 from fakeredis.commands_mixins import scripting_mixin
 
@@ -48,10 +50,11 @@ class SimulatedClient(FakeClient):
 
     def eval(self, script: bytes, numkeys: int, *keys_and_args: bytes) -> Any:
         """Run a script as fakeredis does, but compile each script once, as real servers do."""
-        engine, front = self._server, self._of
+        engine: Any = self._server
+        front = self._of
         runtime = self._get_server_runtime(engine)
         if (compiled := front.compiled.get(script)) is None:
-            engine.script_cache[scripting_mixin.hashlib.sha1(script).hexdigest().encode()] = script
+            engine.script_cache[hashlib.sha1(script).hexdigest().encode()] = script
             compiled = front.compiled[script] = runtime.compile(script)
         engine._lua_current_socket[0] = self
         self._script_resp, self._has_written = 2, False
@@ -71,7 +74,7 @@ class SimulatedClient(FakeClient):
         if self._of.is_full and not self._has_written and name in _NEEDS_MEMORY:
             raise SimpleError(_OOM)
         self._has_written |= name in _WRITES
-        if name in scripting_mixin.COMMANDS_WITH_SUB and args:
+        if name in COMMANDS_WITH_SUB and args:
             name, args = f"{name} {decode_command_bytes(scripting_mixin._convert_redis_arg(args[0]))}", args[1:]
         func, signature = self._name_to_func(name)
         result = self._run_command(func, signature, [scripting_mixin._convert_redis_arg(arg) for arg in args], True)

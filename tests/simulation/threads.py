@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import greenlet
+import greenlet  # type: ignore[import-untyped]
 
 from tests.simulation.loop import PROCESS, Escaped, SimulatedLoop
 
@@ -64,7 +64,7 @@ class Thread:
         self, group: None = None, target: Any = None, name: str = "", args: Any = (), kwargs: Any = None, **_: Any
     ) -> None:
         self.name, self.ident, self._is_over = name, next(_identities), False
-        self._run = lambda: target(*args, **(kwargs or {}))
+        self._run: Callable[[], object] = lambda: target(*args, **(kwargs or {}))
         self._joining: list[Callable[[], None]] = []
 
     def start(self) -> None:

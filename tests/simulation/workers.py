@@ -159,5 +159,3 @@ def count_deliveries(deliveries: Counter[tuple[int, ...]]) -> None:
         return read(self, taken, entry_id, job, *args, **options)
 
     JobReader._add = add  # type: ignore[method-assign]
-
-

@@ -80,6 +80,7 @@ class World:
             for number, is_bulk in enumerate(plan.clients)
         ]
         self.folder = ""
+        self._kept: list[Any] = []  # Tasks of processes that were killed: freeing them would run their cleanup.
 
     def run(self) -> Result:
         """Run the simulation; ends this process's normal life: see `isolation.begin`."""
@@ -122,8 +123,6 @@ class World:
         task = self.loop.create_task(run(), context=self.loop.context_of(process))
         self._kept.append(task)
 
-    _kept: list[Any] = []  # Tasks of processes that were killed: freeing them would run their cleanup.
-
     def running_workers(self) -> list[SimulatedWorker]:
         """The workers whose process runs."""
         return [worker for worker in self.workers if worker.process.is_alive and worker.worker is not None]
@@ -146,7 +145,7 @@ class World:
         self.healed_at = loop.time()
         self.log("all faults are healed")
         await asyncio.wait(changing)
-        while any(client.left for client in self.clients) or self.oracle._pending:
+        while any(client.left for client in self.clients) or self.oracle.is_waiting:  # noqa: ASYNC110  ends in many places
             await asyncio.sleep(_CHECK_S)
         self.all_sent.set()
         await asyncio.wait(clients)
@@ -185,5 +184,3 @@ class _LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._world.log(f"{record.levelname}: {self.format(record)}")
-
-
