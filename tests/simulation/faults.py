@@ -22,6 +22,11 @@ async def kill_worker(world: World, draw: Random) -> None:
         world.loop.kill(draw.choice(workers).process)
 
 
+async def kill_supervisor(world: World, draw: Random) -> None:
+    """SIGKILL of `lmpool up`, with which its workers end."""
+    world.loop.kill(world.supervision.process)
+
+
 async def drain_worker(world: World, draw: Random) -> None:
     """SIGTERM of a worker."""
     if workers := world.running_workers():
@@ -159,9 +164,9 @@ async def slow_step(world: World, draw: Random) -> None:
 FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {
     function.__name__.replace("_", " "): function
     for function in (
-        kill_worker, drain_worker, stop_worker, kill_client, stop_client, stop_server, restart_empty, restart_old,
-        restart_whole, evict, fill, forget_scripts, jump_server_clock, jump_worker_clock, slow_links, cut, half_open,
-        hang_step, raise_in_step, slow_step,
+        kill_worker, kill_supervisor, drain_worker, stop_worker, kill_client, stop_client, stop_server, restart_empty,
+        restart_old, restart_whole, evict, fill, forget_scripts, jump_server_clock, jump_worker_clock, slow_links, cut,
+        half_open, hang_step, raise_in_step, slow_step,
     )
 }  # fmt: skip
 """Name of a kind of fault -> its coroutine."""

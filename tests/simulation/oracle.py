@@ -273,6 +273,8 @@ class Oracle:
 
 
 def _queued(key: bytes, value: object) -> int:
-    if key.endswith((b"}:jobs", b"}:backlog", b"}:backlog:jobs")) or b"}:lane:" in key:
+    if key.endswith(b"}:jobs") or b"}:lane:" in key:  # Lanes also have entries that only wake their worker.
+        return sum(b"m" in fields for fields in value._values_dict.values())  # type: ignore[attr-defined]
+    if key.endswith((b"}:backlog", b"}:backlog:jobs")):
         return len(value)  # type: ignore[arg-type]
     return 0

@@ -51,6 +51,7 @@ class Plan:
         requests: number of requests of all clients together.
         lease_s: lease of the workers.
         workers: number of workers.
+        is_supervised: whether `lmpool up` runs the workers.
         batch: prompts in a step.
         step_s: range of the seconds of a step.
         vocab_size: V.
@@ -71,6 +72,7 @@ class Plan:
     requests: int
     lease_s: float
     workers: int
+    is_supervised: bool
     batch: int
     step_s: tuple[float, float]
     vocab_size: int
@@ -102,6 +104,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         requests=requests,
         lease_s=draw.choice(_LEASES),
         workers=draw.randrange(1, _MAX_WORKERS + 1),
+        is_supervised=draw.random() < 0.4,
         batch=draw.randrange(1, _MAX_BATCH + 1),
         step_s=(longest_step_s / 10, longest_step_s),
         vocab_size=draw.choice((16, 40)),

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
@@ -41,6 +42,8 @@ class SimulatedWorker:
 
     Attributes:
         process: its present process.
+        name: its id in the pool, once it serves; "" before.
+        code: exit code of its last process; None while it runs, and after SIGKILL.
         next_step: "hang" or "raise": what its next step does.
         next_step_s: seconds of its next step; 0 to draw them.
     """
@@ -49,25 +52,28 @@ class SimulatedWorker:
         self.world, self.number, self.draw = world, number, Random(f"worker {world.plan.seed} {number}")
         self.process = Process("")
         self.worker: Worker | None = None
+        self.name, self.code = "", cast(int | None, None)
         self.next_step, self.next_step_s, self.starts = "", 0.0, 0
         self.is_wanted = True
+
+    def begin(self) -> asyncio.Event:
+        """Start a process of the worker; returns an event for its end."""
+        self.starts += 1
+        self.process = process = Process(f"worker {self.number}.{self.starts}")
+        self.next_step, self.next_step_s, self.name, self.code, self.worker = "", 0.0, "", None, None
+        ended = asyncio.Event()
+        process.on_kill.append(ended.set)
+        self.world.spawn(process, self._run(process), on_end=partial(self.world.loop.kill, process))
+        return ended
 
     async def supervise(self) -> None:
         """Run the worker until it is not wanted any more."""
         while self.is_wanted:
-            self.starts += 1
-            self.process = process = Process(f"worker {self.number}.{self.starts}")
-            self.next_step, self.next_step_s = "", 0.0
-            ended = asyncio.Event()
-            process.on_kill.append(ended.set)
-            self.world.spawn(process, self._run(), on_end=ended.set)
-            await ended.wait()
-            self.world.loop.kill(process)
-            self.worker = None
-            self.world.log(f"{process.name} has ended")
+            await self.begin().wait()
+            self.world.log(f"{self.process.name} has ended")
             await asyncio.sleep(self.draw.random() * _MAX_RESTART_S)
 
-    async def _run(self) -> None:
+    async def _run(self, process: Process) -> None:
         plan = self.world.plan
         settings = WorkerSettings(
             lease_s=plan.lease_s,
@@ -80,9 +86,15 @@ class SimulatedWorker:
         backend = SimulatedBackend(self)
         self.worker = Worker(Server(URL), backend, settings)
         try:
-            await self.worker.run()
+            await self.worker.run(self._on_ready)
+            self.code = 0
         except LMPoolError as error:
-            self.world.log(f"{self.process.name} ends: {type(error).__name__}: {error}")
+            self.code = 1
+            self.world.log(f"{process.name} ends: {type(error).__name__}: {error}")
+
+    def _on_ready(self, _: ModelInfo) -> None:
+        assert self.worker is not None
+        self.name = self.worker.worker_id
 
     @property
     def info(self) -> ModelInfo | None:
@@ -91,9 +103,11 @@ class SimulatedWorker:
         return serving.info if serving is not None else None
 
     def drain(self) -> None:
-        """SIGTERM."""
-        if self.worker is not None:
-            self.worker.stop()
+        """SIGTERM. Before the worker exists, the signal ends the process."""
+        if self.worker is None:
+            self.world.loop.kill(self.process)
+        else:
+            self.world.loop.call_soon(self.worker.stop, context=self.world.loop.context_of(self.process))
 
 
 class SimulatedBackend(SyntheticBackend):

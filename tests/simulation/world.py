@@ -8,7 +8,7 @@ import logging
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
@@ -21,6 +21,7 @@ from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.server import SimulatedServer
+from tests.simulation.supervision import Supervision
 from tests.simulation.workers import SimulatedWorker, count_deliveries
 
 _CHECK_S = 1.0
@@ -74,6 +75,7 @@ class World:
         self.full_at = self.disturbed_at = -math.inf
         self.lines: list[str] = []
         self.workers = [SimulatedWorker(self, number) for number in range(plan.workers)]
+        self.supervision = Supervision(self)
         share = -(-plan.requests // len(plan.clients))
         self.clients = [
             SimulatedClient(self, number, is_bulk=is_bulk, requests=min(share, plan.requests - share * number))
@@ -132,7 +134,8 @@ class World:
         self.restarting, self.all_sent = asyncio.Lock(), asyncio.Event()
         self.log(f"{plan}")
         await self.server.start()
-        workers = [asyncio.create_task(worker.supervise()) for worker in self.workers]
+        ups: Sequence[Supervision | SimulatedWorker] = [self.supervision] if plan.is_supervised else self.workers
+        workers = [asyncio.create_task(worker.supervise()) for worker in ups]
         clients = [asyncio.create_task(client.supervise()) for client in self.clients]
         changing = [
             asyncio.create_task(change_adapters(self, Random(f"adapters {plan.seed}"))),
@@ -152,9 +155,9 @@ class World:
         await asyncio.sleep(_QUIET_LEASES * plan.lease_s + 5)
         self.oracle.check_end()
         checking.cancel()
-        for worker in self.workers:
-            worker.is_wanted = False
-            worker.drain()
+        for supervised in ups:
+            supervised.is_wanted = False
+            supervised.drain()
         await asyncio.wait(workers, timeout=4 * plan.lease_s + 20)
         for worker in self.workers:
             if worker.process.is_alive:

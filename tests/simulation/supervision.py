@@ -1,0 +1,146 @@
+"""The package's supervisor (`lmpool up`) with simulated processes for its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Coroutine
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from lmpool.embedded import User
+from lmpool.workers.cli import supervisor
+from tests.simulation import threads
+from tests.simulation.loop import PROCESS, Process
+from tests.simulation.workers import MODEL, URL, SimulatedWorker
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+_RESTART_S = 3.0  # Seconds until an operator starts `lmpool up` again.
+_MAX_DELIVERIES = 3
+
+
+class _Child:
+    """In place of `subprocess.Popen`."""
+
+    def __init__(self, worker: SimulatedWorker) -> None:
+        self.worker, self.pid, self.stdin = worker, worker.number, self
+        self._process = worker.process
+
+    def close(self) -> None:
+        """Close the standard input; the worker has ended."""
+
+    def poll(self) -> int | None:
+        """The exit code, or None."""
+        if not self._process.is_alive:
+            return -signal.SIGKILL if self.worker.code is None else self.worker.code
+        return self.worker.code
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """SIGTERM drains the worker; SIGUSR1 makes it claim jobs of crashed workers."""
+        if number == signal.SIGTERM:
+            self.worker.drain()
+        elif self.worker.worker is not None:
+            loop = self.worker.world.loop
+            loop.call_soon(self.worker.worker.claim_now, context=loop.context_of(self._process))
+
+
+class _Supervised(supervisor.SupervisedWorker):
+    """A worker of the supervisor whose process is simulated."""
+
+    simulated: SimulatedWorker
+
+    def start(self) -> None:
+        """Start a process."""
+        self.worker_id, self.start_at = "", time.monotonic()
+        self.simulated.begin()
+        self.process, self.ready = _Child(self.simulated), self.number  # type: ignore[assignment]
+
+
+class _System:
+    """In place of the module `os` of the supervisor: the pipes in which workers report that they serve."""
+
+    def __init__(self, world: World) -> None:
+        self._workers, self._world = world.workers, world
+
+    def read(self, number: int, _: int) -> bytes:
+        """Read the worker's name; BlockingIOError until it serves."""
+        if not (name := self._workers[number].name):
+            raise BlockingIOError
+        return name.encode()
+
+    def close(self, _: int) -> None:
+        """Close a pipe."""
+
+    def killpg(self, number: int, _: int) -> None:
+        """SIGKILL."""
+        self._world.loop.kill(self._workers[number].process)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+
+class _Server:
+    """In place of the embedded server, which the simulation restarts itself."""
+
+    running, url = True, URL
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """In place of `asyncio.run`, which cannot be called while a loop runs."""
+    task = asyncio.get_running_loop().create_task(work)
+    threads.wait(None, lambda wake: task.add_done_callback(lambda _: wake()))
+    return task.result()
+
+
+class Supervision:
+    """Runs `lmpool up`, and starts it again when it has ended.
+
+    Attributes:
+        process: the present process of the supervisor.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world, self.process = world, Process("")
+        self._draw = Random(f"supervision {world.plan.seed}")
+        self.is_wanted, self._starts = True, 0
+        self._supervisor: supervisor.Supervisor | None = None
+
+    async def supervise(self) -> None:
+        """Run until it is not wanted any more."""
+        supervisor.os = _System(self._world)  # type: ignore[assignment]
+        supervisor.asyncio.run = _run  # type: ignore[assignment]
+        while self.is_wanted:
+            self._starts += 1
+            self.process = process = Process(f"up.{self._starts}")
+            ended = asyncio.Event()
+            process.on_kill.append(ended.set)
+            context = self._world.loop.context_of(process)
+            self._world.loop.call_soon(threads.Thread(target=self._main, args=(ended,)).start, context=context)
+            await ended.wait()
+            self._world.loop.kill(process)
+            for worker in self._world.workers:
+                self._world.loop.kill(worker.process)  # Workers end with their supervisor.
+            self._world.log(f"{process.name} has ended")
+            if self.is_wanted:
+                await asyncio.sleep(_RESTART_S * self._draw.random())
+
+    def _main(self, ended: asyncio.Event) -> None:
+        assert PROCESS.get() is self.process
+        workers = []
+        for simulated in self._world.workers:
+            workers.append(_Supervised(simulated.number, [], {}))
+            workers[-1].simulated = simulated
+        server: Any = _Server()
+        self._supervisor = supervisor.Supervisor(server, User(1, MODEL, "lmpool", ""), list(workers), _MAX_DELIVERIES)
+        self._supervisor.run()
+        ended.set()
+
+    def drain(self) -> None:
+        """SIGTERM of `lmpool up`."""
+        self.is_wanted = False
+        if self._supervisor is not None:
+            self._supervisor._stop(0)
