@@ -44,6 +44,11 @@ async def kill_client(world: World, draw: Random) -> None:
     world.loop.kill(draw.choice(world.clients).process)
 
 
+async def kill_run(world: World, draw: Random) -> None:
+    """SIGKILL of the run over a file, which is started again."""
+    world.loop.kill(world.file_run.process)
+
+
 async def stop_client(world: World, draw: Random) -> None:
     """SIGSTOP of a client."""
     await _pause(world, draw.choice(world.clients).process, draw.uniform(0.1, 10))
@@ -164,9 +169,9 @@ async def slow_step(world: World, draw: Random) -> None:
 FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {
     function.__name__.replace("_", " "): function
     for function in (
-        kill_worker, kill_supervisor, drain_worker, stop_worker, kill_client, stop_client, stop_server, restart_empty,
-        restart_old, restart_whole, evict, fill, forget_scripts, jump_server_clock, jump_worker_clock, slow_links, cut,
-        half_open, hang_step, raise_in_step, slow_step,
+        kill_worker, kill_supervisor, drain_worker, stop_worker, kill_client, kill_run, stop_client, stop_server,
+        restart_empty, restart_old, restart_whole, evict, fill, forget_scripts, jump_server_clock, jump_worker_clock,
+        slow_links, cut, half_open, hang_step, raise_in_step, slow_step,
     )
 }  # fmt: skip
 """Name of a kind of fault -> its coroutine."""

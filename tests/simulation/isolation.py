@@ -6,6 +6,7 @@ Import this module before the package: some modules of the package copy function
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
 import os
 import queue
@@ -67,6 +68,20 @@ def begin(loop: SimulatedLoop, draws: Random) -> None:
     socket.socket.connect = socket.socket.bind = _refuse("a socket")  # type: ignore[method-assign]
     # Datagrams are an optimisation, which the server's messages replace.
     datagram.DatagramReceiver.open = lambda self, on_message: None  # type: ignore[method-assign]
+    fcntl.flock = _flock
     asyncio.set_event_loop(loop)
     gc.collect()
     gc.disable()  # Collections at other times would end abandoned generators in another order.
+
+
+def _flock(file: Any, how: int) -> None:
+    """In place of `fcntl.flock`: a process that was killed still has its descriptors, but holds no locks."""
+    inode, me = os.fstat(file.fileno()).st_ino, PROCESS.get()
+    holders = [(held, process, other) for held, process, other in _locks.get(inode, []) if process.is_alive]
+    holders = [holder for holder in holders if not holder[0].closed and holder[0] is not file]
+    if any(how & fcntl.LOCK_EX or other & fcntl.LOCK_EX for _, _, other in holders):
+        raise BlockingIOError
+    _locks[inode] = [*holders, (file, me, how)]
+
+
+_locks: dict[int, list[tuple[Any, Any, int]]] = {}

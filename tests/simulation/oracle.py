@@ -166,6 +166,11 @@ class Oracle:
                 return "adapter" in request.options
         return False
 
+    def check_failed_text(self, text: list[int], error: str) -> None:
+        """A text of a run over a file has no result."""
+        if self.deliveries[tuple(text)] < _MAX_DELIVERIES and not (self.world.full_at > 0 and "memory" in error):
+            self.violation(f"the text {text} has the error {error!r}")
+
     # Adapters and versions
 
     def adapter_begins(self, source: Path) -> AdapterChange:

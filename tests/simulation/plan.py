@@ -64,6 +64,7 @@ class Plan:
         short: part of the requests with a deadline of less than a second.
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
+        lines: number of texts of a run over a file; 0 for no run.
         deadly: number of prompts that end each worker that computes them.
         faults: in the order of their times.
     """
@@ -85,6 +86,7 @@ class Plan:
     short: float
     cancelled: float
     changes: tuple[int, int]
+    lines: int
     deadly: int
     faults: tuple[Fault, ...] = field(default=())
 
@@ -98,6 +100,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
     faults = [Fault(draw.uniform(0.5, _FAULTS_S), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))
+    changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
     longest_step_s = draw.choice((0.005, 0.03, 0.2))
     return Plan(
         seed=seed,
@@ -116,7 +119,8 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         pause_s=draw.choice(_LOADS_S) * len(clients) / requests,
         short=draw.choice((0.0, 0.05, 0.3)),
         cancelled=draw.choice((0.0, 0.05, 0.3)),
-        changes=(draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)),
+        changes=changes,
+        lines=draw.choice((0, 0, 40)) if not changes[1] else 0,  # A run is refused if the weights change.
         deadly=draw.choice((0, 0, 0, 1, 2)),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )

@@ -16,6 +16,7 @@ from typing import Any
 from tests.simulation import isolation
 from tests.simulation.clients import SimulatedClient, change_adapters, publish_versions
 from tests.simulation.faults import FAULTS
+from tests.simulation.file_run import FileRun
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
@@ -75,6 +76,7 @@ class World:
         self.full_at = self.disturbed_at = -math.inf
         self.lines: list[str] = []
         self.workers = [SimulatedWorker(self, number) for number in range(plan.workers)]
+        self.file_run = FileRun(self)
         self.supervision = Supervision(self)
         share = -(-plan.requests // len(plan.clients))
         self.clients = [
@@ -137,6 +139,7 @@ class World:
         ups: Sequence[Supervision | SimulatedWorker] = [self.supervision] if plan.is_supervised else self.workers
         workers = [asyncio.create_task(worker.supervise()) for worker in ups]
         clients = [asyncio.create_task(client.supervise()) for client in self.clients]
+        running = asyncio.create_task(self.file_run.supervise())
         changing = [
             asyncio.create_task(change_adapters(self, Random(f"adapters {plan.seed}"))),
             asyncio.create_task(publish_versions(self, Random(f"versions {plan.seed}"))),
@@ -147,7 +150,7 @@ class World:
             await asyncio.wait(faults)
         self.healed_at = loop.time()
         self.log("all faults are healed")
-        await asyncio.wait(changing)
+        await asyncio.wait([*changing, running])
         while any(client.left for client in self.clients) or self.oracle.is_waiting:  # noqa: ASYNC110  ends in many places
             await asyncio.sleep(_CHECK_S)
         self.all_sent.set()

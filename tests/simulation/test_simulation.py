@@ -1,0 +1,37 @@
+"""Some fixed seeds find nothing, a seed gives the same log every time, and planted bugs are found."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SEEDS = 10
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def simulate(*arguments: str | int, code: int = 0) -> str:
+    """Run simulations in a process of their own, which isolation changes for good; return what it printed."""
+    command = [sys.executable, "-m", "tests.simulation", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
+    assert done.returncode == code, done.stdout[-5000:] + done.stderr[-5000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("first", range(1, 1 + SEEDS, 5))
+def test_no_defect_is_found_with_fixed_seeds(first: int) -> None:
+    printed = simulate("--first", first, "--count", 5, "--requests", 200, "--jobs", 1)
+    assert re.search(r"^5 seeds, \d+ requests .*, 0 failed", printed, re.MULTILINE), printed
+
+
+def test_a_seed_gives_the_same_log_every_time() -> None:
+    first, second = (simulate("--seed", 3, "--requests", 100) for _ in range(2))
+    assert first == second
+    assert re.search(r"log [0-9a-f]{32}$", first, re.MULTILINE)
+    assert simulate("--seed", 4, "--requests", 100) != first
