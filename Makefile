@@ -84,7 +84,7 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-quantised test-trainers test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
-	test-cluster chaos fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
+	test-cluster chaos simulate fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
 
 ## help: list the targets
 help:
@@ -215,6 +215,12 @@ test-engines-newest:
 # Prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos --seconds 180
+
+## simulate: run whole pools with virtual time, each with faults drawn from a seed, for SECONDS seconds; print the failures
+# `python -m tests.simulation --seed N` repeats a seed and prints its log; with --shrink it leaves out faults.
+SECONDS ?= 300
+simulate: $(INSTALLED)
+	$(BIN)/python -m tests.simulation --first $(shell date +%s) --count 1000000 --seconds $(SECONDS)
 
 ## test-cluster: the tests of the pool on a Redis Cluster of three masters, in both protocols
 test-cluster: $(INSTALLED)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import (
     AdapterChanged,
+    AdapterRefused,
     DeadlineExceeded,
     LMPoolError,
     ServerError,
@@ -162,6 +163,8 @@ class Oracle:
                 )
             case ServerError():
                 return "memory" in str(error) and world.full_at >= request.began
+            case AdapterRefused():  # No worker loads it again for ten minutes.
+                return bool(world.plan.faults) and "terminated while it loaded" in str(error)
             case UnknownAdapter() | AdapterChanged():
                 return "adapter" in request.options
         return False

@@ -111,8 +111,8 @@ class Supervision:
 
     async def supervise(self) -> None:
         """Run until it is not wanted any more."""
-        supervisor.os = _System(self._world)  # type: ignore[assignment]
-        supervisor.asyncio.run = _run  # type: ignore[assignment]
+        vars(supervisor)["os"] = _System(self._world)
+        asyncio.run = _run  # type: ignore[assignment]
         while self.is_wanted:
             self._starts += 1
             self.process = process = Process(f"up.{self._starts}")
