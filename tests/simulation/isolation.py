@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, NoReturn
 
 from tests.simulation import threads
-from tests.simulation.loop import EPOCH, PROCESS, Escaped, SimulatedLoop
+from tests.simulation.loop import EPOCH, PROCESS, Escaped, Process, SimulatedLoop
 
 _real_monotonic, _real_time = time.monotonic, time.time
 _loop: SimulatedLoop | None = None
@@ -76,12 +76,20 @@ def begin(loop: SimulatedLoop, draws: Random) -> None:
 
 def _flock(file: Any, how: int) -> None:
     """In place of `fcntl.flock`: a process that was killed still has its descriptors, but holds no locks."""
-    inode, me = os.fstat(file.fileno()).st_ino, PROCESS.get()
-    holders = [(held, process, other) for held, process, other in _locks.get(inode, []) if process.is_alive]
-    holders = [holder for holder in holders if not holder[0].closed and holder[0] is not file]
-    if any(how & fcntl.LOCK_EX or other & fcntl.LOCK_EX for _, _, other in holders):
+    number = file if isinstance(file, int) else file.fileno()
+    inode, me = os.fstat(number).st_ino, PROCESS.get()
+    held = [lock for lock in _locks.get(inode, []) if lock[1].is_alive and lock[0] != number and _is_of(lock[0], inode)]
+    if any(how & fcntl.LOCK_EX or other & fcntl.LOCK_EX for _, _, other in held):
         raise BlockingIOError
-    _locks[inode] = [*holders, (file, me, how)]
+    _locks[inode] = held if how & fcntl.LOCK_UN else [*held, (number, me, how)]
 
 
-_locks: dict[int, list[tuple[Any, Any, int]]] = {}
+def _is_of(number: int, inode: int) -> bool:
+    """Whether an open descriptor still names a file."""
+    try:
+        return os.fstat(number).st_ino == inode
+    except OSError:
+        return False
+
+
+_locks: dict[int, list[tuple[int, Process, int]]] = {}

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import logging
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Coroutine, Sequence
@@ -88,7 +89,9 @@ class World:
 
     def run(self) -> Result:
         """Run the simulation; ends this process's normal life: see `isolation.begin`."""
-        self.folder = tempfile.mkdtemp(prefix="lmpool-simulation-")
+        # Workers remove abandoned folders from the folder of temporary files: they must not see those of other pools.
+        self.folder = tempfile.tempdir = tempfile.mkdtemp(prefix="lmpool-simulation-")
+        os.environ["LMPOOL_SHM_DIR"] = self.folder
         logging.getLogger().handlers = [_LogHandler(self)]
         logging.getLogger().setLevel(logging.INFO)
         self.loop.set_exception_handler(self._on_error)
