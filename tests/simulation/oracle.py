@@ -163,7 +163,7 @@ class Oracle:
                 )
             case ServerError():
                 is_full = "memory" in str(error) and world.full_at >= request.began
-                return is_full or bool(world.lost_keys) and "has lost a change of the adapter" in str(error)
+                return is_full or (bool(world.lost_keys) and "has lost a change of the adapter" in str(error))
             case AdapterRefused():  # No worker loads it again for ten minutes.
                 return bool(world.plan.faults) and "terminated while it loaded" in str(error)
             case UnknownAdapter() | AdapterChanged():
