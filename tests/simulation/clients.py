@@ -264,14 +264,14 @@ class SimulatedClient:
         return [prompt], ask
 
     def _adapter(self, producer: Producer) -> Any:
-        return self._row_of(producer, self._new())
+        return self._row_of(producer, self._prompt())
 
     def _version(self, producer: Producer) -> Any:
-        """A row of at least a version that was published before."""
-        prompt = self._new(5)
+        """A row of at least the version that was published last."""
+        prompt, version = self._prompt(), self.world.oracle.served
 
         async def ask(options: dict[str, Any]) -> list[Check]:
-            row = await producer.logprobs(prompt, **options)
+            row = await producer.logprobs(prompt, min_version=version, **options)
             return [lambda row_of: _same(row, row_of(prompt))]
 
         return [prompt], ask

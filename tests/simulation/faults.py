@@ -116,7 +116,7 @@ async def forget_scripts(world: World, draw: Random) -> None:
 
 async def jump_server_clock(world: World, draw: Random) -> None:
     """The server's clock is set. Keys may expire early."""
-    step = draw.choice((-1, 1)) * draw.choice((1.0, 60.0, _MAX_CLOCK_S)) * draw.random()
+    step = draw.choice((-1, 1)) * draw.choice((1.0, 60.0, _MAX_CLOCK_S, 3 * _MAX_CLOCK_S)) * draw.random()
     world.lost_keys += step > 0
     world.server.process.clock_s += step
 
@@ -175,3 +175,7 @@ FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {
     )
 }  # fmt: skip
 """Name of a kind of fault -> its coroutine."""
+GENTLE = ("drain worker", "forget scripts", "jump worker clock")
+"""Faults that no client may notice."""
+HARMLESS = ("kill client", "stop client", "kill run")
+"""Faults of clients, which leave workers as they are."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,13 +28,14 @@ from lmpool.errors import (
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
+from tests.simulation.jobs import wrong_jobs
+from tests.simulation.loop import Process
 from tests.simulation.workers import STEP_TIMEOUT_LEASES
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _LATE_S = 2.0  # Seconds by which a request may end after its deadline.
-_MAX_DELIVERIES = 3
 _RECOVERY_S = 30.0
 _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
@@ -67,7 +69,12 @@ class Oracle:
         served: the newest version whose publication has returned.
         deliveries: token ids of a prompt -> how often a worker has read its job.
         steps: token ids of a prompt -> in how many steps it was.
+        plain: fingerprint, adapter and token ids of jobs for rows -> how often a worker has read such a job.
+        last: entries of jobs that were delivered for the last time.
+        changing: processes of workers that change the version of their weights.
     """
+
+    max_deliveries = 3
 
     def __init__(self, world: World) -> None:
         self.world, self.violations = world, list[str]()
@@ -75,6 +82,10 @@ class Oracle:
         self.deliveries: Counter[tuple[int, ...]] = Counter()
         self.steps: Counter[tuple[int, ...]] = Counter()
         self.outcomes: Counter[str] = Counter()
+        self.plain: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
+        self.last = set[bytes]()
+        self.changing: dict[Process, None] = {}
+        self._loose = set[tuple[int, ...]]()  # Prompts of requests that ended without a result.
         self._pending: dict[Request, None] = {}
         self._changes: list[AdapterChange] = []
 
@@ -82,6 +93,12 @@ class Oracle:
     def is_waiting(self) -> bool:
         """Whether a request waits."""
         return bool(self._pending)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the server has kept all keys and its clock, and was never full."""
+        world = self.world
+        return not world.lost_keys and world.full_at == -math.inf and world.server.process.clock_s == 0
 
     def violation(self, text: str) -> None:
         """Report something that must not happen."""
@@ -139,12 +156,15 @@ class Oracle:
 
     def _finish(self, request: Request, how: str) -> None:
         self.outcomes[how] += 1
+        if how != "result":
+            self._loose.update(request.prompts)
         self._pending.pop(request, None)
         self.world.log(f"{how} of {request}")
 
     def drop(self, client: SimulatedClient) -> None:
         """A client was killed."""
         for request in [request for request in self._pending if request.client is client]:
+            self._loose.update(request.prompts)
             del self._pending[request]
 
     def _must_end(self, request: Request) -> bool:
@@ -158,9 +178,10 @@ class Oracle:
                 is_due = now >= request.began + request.timeout - 0.02
                 return is_due and not self._must_end(request)
             case WorkerError():
-                return any(
-                    self.deliveries[prompt] >= _MAX_DELIVERIES or prompt in world.deadly for prompt in request.prompts
+                given_up = world.plan.can_end_steps and any(
+                    self.deliveries[prompt] >= self.max_deliveries for prompt in request.prompts
                 )
+                return given_up or any(prompt in world.deadly for prompt in request.prompts)
             case ServerError():
                 is_full = "memory" in str(error) and world.full_at >= request.began
                 return is_full or (bool(world.lost_keys) and "has lost a change of the adapter" in str(error))
@@ -172,7 +193,7 @@ class Oracle:
 
     def check_failed_text(self, text: list[int], error: str) -> None:
         """A text of a run over a file has no result."""
-        if self.deliveries[tuple(text)] < _MAX_DELIVERIES and not (self.world.full_at > 0 and "memory" in error):
+        if self.deliveries[tuple(text)] < self.max_deliveries and not (self.world.full_at > 0 and "memory" in error):
             self.violation(f"the text {text} has the error {error!r}")
 
     # Adapters and versions
@@ -210,6 +231,23 @@ class Oracle:
             if count > self.deliveries[prompt] and prompt[0] not in (_GENERATED_FIRST, _OF_WORKERS):
                 self.violation(f"{list(prompt)} was in {count} steps after {self.deliveries[prompt]} deliveries")
 
+    def on_last_deliveries(self, entries: Sequence[Collection[bytes]]) -> None:
+        """A worker begins a step; `entries` are those of each prompt. A job on its last delivery must be alone."""
+        if len(entries) > 1 and any(entry in self.last for of_prompt in entries for entry in of_prompt):
+            self.violation("a prompt that may have ended two workers is computed together with others")
+
+    def on_lost_job(self, prompt: tuple[int, ...]) -> None:
+        """The job of a prompt has disappeared although a client waits for it."""
+        if self.deliveries[prompt] < self.max_deliveries and prompt not in self.world.deadly:
+            self.violation(f"the job of {list(prompt)} was lost")
+
+    def on_change(self, process: Process) -> None:
+        """A worker begins to change the version of its weights."""
+        others = [other.name for other in self.changing if other.is_alive]
+        if others and self.world.plan.is_gentle and not self.world.deadly:
+            self.violation(f"{process.name} and {others} change their versions at once")
+        self.changing[process] = None
+
     # Each second
 
     def check(self) -> None:
@@ -218,6 +256,9 @@ class Oracle:
         if self.world.server.process.is_alive:
             self._check_keys()
             self._check_counters()
+            if self.is_whole:
+                for text in wrong_jobs(self.world.server.live(), self.world.server.now * 1000):
+                    self.violation(text)
 
     def _check_requests(self) -> None:
         now, lease_s = self.world.loop.time(), self.world.plan.lease_s
@@ -266,6 +307,8 @@ class Oracle:
     def check_end(self) -> None:
         """After a quiet time nothing waits, and only keys are left that may stay."""
         self.check_steps()
+        self._check_deliveries()
+        self._check_versions()
         for request in self._pending:
             self.violation(f"{request} never ended")
         served = [info.name.encode() for worker in self.world.workers if (info := worker.info) is not None]
@@ -279,6 +322,27 @@ class Oracle:
         for worker in self.world.workers:
             if worker.worker is not None and worker.worker._in_flight:
                 self.violation(f"{worker.process.name} holds {len(worker.worker._in_flight)} prompts at the end")
+
+    def _check_deliveries(self) -> None:
+        """A job is delivered again only after a fault, so no prompt is computed twice without need."""
+        plan = self.world.plan
+        most = 1 + plan.can_end_steps + self.max_deliveries * plan.deadly * len(plan.clients)
+        for (_, _, prompt), count in self.plain.items() if self.is_whole and plan.partitions == 1 else ():
+            if count > most and prompt not in self._loose and prompt not in self.world.deadly:
+                self.violation(f"{list(prompt)} was delivered {count} times")
+
+    def _check_versions(self) -> None:
+        """All workers serve the version that clients use, which is the newest that a worker has served."""
+        world = self.world
+        if not self.newest:
+            return
+        served = {worker.process.name: worker.info.version for worker in world.workers if worker.info is not None}
+        models = world.server.live().get(b"lmpool:models")
+        used = int(models.value.get(b"model@", b"0")) if models is not None else 0
+        if any(version != used for version in served.values()):
+            self.violation(f"clients use version {used}, and workers serve {served}")
+        elif not world.lost_keys and used < self.served:
+            self.violation(f"clients use version {used}, although version {self.served} was served")
 
 
 def _queued(key: bytes, value: object) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from tests.simulation.faults import FAULTS
+from tests.simulation.faults import FAULTS, GENTLE, HARMLESS
 
 REQUESTS = 500
 """Requests of a simulation, unless the caller chooses another number."""
@@ -13,6 +13,7 @@ REQUESTS = 500
 _LEASES = (2.0, 4.0, 8.0)
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12
+_GENTLE = 0.25  # Part of all simulations that have only faults that nobody must notice.
 _CALM = 0.15  # Part of all simulations that have no faults: they show defects without an excuse.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
 _FAULTS_S = 40.0  # Faults begin within this time.
@@ -90,6 +91,16 @@ class Plan:
     deadly: int
     faults: tuple[Fault, ...] = field(default=())
 
+    @property
+    def is_gentle(self) -> bool:
+        """Whether no fault excuses a slow request or a job that is delivered twice."""
+        return all(fault.kind in GENTLE for fault in self.faults)
+
+    @property
+    def can_end_steps(self) -> int:
+        """Number of faults after which a job may be delivered again."""
+        return sum(fault.kind not in GENTLE and fault.kind not in HARMLESS for fault in self.faults)
+
 
 def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     """Draw the plan of a seed, which leaves out some kinds of faults and requests, so that others are frequent."""
@@ -97,6 +108,8 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     weights: dict[str, float] = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
     weights["row"] = KINDS["row"]
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
+    if draw.random() < _GENTLE:
+        kinds = list(GENTLE)
     count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
     faults = [Fault(draw.uniform(0.5, _FAULTS_S), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))

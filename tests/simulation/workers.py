@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -15,7 +14,6 @@ from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend, Finished
-from lmpool.workers.queue.jobs import JobReader
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.simulation import threads
@@ -99,7 +97,7 @@ class SimulatedWorker:
     @property
     def info(self) -> ModelInfo | None:
         """The info of the version that it serves."""
-        serving = self.worker._serving if self.worker is not None else None
+        serving = self.worker._serving if self.worker is not None and self.process.is_alive else None
         return serving.info if serving is not None else None
 
     def drain(self) -> None:
@@ -138,8 +136,10 @@ class SimulatedBackend(SyntheticBackend):
         worker, plan = self._worker, self._worker.world.plan
         seconds = worker.next_step_s or worker.draw.uniform(*plan.step_s)
         how, worker.next_step, worker.next_step_s = worker.next_step, "", 0.0
-        ids = [tuple(decode_ids(job.ids).tolist()) for job in list(self._jobs.values())[: self.batch]]
+        jobs: list[Any] = list(self._jobs.values())[: self.batch]
+        ids = [tuple(decode_ids(job.ids).tolist()) for job in jobs]
         worker.world.oracle.on_step(ids)
+        worker.world.oracle.on_last_deliveries([job.entries for job in jobs])
         if how or seconds > plan.lease_s / 2:
             worker.world.disturbed_at = worker.world.loop.time() + seconds
         if how == "raise":
@@ -161,15 +161,3 @@ class SimulatedBackend(SyntheticBackend):
         """See `ChangesWeights.load_weights`."""
         self._wait(_MAX_LOAD_S)
         super().load_weights(full, sparse, held)
-
-
-def count_deliveries(deliveries: Counter[tuple[int, ...]]) -> None:
-    """Count how often workers read the job of each prompt, by its token ids."""
-    read = JobReader._add
-
-    def add(self: JobReader, taken: Any, entry_id: bytes, job: Any, *args: Any, **options: Any) -> Any:
-        if hasattr(job, "ids"):
-            deliveries[tuple(decode_ids(job.ids).tolist())] += 1
-        return read(self, taken, entry_id, job, *args, **options)
-
-    JobReader._add = add  # type: ignore[method-assign]

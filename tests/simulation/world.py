@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from tests.simulation import isolation
+from tests.simulation import isolation, probes
 from tests.simulation.clients import SimulatedClient, change_adapters, publish_versions
 from tests.simulation.faults import FAULTS
 from tests.simulation.file_run import FileRun
@@ -24,7 +24,7 @@ from tests.simulation.oracle import Oracle
 from tests.simulation.plan import Fault, Plan
 from tests.simulation.server import SimulatedServer
 from tests.simulation.supervision import Supervision
-from tests.simulation.workers import SimulatedWorker, count_deliveries
+from tests.simulation.workers import SimulatedWorker
 
 _CHECK_S = 1.0
 _QUIET_LEASES = 6
@@ -95,7 +95,7 @@ class World:
         logging.getLogger().handlers = [_LogHandler(self)]
         logging.getLogger().setLevel(logging.INFO)
         self.loop.set_exception_handler(self._on_error)
-        count_deliveries(self.oracle.deliveries)
+        probes.install(self.oracle)
         isolation.begin(self.loop, Random(f"secrets {self.plan.seed}"))
         try:
             self.loop.run_until_complete(self._main())

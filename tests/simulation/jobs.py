@@ -1,0 +1,59 @@
+"""Checks the jobs on the server: each prompt has one job, which the key of its waiting clients names."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from lmpool.protocol.job import Job, decode_ids, digest_of, query_digest, unpack_job
+
+_STREAM = re.compile(rb"(lmpool:\{.*\}):(jobs|lane:(.*))", re.DOTALL)
+_LATER = re.compile(rb"(\d+),?\d* (\d+) ")
+
+
+def wrong_jobs(live: dict[bytes, Any], now_ms: float) -> Iterator[str]:
+    """Describe jobs that should not be there.
+
+    Args:
+        live: the keys of the server.
+        now_ms: the server's clock.
+    """
+    seen = Counter[tuple[bytes, bytes]]()
+    for key, item in live.items():
+        if key.endswith(b"}:backlog:jobs"):
+            for digest, stored in item.value.items():
+                if (found := _LATER.match(stored)) and int(found[1]) + int(found[2]) > now_ms:
+                    seen[key.removesuffix(b":backlog:jobs"), digest] += 1
+        elif found := _STREAM.fullmatch(key):
+            worker = b" " + found[3] if found[3] else b""
+            group = item.value._groups.get(b"workers")
+            for entry, values in item.value._values_dict.items():
+                fields = dict(zip(values[::2], values[1::2], strict=True))
+                if b"m" not in fields or not (job := _wanted(entry.encode(), fields, now_ms)):
+                    continue
+                digest = digest_of(job.ids, job.adapter)
+                digest = query_digest(digest, job.query) if job.query else digest
+                seen[found[1], digest] += 1
+                if group is not None and entry > group.last_delivered_key:
+                    named = _named(live.get(found[1] + b":waiting:" + digest))
+                    if named != entry.encode() + worker:
+                        prompt = decode_ids(job.ids).tolist()
+                        yield f"{prompt} has the job {entry.encode() + worker!r}, and its clients wait for {named!r}"
+    for (model, digest), count in seen.items():
+        if count > 1:
+            yield f"the prompt {digest.hex()} has {count} jobs in {model!r}"
+
+
+def _wanted(entry: bytes, fields: dict[bytes, bytes], now_ms: float) -> Job | None:
+    """The job of an entry, if its first client still waits and it overwrites no damaged row."""
+    since = int(fields.get(b"t", entry.partition(b"-")[0]))
+    job = unpack_job(fields[b"m"])
+    return None if since + int(fields[b"u"].partition(b" ")[0]) <= now_ms or job.overwrite else job
+
+
+def _named(item: Any) -> bytes:
+    """The job that a key of waiting clients names."""
+    value = item.value if item is not None else b""
+    return value.partition(b"\n")[2] if isinstance(value, bytes) else value.get(b"job", b"")

@@ -1,0 +1,110 @@
+"""Probes in the package: they tell the oracle what no result shows, such as a job that was lost and sent again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lmpool.broker import scripts
+from lmpool.producer.client.requests import Stage
+from lmpool.producer.client.session import Session
+from lmpool.producer.client.submit import Submitter
+from lmpool.protocol.job import decode_ids
+from lmpool.workers.membership.versions import VersionKeeper
+from lmpool.workers.queue.jobs import JobReader
+from tests.simulation.loop import PROCESS
+
+if TYPE_CHECKING:
+    from tests.simulation.oracle import Oracle
+
+_MESSAGE_S = 0.5  # Seconds in which the message about a stored row must arrive.
+_ANSWER_TTL_S, _ROW_TTL_S = 60.0, 3600.0  # Lifetimes of results of queries, and of rows.
+
+
+def install(oracle: Oracle) -> None:
+    """Install all probes in this process."""
+    _count_deliveries(oracle)
+    _notice_lost_jobs(oracle)
+    _notice_lost_messages(oracle)
+    _notice_changes(oracle)
+    _notice_last_deliveries(oracle)
+
+
+def _count_deliveries(oracle: Oracle) -> None:
+    """Count how often workers read the job of each prompt."""
+    read = JobReader._add
+
+    def add(self: JobReader, taken: Any, entry_id: bytes, job: Any, *args: Any, **options: Any) -> Any:
+        if hasattr(job, "ids"):
+            ids = tuple(decode_ids(job.ids).tolist())
+            oracle.deliveries[ids] += 1
+            if not job.query and not job.overwrite:
+                oracle.plain[job.fingerprint, job.adapter, ids] += 1
+        return read(self, taken, entry_id, job, *args, **options)
+
+    JobReader._add = add  # type: ignore[method-assign]
+
+
+def _notice_lost_jobs(oracle: Oracle) -> None:
+    """A client submits a prompt again only if the server or a client's deadline has removed its job."""
+    call = Submitter._call_script
+
+    async def call_script(self: Submitter, partition: Any, requests: Sequence[Any], homes: Any, again: str) -> bytes:
+        waiting = {request for request in requests if request.stage is Stage.WAITING}
+        outcome = await call(self, partition, requests, homes, again)
+        if again.startswith("1") and oracle.is_whole and len(self._connections.partitions.current) == 1:
+            for request, code in zip(requests, outcome.decode(), strict=False):
+                prompt = request.prompt
+                is_plain = not (request.damaged or prompt.query or prompt.adapter)
+                if code == "Q" and request in waiting and is_plain:
+                    oracle.on_lost_job(tuple(decode_ids(prompt.ids).tolist()))
+        return outcome
+
+    Submitter._call_script = call_script  # type: ignore[method-assign]
+
+
+def _notice_lost_messages(oracle: Oracle) -> None:
+    """A client is told of a row when it is stored, and does not find it later by itself."""
+    check = Session._recheck
+
+    async def recheck(self: Session) -> None:
+        server = oracle.world.server
+        if oracle.world.plan.is_gentle and server.process.is_alive and len(self.info.partitions) == 1:
+            live, now = server.live(), self.loop.time()
+            for request in self._requests:
+                if request.stage is Stage.WAITING and now - request.since > 2 * _MESSAGE_S and not request.damaged:
+                    item = live.get(self._connections.model.rows.keys_of([request.prompt.digest])[0])
+                    ttl = _ANSWER_TTL_S if request.prompt.query else _ROW_TTL_S
+                    if item is not None and item.expireat is not None and item.expireat - server.now < ttl - _MESSAGE_S:
+                        oracle.violation(f"no message about the row of {decode_ids(request.prompt.ids).tolist()}")
+        await check(self)
+
+    Session._recheck = recheck  # type: ignore[method-assign]
+
+
+def _notice_changes(oracle: Oracle) -> None:
+    """Note which workers change the version of their weights."""
+    change_version = VersionKeeper.change
+
+    async def change(self: VersionKeeper, opened: Any) -> Any:
+        process = PROCESS.get()
+        oracle.on_change(process)
+        try:
+            return await change_version(self, opened)
+        finally:
+            oracle.changing.pop(process, None)
+
+    VersionKeeper.change = change  # type: ignore[method-assign]
+
+
+def _notice_last_deliveries(oracle: Oracle) -> None:
+    """Note the jobs that are delivered for the last time."""
+    call = scripts.Script.__call__
+
+    async def script(self: scripts.Script, redis: Any, keys: Any, args: Any) -> Any:
+        reply = await call(self, redis, keys, args)
+        if self is scripts.CLAIM_EXPIRED:
+            oracle.last.update(entry for entry, _, deliveries in reply[1] if deliveries == oracle.max_deliveries - 1)
+        return reply
+
+    scripts.Script.__call__ = script  # type: ignore[method-assign]
