@@ -84,7 +84,7 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-quantised test-trainers test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
-	test-cluster chaos fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
+	test-cluster chaos soak fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
 
 ## help: list the targets
 help:
@@ -215,6 +215,12 @@ test-engines-newest:
 # Prints its seed.
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos --seconds 180
+
+## soak: mixed traffic with faults for HOURS, while clients check every value and memory and descriptors are measured
+# Prints a line each minute, a table at the end, and each violation. An hour is more than 10 million requests.
+HOURS ?= 1
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak --hours $(HOURS)
 
 ## test-cluster: the tests of the pool on a Redis Cluster of three masters, in both protocols
 test-cluster: $(INSTALLED)
