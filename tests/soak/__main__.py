@@ -93,7 +93,7 @@ class Run:
                     await end_tasks([watching])
                     fleet.stop_clients()
                     await asyncio.to_thread(fleet.end_clients)
-                    judge.read(fleet.reports)
+                    judge.read(fleet.reports, is_end=True)
                     await asyncio.to_thread(self._check_end, fleet, judge)
                 finally:
                     await asyncio.to_thread(fleet.kill)

@@ -41,7 +41,7 @@ def test_an_exception_is_permitted_only_for_its_kind_of_request_and_after_its_fa
 
     def violations(window: Window, **changes: object) -> int:
         judge = Judge(ChaosSettings(seconds=1, seed=7), [window])
-        judge._take("client 1.1", {"event": "error", **line, **changes})
+        judge._judge({"event": "error", "client": "client 1.1", **line, **changes})
         return len(judge.violations)
 
     assert violations(window) == 0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ memory or bytes, whichever is more (an allocator keeps freed pages), and descrip
 server's memory depends on the rate of requests and on the time since its last restart."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_JUDGED_AFTER_S = 20.0  # No fault lasts longer.
+_RECENT_S = 30.0  # Seconds before a violation whose faults are printed.
 _EMPTYING = {ClientKind.FLUSH, ClientKind.RESTART_EMPTY, ClientKind.SHORT_OF_MEMORY}
 _CUTS = {
     *(Kind.KILL_CONNECTIONS, Kind.RESTART, Kind.CRASH, Kind.CUT, Kind.REFUSE, Kind.SWALLOW, Kind.DROP, Kind.TRUNCATE),
@@ -93,21 +96,26 @@ class Judge:
     windows: list[Window]
     violations: list[dict[str, Any]] = field(default_factory=list)
     permitted: Counter[str] = field(default_factory=Counter)
+    _irregular: deque[dict[str, Any]] = field(default_factory=deque)
     _offsets: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _status: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def read(self, reports: Mapping[str, Path]) -> None:
-        """Read the new lines of the reports; skip an incomplete last line."""
+    def read(self, reports: Mapping[str, Path], *, is_end: bool = False) -> None:
+        """Read the new lines of the reports, and judge the lines that are old enough, or all lines at the end."""
         for name, path in reports.items():
             if not path.exists():
                 continue
             with path.open("rb") as file:
                 file.seek(self._offsets[name])
                 for line in file:
-                    if not line.endswith(b"\n"):
+                    if not line.endswith(b"\n"):  # A killed client may have written half of its last line.
                         break
                     self._offsets[name] += len(line)
-                    self._take(name, json.loads(line))
+                    self._take({"client": name, **json.loads(line)})
+        # Faults are noted when they end, so wait until all faults that may explain a line have ended.
+        until = math.inf if is_end else time.monotonic() - _JUDGED_AFTER_S
+        while self._irregular and self._irregular[0]["at"] < until:
+            self._judge(self._irregular.popleft())
 
     @property
     def ended(self) -> Counter[str]:
@@ -123,28 +131,32 @@ class Judge:
         """Number of calls of a client that had not ended at its last status."""
         return int(self._status.get(name, {"pending": 0})["pending"])
 
-    def _take(self, client: str, line: dict[str, Any]) -> None:
+    def _take(self, line: dict[str, Any]) -> None:
         if line["event"] == "status":
-            self._status[client] = line
-        elif line["event"] == "late" and not self._is_late(client, line):
+            self._status[line["client"]] = line
+        else:
+            self._irregular.append(line)
+
+    def _judge(self, line: dict[str, Any]) -> None:
+        if line["event"] == "late" and not self._is_late(line):
             self.permitted["late because its client was frozen"] += line["size"]
         elif line["event"] == "error" and self._may_fail(line):
             self.permitted[line["error"]] += line["size"]
         else:
-            self.violate({"client": client, **line})
+            self.violate(line)
 
     def violate(self, what: dict[str, Any]) -> None:
         """Record a violation; print the first ones, with the faults of the last half minute."""
-        recent = [
-            (w.kind.value, round(w.hit, 2), round(w.over, 2)) for w in self.windows if w.over > time.monotonic() - 30
-        ]
+        at = what.setdefault("at", time.monotonic())
+        near = [w for w in self.windows if w.over > at - _RECENT_S and w.hit <= at]
+        faults = [(window.kind.value, round(window.hit, 2), round(window.over, 2)) for window in near]
         self.violations.append(what)
         if len(self.violations) <= MAX_PRINTED:
-            print("VIOLATION", json.dumps({**what, "seed": self.settings.seed, "faults": recent}), flush=True)
+            print("VIOLATION", json.dumps({**what, "seed": self.settings.seed, "faults": faults}), flush=True)
 
-    def _is_late(self, client: str, line: dict[str, Any]) -> bool:
+    def _is_late(self, line: dict[str, Any]) -> bool:
         """Whether a request ended late, without the time in which its client was frozen."""
-        frozen = [w for w in self.windows if w.kind is ClientKind.FREEZE_CLIENT and w.process == client]
+        frozen = [w for w in self.windows if w.kind is ClientKind.FREEZE_CLIENT and w.process == line["client"]]
         lost_s = sum(max(0.0, min(w.over, line["at"]) - max(w.hit, line["began"])) for w in frozen)
         return bool(line["at"] - line["began"] - lost_s > line["timeout_s"] + self.settings.grace_s)
 
@@ -217,9 +229,7 @@ class Ceilings:
     def _limit(self, what: str, value: int, limit: int) -> None:
         if value > limit and what not in self._violated:
             self._violated.add(what)  # Report each ceiling once.
-            self._judge.violate(
-                {"event": "leaked", "what": what, "value": value, "limit": limit, "at": time.monotonic()}
-            )
+            self._judge.violate({"event": "leaked", "what": what, "value": value, "limit": limit})
 
 
 def measure_process(pid: int) -> Sample | None:
