@@ -22,7 +22,7 @@ from lmpool.errors import ServerError
 from lmpool.protocol.keys import Keys
 from lmpool.rows import shared_memory
 from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
-from tests.faults.chaos.observer import Observer
+from tests.faults.chaos.observer import Counted, Observer
 from tests.faults.chaos.settings import MODEL, ChaosSettings
 from tests.soak.strikes import MEMORY_BYTES, SoakFleet, SoakStriker, draw_faults
 from tests.soak.traffic import ALL_KINDS
@@ -88,7 +88,10 @@ class Run:
                     await asyncio.to_thread(fleet.start)
                     self._began = time.monotonic()
                     watching = asyncio.create_task(self._watch(fleet, judge, ceilings))
-                    await striker.run(self._plan, settings.seconds)
+                    striking = asyncio.create_task(striker.run(self._plan, settings.seconds))
+                    # The first task to end is `striking`, unless `watching` fails.
+                    done, _ = await asyncio.wait([watching, striking], return_when=asyncio.FIRST_COMPLETED)
+                    done.pop().result()
                     ended = time.monotonic()
                     await end_tasks([watching])
                     fleet.stop_clients()
@@ -101,7 +104,7 @@ class Run:
             self._client.close()
             await asyncio.to_thread(server.stop)
         self._check_leaks(fleet, judge)
-        _print_table(judge, ceilings, ceilings.compare(self._began, ended), ended - self._began)
+        _print_table(judge, ceilings, observer.counted, ceilings.compare(self._began, ended), ended - self._began)
         return not judge.violations
 
     async def _watch(self, fleet: SoakFleet, judge: Judge, ceilings: Ceilings) -> None:
@@ -156,7 +159,9 @@ def _shown(sample: Sample) -> str:
     return f"{sample.resident / 2**20:.0f} MiB, {sample.descriptors} fds"
 
 
-def _print_table(judge: Judge, ceilings: Ceilings, grown: list[tuple[str, Sample, Sample]], seconds: float) -> None:
+def _print_table(
+    judge: Judge, ceilings: Ceilings, counted: Counted, grown: list[tuple[str, Sample, Sample]], seconds: float
+) -> None:
     ended, found = judge.ended, Counter(violation["event"] for violation in judge.violations)
     for kind in ALL_KINDS:
         if not ended[kind]:
@@ -166,6 +171,7 @@ def _print_table(judge: Judge, ceilings: Ceilings, grown: list[tuple[str, Sample
         ("requests", f"{ended.total():,} in {seconds:,.0f} s, {ended.total() / seconds:,.0f}/s"),
         *((f"  {kind}", f"{ended[kind]:,}") for kind in ALL_KINDS),
         ("expired", f"{judge.expired:,} of {ended['hurried']:,} with a short deadline"),
+        ("jobs", f"{counted.homed:,} taken at home, {counted.stolen:,} stolen"),
         ("faults", f"{faults.total()}"),
         *((f"  {kind}", f"{count}") for kind, count in faults.most_common()),
         ("permitted", ", ".join(f"{count} {name}" for name, count in judge.permitted.items()) or "none"),

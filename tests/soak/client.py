@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -144,7 +145,8 @@ async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, ada
         await client.run()
         if serving is not None:
             serving.cancel()
-            await asyncio.wait([serving])
+            with suppress(asyncio.CancelledError):
+                await serving
     print("done", flush=True)
 
 

@@ -104,7 +104,8 @@ class SoakFleet(Fleet):
         super().mend()
         for place, client in enumerate(self.clients):
             if client.code is not None:
-                if not client.is_struck:
+                # A client that finds no server at its start may end, as a worker may.
+                if not client.is_struck and client.says("asking"):
                     self.failed.append(f"client {client.number} ended with {client.code}: {client.last_words}")
                 self.clients[place] = self._start_client(client.number)
 

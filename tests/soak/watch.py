@@ -26,6 +26,8 @@ MAX_BYTES = 512 << 20
 """Max resident memory of any process; the server's memory limit is half of it."""
 MAX_DESCRIPTORS = 250
 """Max open descriptors of any process."""
+MAX_SEGMENTS = 40
+"""Max files in the folders of shared memory: sockets of live processes, and of killed ones until they are replaced."""
 MAX_PERSISTENT = 200
 """Max keys without a lifetime during a run: registries, streams of jobs, and the backlog."""
 GROWTH, GROWTH_BYTES, GROWTH_DESCRIPTORS = 0.10, 16 << 20, 10
@@ -196,6 +198,7 @@ class Ceilings:
                 self.samples[name].append(sample)
                 self._limit(f"resident memory of {name}", sample.resident, MAX_BYTES)
                 self._limit(f"descriptors of {name}", sample.descriptors, MAX_DESCRIPTORS)
+        self._limit("files of shared memory", len(fleet.segments), MAX_SEGMENTS)
         zombies = _zombies_of({os.getpid(), *running.values()})
         # A process is a zombie for a moment until its parent has read its exit code.
         self._limit("zombie processes", len(zombies & self._zombies), 0)
