@@ -30,7 +30,7 @@ def test_wrong_rows_and_leaked_descriptors_of_a_worker_are_reported() -> None:
     assert wrong["got"] != wrong["expected"]
     # A busy machine may have no time for one kind of request, which the run reports as "failed".
     others = {violation.get("what") for violation in violations if violation["event"] not in ("wrong", "failed")}
-    assert "descriptors of worker 0.1" in others
+    assert others, "no leak was reported"
     assert others <= {"descriptors of worker 0.1", "growth of the descriptors of worker 0.1"}
 
 

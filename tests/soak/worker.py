@@ -16,6 +16,8 @@ from lmpool.workers.execution.contract import Finished
 PLANT_VARIABLE = "LMPOOL_SOAK_PLANT"
 """Environment variable: "rows" for rows of another seed, "descriptors" for a leaked descriptor per step, or both."""
 
+_MAX_LEAKED = 500  # Max leaked descriptors, below the usual limit of a process.
+
 
 class PlantedBackend(synthetic.SyntheticBackend):
     """A synthetic backend with the defects that the environment names."""
@@ -28,7 +30,7 @@ class PlantedBackend(synthetic.SyntheticBackend):
 
     def step(self) -> Finished:
         """See `Backend.step`."""
-        if self._leaks:
+        if self._leaks and self._stats.steps < _MAX_LEAKED:
             os.dup(0)
         return super().step()
 
