@@ -84,7 +84,7 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-quantised test-trainers test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
-	test-cluster chaos simulate fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
+	test-cluster chaos soak simulate fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
 
 ## help: list the targets
 help:
@@ -221,6 +221,12 @@ chaos: $(INSTALLED)
 SECONDS ?= 300
 simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --first $(shell date +%s) --count 1000000 --seconds $(SECONDS)
+
+## soak: send mixed requests for HOURS, with faults; check every result, memory, descriptors and keys
+# Prints a line each minute, each violation, and a table at the end. Two idle cores serve 10 million requests in an hour.
+HOURS ?= 1
+soak: $(INSTALLED)
+	$(BIN)/python -m tests.soak --hours $(HOURS)
 
 ## test-cluster: the tests of the pool on a Redis Cluster of three masters, in both protocols
 test-cluster: $(INSTALLED)
