@@ -21,7 +21,7 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.tensors import sample_digest
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
-from tests.support.gate import Gate
+from tests.support.gate import Gate, GatedBackend, gated_worker
 from tests.support.pool import Pool, V, is_held, until, until_async
 from tests.versions.test_changes import is_of_seed
 from tests.versions.traffic import Seeds, Traffic, weights
@@ -177,10 +177,38 @@ async def test_only_the_owner_of_a_turn_renews_and_ends_it(pool: Pool) -> None:
         registry = VersionRegistry(client, pool.keys.model("syn"))
         assert [await registry.take_turn(name, 2, 60_000) for name in ("a", "b", "c")] == [0, 1, None]
         await registry.end_turn(0, "b")
-        await registry.renew_turn(0, "b", 1)
+        assert not await registry.renew_turn(0, "b", 1)
         assert await registry.take_turn("c", 2, 60_000) is None
         await registry.end_turn(0, "a")
         assert await registry.take_turn("c", 2, 60_000) == 0
+        pool.redis.delete(registry.keys.version_turn(0))
+        # A turn that has expired is free: its last owner may take it again.
+        assert await registry.renew_turn(0, "c", 60_000)
+        assert [await registry.renew_turn(0, name, 60_000) for name in ("c", "d")] == [True, False]
+
+
+async def test_a_worker_that_lost_its_turn_during_the_fetch_serves_on_and_changes_later(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, is_fetching, may_end = Gate(tmp_path / "gate"), asyncio.Event(), asyncio.Event()
+    load, turn = VersionRegistry.load, pool.keys.model("syn").version_turn(0)
+
+    async def load_late(registry: VersionRegistry, version: Version, index: int) -> bytes:
+        is_fetching.set()
+        await may_end.wait()
+        return await load(registry, version, index)
+
+    monkeypatch.setattr(VersionRegistry, "load", load_late)
+    gate.open()
+    async with gated_worker(pool, GatedBackend(gate)), pool.producer("syn") as producer, pool.producer("syn") as other:
+        publishing = asyncio.create_task(producer.publish_weights(weights(1)))
+        await is_fetching.wait()
+        pool.redis.set(turn, "another worker", px=600_000)
+        may_end.set()
+        assert await is_of_seed(other, 0)
+        pool.redis.delete(turn)
+        assert await publishing == 1
+        assert await is_of_seed(other, 1, min_version=1)
 
 
 async def test_a_served_sparse_version_makes_its_base_count_as_served(pool: Pool, tmp_path: Path) -> None:

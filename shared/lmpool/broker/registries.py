@@ -238,11 +238,12 @@ class VersionRegistry:
                 return slot
         return None
 
-    async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> None:
-        """Keep a turn for another lease, unless it has expired and another worker has taken it."""
+    async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> bool:
+        """Keep a turn for another lease; returns False if it has expired and another worker has taken it."""
         key = self.keys.version_turn(slot)
         if await self.redis.get(key) == worker_id.encode():
-            await self.redis.pexpire(key, lease_ms)
+            return bool(await self.redis.pexpire(key, lease_ms))
+        return bool(await self.redis.set(key, worker_id, nx=True, px=lease_ms))
 
     async def end_turn(self, slot: int, worker_id: str) -> None:
         """Give back a turn, unless it has expired and another worker has taken it."""

@@ -91,6 +91,7 @@ class VersionKeeper:
     ) -> None:
         self._server, self._settings, self._worker_id, self._engine = server, settings, worker_id, engine_thread
         self._is_ending, self._keys = is_ending, Keys(settings.prefix)
+        self._lease_ms = int(settings.lease_s * 1000)
         self._redis = server.client(reply_timeout_s=reply_timeout(settings.lease_s / 2))
         self._reader = server.client(reply_timeout_s=_REPLY_S)  # Only for reads that block.
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
@@ -181,15 +182,14 @@ class VersionKeeper:
             await asyncio.sleep(_TURN_CHECK_S)  # If it was decided before, it stays as it is.
             return True
         failed, not_before = self._not_before
-        lease_ms = int(self._settings.lease_s * 1000)
         if (failed != newest or time.monotonic() >= not_before) and not await self._lets_others_go_first():
             # Only one worker tries a version that no worker has served: it decides whether the version is refused.
             slots = self._settings.max_unavailable if number in registered.states else 1
-            self._slot = await self._registry.take_turn(self._worker_id, slots, lease_ms)
+            self._slot = await self._registry.take_turn(self._worker_id, slots, self._lease_ms)
         if self._slot is None:
             await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
             return True
-        self._renewing = asyncio.create_task(self._keep_turn(self._slot, lease_ms), name="turn")
+        self._renewing = asyncio.create_task(self._keep_turn(), name="turn")
         try:
             await self._check_turn(newest)
         finally:
@@ -220,11 +220,16 @@ class VersionKeeper:
         else:
             self.next = registered.chain()
 
-    async def _keep_turn(self, slot: int, lease_ms: int) -> None:
+    async def _keep_turn(self) -> None:
         while True:
             await asyncio.sleep(self._settings.heartbeat_s)
             with suppress(RedisError, OSError):  # The turn expires if the server cannot be used.
-                await self._registry.renew_turn(slot, self._worker_id, lease_ms)
+                await self._renew_turn()
+
+    async def _renew_turn(self) -> bool:
+        """Keep the turn for another lease; returns False if another worker has it."""
+        assert self._slot is not None
+        return await self._registry.renew_turn(self._slot, self._worker_id, self._lease_ms)
 
     async def end_turn(self) -> None:
         """Give back this worker's turn, so that the next worker can change its version."""
@@ -243,17 +248,25 @@ class VersionKeeper:
     async def change(self, opened: Opened) -> Opened:
         """Load the next version, and refuse it if it cannot be served; returns the backend's properties then.
 
+        The backend keeps its weights if another worker has got this worker's turn during the fetch of the files.
         The version counts as served before this worker registers for it, so that no client uses an undecided version.
 
         Raises:
             WorkerError: the earlier weights cannot be loaded again; or the backend broke.
         """
         await self._end_restoring()  # The load removes the files of the current version.
+        await self._engine.run("drop of adapters", partial(_drop_adapters, self._own_adapters))
         chain, self.next = self.next or (), None
         before, number = self._chain, chain[-1].number
         _log.info("changing from version %d to version %d", self.info.version, number)
         reason, has_changed = "", True
         try:
+            for version in chain:
+                await self._path(version)
+            # The fetch may have taken longer than the turn lasts without a renewal, as while the server was silent.
+            if not await self._insist(self._renew_turn):
+                _log.warning("another worker has the turn to change now: version %d is served on", self.info.version)
+                return opened
             await self._load(chain)
         except SettingsError as error:
             reason, has_changed = first_line(error), isinstance(error, _Unservable)
@@ -361,7 +374,7 @@ class VersionKeeper:
         is_next = not anew and full == known_full and sparse[: len(known)] == known
         paths = {version: await self._path(version) for version in chain}
         files = paths[full] if full is not None else None, [paths[version] for version in sparse]
-        change = partial(_change_weights, *files, len(known) if is_next else -1, self._own_adapters)
+        change = partial(_change_weights, *files, len(known) if is_next else -1)
         await self._engine.run(f"load of version {chain[-1].number if chain else 0}", change)
         try:
             for version in chain:  # A file may have been replaced while it was read.
@@ -486,18 +499,19 @@ def _tensors_of(backend: Backend) -> Mapping[str, TensorType]:
     return backend.tensors() if isinstance(backend, ChangesWeights) else {}
 
 
-def _change_weights(
-    full: Path | None, sparse: Sequence[Path], held: int, adapters: Collection[str], backend: Backend
-) -> None:
-    """Have the backend load weights, and check the row of one prompt; `adapters` are those that stay loaded.
+def _drop_adapters(kept: Collection[str], backend: Backend) -> None:
+    for adapter in set(backend.adapters) - set(kept):
+        backend.drop_adapter(adapter)
+
+
+def _change_weights(full: Path | None, sparse: Sequence[Path], held: int, backend: Backend) -> None:
+    """Have the backend load weights, and check the row of one prompt.
 
     Raises:
         SettingsError: the weights cannot be loaded, and the backend has its earlier ones.
         _Unservable: the backend has loaded the weights, and their row is no row.
     """
     assert isinstance(backend, ChangesWeights)
-    for adapter in set(backend.adapters) - set(adapters):
-        backend.drop_adapter(adapter)
     backend.load_weights(full, sparse, held)
     ids = np.arange(min(_CANARY_TOKENS, backend.info.vocab_size), dtype="<u4").tobytes()
     backend.submit([BackendJob(_CANARY, ids, fresh=True)])
