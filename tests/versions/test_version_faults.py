@@ -137,6 +137,24 @@ async def test_the_versions_survive_a_server_that_loses_its_memory(own_server: E
         pool.end()
 
 
+async def test_a_worker_stores_a_file_again_that_the_server_has_evicted(pool: Pool) -> None:
+    first = pool.start(*LEASE)
+    async with pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        parts = pool.names("{syn}:versions:data:*")
+        assert len(parts) == 2
+        pool.redis.delete(*parts)
+
+        async def are_stored() -> bool:
+            return pool.names("{syn}:versions:data:*") == parts
+
+        await until_async(are_stored, "the worker stores the files")
+        first.end()
+        pool.start(*LEASE).until_says("serving 'syn@2'")
+        assert await is_of_seed(producer, 2)
+
+
 async def test_a_new_version_has_a_larger_number_than_the_used_one_before_the_registry_is_restored(pool: Pool) -> None:
     pool.start()
     async with Server(pool.url).connected() as client, pool.producer("syn") as producer:

@@ -307,15 +307,16 @@ class VersionKeeper:
         """Point clients to this worker's version when they must use it, and restore a lost registry."""
         if not self._tensors:
             return
-        registered, mine = await self._registry.read(), self.info.version
+        registered, mine, lost = await self._registry.read(), self.info.version, list[Version]()
         if registered.has_owner:
-            await self._registry.renew(self._chain)
+            needed = registered.chain(is_tried=False)
+            lost = [version for version in await self._registry.renew(self._chain) if version in needed]
         else:
             await self._registry.claim(self.info.lineage, self._tensors)
-        # Only the workers know the versions after a loss of the server's memory.
-        if registered.newest < mine and (self._restoring is None or self._restoring.done()):
+        # Only the workers have the versions after a loss of the server's memory, and files that the server has evicted.
+        if (lost or registered.newest < mine) and (self._restoring is None or self._restoring.done()):
             # Heartbeats must go on while large files are stored.
-            self._restoring = asyncio.create_task(self._restore(), name="restore")
+            self._restoring = asyncio.create_task(self._restore(lost), name="restore")
         base = self.info.base
         used = await read_pointer(self._redis, self._keys, base)
         self.is_used = used == mine
@@ -326,20 +327,20 @@ class VersionKeeper:
         if is_last or (mine > used and await self._count(self.info.name) >= others):
             await self._point(base, used, mine)
 
-    async def _restore(self) -> None:
-        """Add the versions of this worker's weights to the registry again, each after its stored file."""
+    async def _restore(self, lost: Collection[Version]) -> None:
+        """Add the versions of this worker's weights to the registry again, each after its file; store `lost` files."""
         with suppress(RedisError, OSError):  # The next call of `keep` tries again.
             for version in self._chain:
                 registered = await self._registry.read()
-                if version not in registered.versions:
-                    if version.number <= registered.newest:
-                        _log.warning(_NOT_RESTORED, version.number)
-                        return
-                    for index in range(version.parts):
-                        part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
-                        await self._registry.store(version.nonce, index, memoryview(part))
-                    if not await self._registry.add(version):
-                        return  # Another publisher or worker was faster.
+                is_missing = version not in registered.versions
+                if is_missing and version.number <= registered.newest:
+                    _log.warning(_NOT_RESTORED, version.number)
+                    return
+                for index in range(version.parts if is_missing or version in lost else 0):
+                    part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
+                    await self._registry.store(version.nonce, index, memoryview(part))
+                if is_missing and not await self._registry.add(version):
+                    return  # Another publisher or worker was faster.
                 await self._registry.decide(version.number, SERVED)
 
     async def _end_restoring(self) -> None:
