@@ -17,12 +17,14 @@ from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
+from lmpool.producer import Producer
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.tensors import sample_digest
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate, GatedBackend, gated_worker
-from tests.support.pool import Pool, V, is_held, until, until_async
+from tests.support.pool import DEADLINE_S, Pool, V, is_held, until, until_async
+from tests.support.servers.proxy import Proxy, Way
 from tests.versions.test_changes import is_of_seed
 from tests.versions.traffic import Seeds, Traffic, weights
 
@@ -153,6 +155,24 @@ async def test_a_worker_stores_a_file_again_that_the_server_has_evicted(pool: Po
         first.end()
         pool.start(*LEASE).until_says("serving 'syn@2'")
         assert await is_of_seed(producer, 2)
+
+
+async def test_a_worker_whose_connections_are_silent_changes_within_a_few_leases(
+    own_server: EmbeddedServer, short_dir: Path, tmp_path: Path
+) -> None:
+    pool = Pool(own_server.url, "lp", tmp_path)
+    try:
+        async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p") as proxy:
+            direct, pool.url = pool.url, proxy.url
+            await asyncio.to_thread(pool.start, *LEASE)
+            producer = Producer("syn", redis=direct, prefix=pool.prefix, timeout=DEADLINE_S)
+            await producer.open()
+            proxy.swallow(Way.TO_CLIENT)
+            async with asyncio.timeout(25):  # Far more than the two seconds after which a connection is broken.
+                assert await producer.publish_weights(weights(1)) == 1
+            await producer.close()
+    finally:
+        pool.end()
 
 
 async def test_a_new_version_has_a_larger_number_than_the_used_one_before_the_registry_is_restored(pool: Pool) -> None:

@@ -47,8 +47,7 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-_BLOCK_S = 20.0  # Seconds for which a read of the registry blocks.
-_REPLY_S = _BLOCK_S + 10  # Seconds to wait for a reply of the server, longer than a read blocks.
+_BLOCK_SHARE = 2 / 3  # Part of the time without a reply, after which a connection is broken, for which a read blocks.
 _TURN_CHECK_S = 0.2  # Mean seconds between two tries to take a turn, while other workers change their versions.
 _MOVED_TTL_MS = 3_600_000  # Lifetime of the entries that have clients read the model's info again.
 _MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
@@ -93,7 +92,9 @@ class VersionKeeper:
         self._is_ending, self._keys = is_ending, Keys(settings.prefix)
         self._lease_ms = int(settings.lease_s * 1000)
         self._redis = server.client(reply_timeout_s=reply_timeout(settings.lease_s / 2))
-        self._reader = server.client(reply_timeout_s=_REPLY_S)  # Only for reads that block.
+        # Only for reads that block. A silent connection must not hide a new version for much longer than a lease.
+        self._reader = server.client(reply_timeout_s=reply_timeout(settings.lease_s))
+        self._block_ms = int(1000 * reply_timeout(settings.lease_s) * _BLOCK_SHARE)
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
         self._files: dict[str, LockedFolder] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
@@ -166,7 +167,7 @@ class VersionKeeper:
         while self._tensors and self.next is None:
             registered = await self._registry.read()
             if not await self._begin_change(registered):
-                await self._registry.wait(self._reader, registered.last, int(_BLOCK_S * 1000))
+                await self._registry.wait(self._reader, registered.last, self._block_ms)
             elif self.next is not None:
                 change()
         await asyncio.Event().wait()
