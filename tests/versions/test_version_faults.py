@@ -157,6 +157,20 @@ async def test_a_worker_stores_a_file_again_that_the_server_has_evicted(pool: Po
         assert await is_of_seed(producer, 2)
 
 
+async def test_a_worker_restores_the_states_of_its_versions(pool: Pool) -> None:
+    """As if the worker had lost the server after it restored the entries of the versions."""
+    pool.start(*LEASE)
+    async with pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        pool.redis.hdel(pool.keys.model("syn").version_states, "1", "2")
+
+        async def are_restored() -> bool:
+            return await producer.versions() == {1: "served", 2: "served"}
+
+        await until_async(are_restored, "the worker restores the states")
+
+
 async def test_a_worker_whose_connections_are_silent_changes_within_a_few_leases(
     own_server: EmbeddedServer, short_dir: Path, tmp_path: Path
 ) -> None:

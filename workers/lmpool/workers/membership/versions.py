@@ -314,8 +314,13 @@ class VersionKeeper:
             lost = [version for version in await self._registry.renew(self._chain) if version in needed]
         else:
             await self._registry.claim(self.info.lineage, self._tensors)
+        # A worker that restored the registry may have lost the server between the entry of a version and its state.
+        are_undecided = any(
+            version in registered.versions and version.number not in registered.states for version in self._chain
+        )
         # Only the workers have the versions after a loss of the server's memory, and files that the server has evicted.
-        if (lost or registered.newest < mine) and (self._restoring is None or self._restoring.done()):
+        must_restore = lost or are_undecided or registered.newest < mine
+        if must_restore and (self._restoring is None or self._restoring.done()):
             # Heartbeats must go on while large files are stored.
             self._restoring = asyncio.create_task(self._restore(lost), name="restore")
         base = self.info.base
