@@ -165,7 +165,7 @@ class _Fleet:
             await scripts.RENEW(self._client, [_MODEL.jobs], [GROUP, name, *held])
         (heartbeat, _, leases), held = self._workers[0], self._held[0]
         _, _, further = await leases.claim(_BATCH, held)
-        for _ in range(further):
+        for _ in range(int(further)):  # No lease has expired, so the number is finite.
             await leases.claim(_BATCH, held)
         await heartbeat.sweep(is_complete=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 
 from lmpool.embedded import EmbeddedServer
-from lmpool.errors import NoWorker, WorkerError
+from lmpool.errors import NoWorker, ProtocolError, WorkerError
 from lmpool.producer import Producer, SyncProducer
-from lmpool.producer.client import discovery
-from lmpool.protocol.job import digest_of
+from lmpool.producer.client import discovery, submit
+from lmpool.protocol.job import WIRE_VERSION, Job, digest_of, pack_jobs
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import (
@@ -330,6 +331,24 @@ async def test_undecodable_jobs_are_set_aside_with_a_reason(pool: Pool) -> None:
     async with pool.producer() as producer:
         await ask_all(producer, [[1]])
     assert worker.process.poll() is None
+
+
+async def test_jobs_of_another_wire_version_become_dead_letters_and_end_their_requests(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start()
+
+    def of_next_version(jobs: Iterable[Job]) -> list[bytes]:
+        packed = map(bytearray, pack_jobs(jobs))
+        return [bytes([data[0] + 1, WIRE_VERSION + 1]) + data[2:] + b"\x01" for data in packed]  # With one more field.
+
+    monkeypatch.setattr(submit, "pack_jobs", of_next_version)
+    async with pool.producer() as producer:
+        for ask in (producer.logprobs([1, 2]), producer.topk([1, 2], 3), producer.logprobs([1, 2], targets=[3])):
+            with pytest.raises(ProtocolError, match=f"a job of wire version {WIRE_VERSION + 1}, and this release"):
+                await ask
+    assert pool.redis.xlen(pool.keys.model("syn").dead) == 3
+    assert pool.jobs() == 0
 
 
 async def test_a_refused_row_is_an_error_and_not_a_hang(own_server: EmbeddedServer, tmp_path: Path) -> None:

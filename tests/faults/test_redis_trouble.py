@@ -28,10 +28,13 @@ from lmpool.errors import LMPoolError, NoWorker
 from lmpool.producer import Producer
 from lmpool.producer.client import discovery, session
 from lmpool.protocol.job import encode_prompt
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.row import Encoding, RowBlock
 from lmpool.rows.cache import RowCache
 from lmpool.rows.shared_memory import SegmentReader
 from lmpool.synthetic import synthetic_row
+from lmpool.workers.membership.heartbeat import loading
+from lmpool.workers.settings import WorkerSettings
 from tests.support.gate import Gate
 from tests.support.pool import DEADLINE_S, PATIENCE, Pool, V, is_held, until_async
 from tests.support.servers.proxy import Proxy, Way
@@ -255,6 +258,24 @@ async def test_a_client_leaves_a_server_that_accepts_connections_and_never_repli
             proxy.heal()  # New connections work again; open connections stay stalled.
 
         await ask_during(producer, far_pool, trouble)
+
+
+async def test_a_loading_worker_leaves_a_black_hole_before_its_lease_expires(
+    own_server: EmbeddedServer, proxy: Proxy
+) -> None:
+    settings, key = WorkerSettings("far", lease_s=8.0), Keys("far").worker("w")
+    async with Server(own_server.url).connected() as direct, loading(Server(proxy.url), settings, "w", "syn"):
+        await until_async(lambda: direct.exists(key), "the worker has a heartbeat")
+        for way in Way:
+            proxy.swallow(way)
+        made = proxy.made
+
+        async def is_renewed() -> bool:
+            left_ms = await direct.pttl(key)
+            assert left_ms > 0, "the lease has expired"
+            return proxy.made > made and left_ms > 7_000
+
+        await until_async(is_renewed, "the worker sends a heartbeat on a new connection")
 
 
 async def test_a_request_into_a_black_hole_ends_with_its_deadline(

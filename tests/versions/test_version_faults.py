@@ -17,12 +17,14 @@ from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
+from lmpool.producer import Producer
 from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.tensors import sample_digest
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
-from tests.support.gate import Gate
-from tests.support.pool import Pool, V, is_held, until, until_async
+from tests.support.gate import Gate, GatedBackend, gated_worker
+from tests.support.pool import DEADLINE_S, Pool, V, is_held, until, until_async
+from tests.support.servers.proxy import Proxy, Way
 from tests.versions.test_changes import is_of_seed
 from tests.versions.traffic import Seeds, Traffic, weights
 
@@ -137,6 +139,56 @@ async def test_the_versions_survive_a_server_that_loses_its_memory(own_server: E
         pool.end()
 
 
+async def test_a_worker_stores_a_file_again_that_the_server_has_evicted(pool: Pool) -> None:
+    first = pool.start(*LEASE)
+    async with pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        parts = pool.names("{syn}:versions:data:*")
+        assert len(parts) == 2
+        pool.redis.delete(*parts)
+
+        async def are_stored() -> bool:
+            return pool.names("{syn}:versions:data:*") == parts
+
+        await until_async(are_stored, "the worker stores the files")
+        first.end()
+        pool.start(*LEASE).until_says("serving 'syn@2'")
+        assert await is_of_seed(producer, 2)
+
+
+async def test_a_worker_restores_the_states_of_its_versions(pool: Pool) -> None:
+    """As if the worker had lost the server after it restored the entries of the versions."""
+    pool.start(*LEASE)
+    async with pool.producer("syn") as producer:
+        await producer.publish_weights(weights(1))
+        await producer.publish_weights({"seed.indices": np.array([0]), "seed.values": np.array([2])})
+        pool.redis.hdel(pool.keys.model("syn").version_states, "1", "2")
+
+        async def are_restored() -> bool:
+            return await producer.versions() == {1: "served", 2: "served"}
+
+        await until_async(are_restored, "the worker restores the states")
+
+
+async def test_a_worker_whose_connections_are_silent_changes_within_a_few_leases(
+    own_server: EmbeddedServer, short_dir: Path, tmp_path: Path
+) -> None:
+    pool = Pool(own_server.url, "lp", tmp_path)
+    try:
+        async with Proxy(short_dir / "s" / "redis.sock", short_dir / "p") as proxy:
+            direct, pool.url = pool.url, proxy.url
+            await asyncio.to_thread(pool.start, *LEASE)
+            producer = Producer("syn", redis=direct, prefix=pool.prefix, timeout=DEADLINE_S)
+            await producer.open()
+            proxy.swallow(Way.TO_CLIENT)
+            async with asyncio.timeout(25):  # Far more than the two seconds after which a connection is broken.
+                assert await producer.publish_weights(weights(1)) == 1
+            await producer.close()
+    finally:
+        pool.end()
+
+
 async def test_a_new_version_has_a_larger_number_than_the_used_one_before_the_registry_is_restored(pool: Pool) -> None:
     pool.start()
     async with Server(pool.url).connected() as client, pool.producer("syn") as producer:
@@ -177,10 +229,38 @@ async def test_only_the_owner_of_a_turn_renews_and_ends_it(pool: Pool) -> None:
         registry = VersionRegistry(client, pool.keys.model("syn"))
         assert [await registry.take_turn(name, 2, 60_000) for name in ("a", "b", "c")] == [0, 1, None]
         await registry.end_turn(0, "b")
-        await registry.renew_turn(0, "b", 1)
+        assert not await registry.renew_turn(0, "b", 1)
         assert await registry.take_turn("c", 2, 60_000) is None
         await registry.end_turn(0, "a")
         assert await registry.take_turn("c", 2, 60_000) == 0
+        pool.redis.delete(registry.keys.version_turn(0))
+        # A turn that has expired is free: its last owner may take it again.
+        assert await registry.renew_turn(0, "c", 60_000)
+        assert [await registry.renew_turn(0, name, 60_000) for name in ("c", "d")] == [True, False]
+
+
+async def test_a_worker_that_lost_its_turn_during_the_fetch_serves_on_and_changes_later(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, is_fetching, may_end = Gate(tmp_path / "gate"), asyncio.Event(), asyncio.Event()
+    load, turn = VersionRegistry.load, pool.keys.model("syn").version_turn(0)
+
+    async def load_late(registry: VersionRegistry, version: Version, index: int) -> bytes:
+        is_fetching.set()
+        await may_end.wait()
+        return await load(registry, version, index)
+
+    monkeypatch.setattr(VersionRegistry, "load", load_late)
+    gate.open()
+    async with gated_worker(pool, GatedBackend(gate)), pool.producer("syn") as producer, pool.producer("syn") as other:
+        publishing = asyncio.create_task(producer.publish_weights(weights(1)))
+        await is_fetching.wait()
+        pool.redis.set(turn, "another worker", px=600_000)
+        may_end.set()
+        assert await is_of_seed(other, 0)
+        pool.redis.delete(turn)
+        assert await publishing == 1
+        assert await is_of_seed(other, 1, min_version=1)
 
 
 async def test_a_served_sparse_version_makes_its_base_count_as_served(pool: Pool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -380,6 +381,32 @@ async def test_no_read_begins_while_a_task_waits_to_pause_the_loop() -> None:
     assert reads == []
     await loop._take()
     assert reads == [2]
+
+
+async def test_an_error_is_retrieved_if_the_worker_ends_while_it_waits_to_pause_the_loop() -> None:
+    loop, unread, may_fail = fetch_loop(SimpleNamespace(batch=2), INFO), list[object](), asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+
+    async def end_read() -> None:
+        await may_fail.wait()
+        raise ConnectionError("the connection was cut")
+
+    async def pause() -> None:
+        async with loop.paused():
+            raise AssertionError("the lock is not free")
+
+    loop.consumer = cast(Any, SimpleNamespace(end_read=end_read))
+    async with loop._taking:
+        pausing = asyncio.create_task(pause())
+        while not cast(Any, may_fail)._waiters:  # noqa: ASYNC110  # The task above has not begun yet.
+            await asyncio.sleep(0)
+        may_fail.set()
+        await asyncio.sleep(0)
+        pausing.cancel()
+        await asyncio.wait([pausing])
+    del pausing
+    gc.collect()
+    assert not unread
 
 
 class Suspect:

@@ -215,12 +215,19 @@ class VersionRegistry:
         await self.renew()
         return True
 
-    async def renew(self, chain: Iterable[Version] = ()) -> None:
-        """Keep the registry for a week, and the stored files of the versions in `chain`. Workers renew them."""
-        parts = [(version, index) for version in chain for index in range(version.parts)]
-        data = [self.keys.version_data(version.nonce, index) for version, index in parts]
-        for key in (self.keys.version_states, self.keys.versions, *data):
+    async def renew(self, chain: Iterable[Version] = ()) -> list[Version]:
+        """Keep the registry for a week, and the stored files of the versions in `chain`. Workers renew them.
+
+        Returns the versions whose files lack a part.
+        """
+        for key in (self.keys.version_states, self.keys.versions):
             await self.redis.pexpire(key, _REGISTRY_TTL_MS)
+        lost = []
+        for version in chain:
+            data = [self.keys.version_data(version.nonce, index) for index in range(version.parts)]
+            if not all([await self.redis.pexpire(key, _REGISTRY_TTL_MS) for key in data]):
+                lost.append(version)
+        return lost
 
     async def clear(self) -> None:
         """Remove all versions, and the owner of the registry."""
@@ -238,11 +245,12 @@ class VersionRegistry:
                 return slot
         return None
 
-    async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> None:
-        """Keep a turn for another lease, unless it has expired and another worker has taken it."""
+    async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> bool:
+        """Keep a turn for another lease; returns False if it has expired and another worker has taken it."""
         key = self.keys.version_turn(slot)
         if await self.redis.get(key) == worker_id.encode():
-            await self.redis.pexpire(key, lease_ms)
+            return bool(await self.redis.pexpire(key, lease_ms))
+        return bool(await self.redis.set(key, worker_id, nx=True, px=lease_ms))
 
     async def end_turn(self, slot: int, worker_id: str) -> None:
         """Give back a turn, unless it has expired and another worker has taken it."""

@@ -257,6 +257,10 @@ async def _until_silent(raw: RawRowReceiver, reply: asyncio.Future[Any]) -> None
     """Wait for a reply as long as bytes arrive; then close the connection, so that the rows come through Redis."""
     while not reply.done():
         received = raw.received
-        await asyncio.wait([reply], timeout=_SILENT_S)
+        try:
+            await asyncio.wait([reply], timeout=_SILENT_S)
+        except asyncio.CancelledError:
+            reply.cancel()  # asyncio would log an error that arrives later, because no caller awaits it.
+            raise
         if not reply.done() and raw.received == received:
             raw.close(ServerUnreachable(f"the row server has sent nothing for {_SILENT_S:g} s"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 
@@ -65,6 +66,41 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 ROW = b"*1\r\n$3\r\nrow\r\n"
+
+
+async def test_an_error_that_arrives_after_the_callers_deadline_is_not_logged() -> None:
+    reader, unread, is_asked, is_over = make_reader(), list[object](), asyncio.Event(), asyncio.Event()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unread.append(context))
+
+    async def serve(source: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await source.read(65536)
+        writer.write(b"+OK\r\n")
+        await source.read(65536)
+        is_asked.set()
+        await is_over.wait()
+        writer.write(b"-ERR no\r\n")
+        await source.read(65536)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    place = RowPlace(b"127.0.0.1:%d" % server.sockets[0].getsockname()[1], NONCE)
+    reading = asyncio.create_task(reader.read(place, [DIGEST], 1000))
+    await asyncio.wait_for(is_asked.wait(), DEADLINE_S)
+    reading.cancel()
+    await asyncio.wait([reading])
+    (peer,) = reader._peers.values()
+    assert peer.connection is not None
+    raw = await peer.connection.open()
+    received = raw.received
+    is_over.set()
+    async with asyncio.timeout(DEADLINE_S):
+        while raw.received == received:  # noqa: ASYNC110  # The error must have arrived.
+            await asyncio.sleep(0)
+    del reading
+    reader.close()
+    server.close()
+    gc.collect()
+    assert not unread
 
 
 @pytest.mark.usefixtures("patient")

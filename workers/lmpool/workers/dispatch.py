@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from redis.exceptions import RedisError
 
+from lmpool.aio import end_tasks
 from lmpool.broker.connection import reply_timeout
 from lmpool.errors import LMPoolError, WorkerError
 from lmpool.protocol.job import Failure, digest_of
@@ -37,8 +38,7 @@ _log = logging.getLogger("lmpool.worker")
 MAX_CHECKED = 64
 """Max prompts per call of the server that checks whether clients still wait; a call takes the server about 0.1 ms."""
 
-# Seconds between two log lines about dropped prompts.
-_LOG_DROPPED_INTERVAL_S = 60.0
+_LOG_DROPPED_INTERVAL_S = 60.0  # Seconds between two log lines about dropped prompts.
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
 # Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker checks
@@ -47,10 +47,8 @@ _MAX_BLOCK_MS = 10_000
 # Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
 # With longer steps, a worker takes one batch per call, and leaves the other prompts to other workers.
 _SHORT_STEP_S = 0.001
-# Max bytes of the prompts of a call that takes several batches, far below the limit of a connection.
-_MAX_TAKEN_BYTES = 32 * 1024 * 1024
-# Max batches of prompts that a worker holds before their results are published.
-_MAX_UNPUBLISHED_BATCHES = 4
+_MAX_TAKEN_BYTES = 32 * 1024 * 1024  # Max bytes of the prompts that a call takes: far below a connection's limit.
+_MAX_UNPUBLISHED_BATCHES = 4  # Max batches of prompts that a worker holds before their results are published.
 # Max part of a lease for which a worker takes no new prompts, to become empty for a prompt that must run alone. The
 # worker tries again a third of a lease later, so the worker takes new prompts for at least half of the time.
 _DRAIN_SHARE = 1 / 3
@@ -201,11 +199,13 @@ class FetchLoop:
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
         """Take no new jobs during the block; end a read that waits for jobs."""
-        # No other read begins while this task waits for the lock.
-        self._pausing += 1
+        self._pausing += 1  # No other read begins while this task waits for the lock.
+        ending = asyncio.create_task(self.consumer.end_read())
         try:
-            ending = asyncio.create_task(self.consumer.end_read())
             await self._taking.acquire()
+        except asyncio.CancelledError:
+            await end_tasks([ending])
+            raise
         finally:
             self._pausing -= 1
         try:

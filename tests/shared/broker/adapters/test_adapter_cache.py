@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from redis.exceptions import ReadOnlyError, ResponseError
 
 from lmpool.errors import AdapterRefused
 from lmpool.protocol.adapter import Adapter, name_of
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from lmpool.workers.membership.adapters import AdapterCache
 from tests.shared.broker.adapters.adapter_changes import (
     QUICK,
     V,
@@ -81,3 +83,21 @@ async def test_a_worker_without_slots_refuses_adapters(pool: Pool, tmp_path: Pat
         with pytest.raises(AdapterRefused, match="no slot for one: start the workers with --max-adapters"):
             await producer.add_adapter("poet", write(tmp_path, "a", "1"))
         await check(producer, "", "")
+
+
+async def test_a_load_is_tried_again_after_a_refusal_that_passes(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refusals = [ReadOnlyError("You can't write against a read only replica."), ResponseError("BUSY running a script")]
+    write_note = AdapterCache._write_note
+
+    async def refuse_at_first(cache: AdapterCache, content: str) -> None:
+        if refusals:
+            raise refusals.pop()
+        await write_note(cache, content)
+
+    monkeypatch.setattr(AdapterCache, "_write_note", refuse_at_first)
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    async with serving(pool, backend), pool.producer("syn") as producer:
+        await check(producer, "poet", await producer.add_adapter("poet", write(tmp_path, "a", "1")))
+    assert not refusals

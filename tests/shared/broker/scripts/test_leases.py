@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import redis.asyncio as redis_async
 
 from lmpool.broker import scripts
+from lmpool.protocol.job import Job, digest_of
 from lmpool.protocol.keys import GROUP
+from lmpool.workers.metrics.counters import WorkerCounters
+from lmpool.workers.queue.jobs import JobReader, Taken
+from lmpool.workers.queue.leases import Leases
 from tests.shared.broker.scripts.script_calls import (
     JOBS,
     MODEL,
+    A,
     claim,
     fall_silent,
     finish,
@@ -17,6 +25,7 @@ from tests.shared.broker.scripts.script_calls import (
     take,
 )
 from tests.shared.broker.scripts.script_fixtures import script_redis, script_server  # noqa: F401
+from tests.workers.test_dispatch import INFO, fetch_loop
 
 # Scripts that claim jobs
 
@@ -126,6 +135,32 @@ async def test_deleted_entries_are_acknowledged_and_not_claimed(redis: redis_asy
     await redis.xdel(JOBS, first)
     assert await claim(redis) == (0, [(second, b"job-2", 1)])
     assert set(await pending(redis)) == {second}
+
+
+async def test_claims_go_on_behind_jobs_that_no_client_waits_for(redis: redis_async.Redis) -> None:
+    """Each claim of this worker takes one job, and clients wait for the last of three jobs only."""
+    prompts = [bytes([number, 0, 0, 0]) for number in range(3)]
+    for prompt in prompts:
+        # The lifetime has passed: without a waiting key, no client waits for the job.
+        await redis.xadd(JOBS, {"m": Job(prompt, "", INFO.fingerprint).pack(), "u": "0"})
+    entries = await take(redis)
+    await redis.set(MODEL.waiting + digest_of(prompts[2]), A + b"\n" + entries[2])
+    await fall_silent(redis, *entries, deliveries=1)
+    reader, accepted = JobReader(redis, MODEL, INFO, "w2", WorkerCounters()), list[bytes]()
+    reader.counters.clock_ahead_s = 60.0  # The jobs count as old enough for the check.
+
+    async def accept(taken: Taken) -> None:
+        accepted.extend(prompt.ids for prompt in taken.prompts)
+
+    async def end_read() -> None:
+        """Do nothing: no read is in flight."""
+
+    loop = fetch_loop(SimpleNamespace(batch=1, capacity=1, yielding=0), INFO)
+    loop.leases, loop.consumer = Leases(reader, 3), cast(Any, SimpleNamespace(end_read=end_read))
+    cast(Any, loop.dispatcher).accept = accept
+    await loop.claim()
+    assert accepted == prompts[2:]
+    assert set(await pending(redis)) == {entries[2]}
 
 
 # The script that renews leases

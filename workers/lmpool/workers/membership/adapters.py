@@ -15,7 +15,7 @@ from pathlib import Path
 from redis.exceptions import RedisError, ResponseError
 
 from lmpool.broker.registries import AdapterRegistry
-from lmpool.broker.replies import sentence
+from lmpool.broker.replies import NOT_NOW, code_of, sentence
 from lmpool.errors import AdapterChanged, AdapterRefused, ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.adapter import CHECK_PREFIX, Adapter, name_of, qualify, revision_of
 from lmpool.protocol.job import Failure
@@ -32,7 +32,7 @@ _log = logging.getLogger("lmpool.worker")
 _MB = 1_000_000  # Bytes of a megabyte, the unit of --adapter-mb.
 _QUARANTINE_MS = 600_000  # Ms for which no worker retries an adapter load that killed a worker: time to read the log.
 _REFUSED_S = 5.0  # Seconds until a worker tries again to load an adapter that it could not load.
-_RETRY_S = 0.5  # Seconds between two tries to read the registry from a server that does not answer.
+_RETRY_S = 0.5  # Seconds between two tries to use a server that does not answer, or refuses for now.
 _IN_USE_CHECK_S = 0.01  # Seconds between two checks whether the jobs of an adapter to be evicted have finished.
 
 
@@ -161,13 +161,16 @@ class AdapterCache:
                 loaded = adapter
             except WorkerError:
                 return  # The backend is broken, so the worker ends and requeues its jobs.
-            except (SettingsError, ProtocolError, ResponseError) as error:
+            except (SettingsError, ProtocolError, RedisError, OSError) as error:
+                is_of_server = isinstance(error, (RedisError, OSError))
+                # A refusal such as READONLY passes, as after a failover; others, such as of a missing right, stay.
+                if is_of_server and (not isinstance(error, ResponseError) or code_of(error) in NOT_NOW):
+                    _log.warning("cannot read the registry of adapters, will try again: %s", sentence(error))
+                    await asyncio.sleep(_RETRY_S)
+                    continue
                 _log.warning("cannot load the adapter %r: %s", name_of(adapter), error)
                 text = f"a worker cannot load the adapter {name_of(adapter)!r}: {error}"
                 self._refused[adapter] = Failure(AdapterRefused.__name__, text), loop.time() + _REFUSED_S
-            except (RedisError, OSError) as error:
-                _log.warning("cannot read the registry of adapters, will try again: %s", sentence(error))
-                await asyncio.sleep(_RETRY_S)
         prompts = [prompt for prompt in self._waiting.pop(adapter) if self.in_flight.get(prompt.digest) is prompt]
         for prompt in prompts:
             prompt.adapter = loaded or adapter

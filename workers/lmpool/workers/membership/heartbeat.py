@@ -23,6 +23,7 @@ from redis.exceptions import RedisError, ResponseError
 
 from lmpool.aio import end_tasks
 from lmpool.broker import scripts
+from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import register
 from lmpool.broker.scripts import (
     info_key,
@@ -379,7 +380,8 @@ def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
 async def loading(server: Server, settings: WorkerSettings, worker_id: str, model: str) -> AsyncIterator[None]:
     """Register in Redis that a worker loads a model, while the context is open; log every `LOG_EVERY_S` seconds."""
     _log.info("loading %r", model)
-    redis, keys = server.client(), Keys(settings.prefix)
+    # Wait a quarter of a lease for a reply, so that a heartbeat without a reply is sent again before the lease expires.
+    redis, keys = server.client(reply_timeout_s=reply_timeout(settings.heartbeat_s)), Keys(settings.prefix)
     with contextlib.suppress(RedisError, OSError):  # The heartbeats below log errors of the server.
         if count := (await read_alive(redis, keys.model(model))).serving:
             others = "1 worker serves" if count == 1 else f"{count} workers serve"

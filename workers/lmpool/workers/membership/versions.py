@@ -47,8 +47,7 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-_BLOCK_S = 20.0  # Seconds for which a read of the registry blocks.
-_REPLY_S = _BLOCK_S + 10  # Seconds to wait for a reply of the server, longer than a read blocks.
+_BLOCK_SHARE = 2 / 3  # Part of the time without a reply, after which a connection is broken, for which a read blocks.
 _TURN_CHECK_S = 0.2  # Mean seconds between two tries to take a turn, while other workers change their versions.
 _MOVED_TTL_MS = 3_600_000  # Lifetime of the entries that have clients read the model's info again.
 _MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
@@ -91,8 +90,11 @@ class VersionKeeper:
     ) -> None:
         self._server, self._settings, self._worker_id, self._engine = server, settings, worker_id, engine_thread
         self._is_ending, self._keys = is_ending, Keys(settings.prefix)
+        self._lease_ms = int(settings.lease_s * 1000)
         self._redis = server.client(reply_timeout_s=reply_timeout(settings.lease_s / 2))
-        self._reader = server.client(reply_timeout_s=_REPLY_S)  # Only for reads that block.
+        # Only for reads that block. A silent connection must not hide a new version for much longer than a lease.
+        self._reader = server.client(reply_timeout_s=reply_timeout(settings.lease_s))
+        self._block_ms = int(1000 * reply_timeout(settings.lease_s) * _BLOCK_SHARE)
         self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
         self._files: dict[str, LockedFolder] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
@@ -165,7 +167,7 @@ class VersionKeeper:
         while self._tensors and self.next is None:
             registered = await self._registry.read()
             if not await self._begin_change(registered):
-                await self._registry.wait(self._reader, registered.last, int(_BLOCK_S * 1000))
+                await self._registry.wait(self._reader, registered.last, self._block_ms)
             elif self.next is not None:
                 change()
         await asyncio.Event().wait()
@@ -181,15 +183,14 @@ class VersionKeeper:
             await asyncio.sleep(_TURN_CHECK_S)  # If it was decided before, it stays as it is.
             return True
         failed, not_before = self._not_before
-        lease_ms = int(self._settings.lease_s * 1000)
         if (failed != newest or time.monotonic() >= not_before) and not await self._lets_others_go_first():
             # Only one worker tries a version that no worker has served: it decides whether the version is refused.
             slots = self._settings.max_unavailable if number in registered.states else 1
-            self._slot = await self._registry.take_turn(self._worker_id, slots, lease_ms)
+            self._slot = await self._registry.take_turn(self._worker_id, slots, self._lease_ms)
         if self._slot is None:
             await asyncio.sleep(_TURN_CHECK_S * random.uniform(0.5, 1.5))
             return True
-        self._renewing = asyncio.create_task(self._keep_turn(self._slot, lease_ms), name="turn")
+        self._renewing = asyncio.create_task(self._keep_turn(), name="turn")
         try:
             await self._check_turn(newest)
         finally:
@@ -220,11 +221,16 @@ class VersionKeeper:
         else:
             self.next = registered.chain()
 
-    async def _keep_turn(self, slot: int, lease_ms: int) -> None:
+    async def _keep_turn(self) -> None:
         while True:
             await asyncio.sleep(self._settings.heartbeat_s)
             with suppress(RedisError, OSError):  # The turn expires if the server cannot be used.
-                await self._registry.renew_turn(slot, self._worker_id, lease_ms)
+                await self._renew_turn()
+
+    async def _renew_turn(self) -> bool:
+        """Keep the turn for another lease; returns False if another worker has it."""
+        assert self._slot is not None
+        return await self._registry.renew_turn(self._slot, self._worker_id, self._lease_ms)
 
     async def end_turn(self) -> None:
         """Give back this worker's turn, so that the next worker can change its version."""
@@ -243,17 +249,25 @@ class VersionKeeper:
     async def change(self, opened: Opened) -> Opened:
         """Load the next version, and refuse it if it cannot be served; returns the backend's properties then.
 
+        The backend keeps its weights if another worker has got this worker's turn during the fetch of the files.
         The version counts as served before this worker registers for it, so that no client uses an undecided version.
 
         Raises:
             WorkerError: the earlier weights cannot be loaded again; or the backend broke.
         """
         await self._end_restoring()  # The load removes the files of the current version.
+        await self._engine.run("drop of adapters", partial(_drop_adapters, self._own_adapters))
         chain, self.next = self.next or (), None
         before, number = self._chain, chain[-1].number
         _log.info("changing from version %d to version %d", self.info.version, number)
         reason, has_changed = "", True
         try:
+            for version in chain:
+                await self._path(version)
+            # The fetch may have taken longer than the turn lasts without a renewal, as while the server was silent.
+            if not await self._insist(self._renew_turn):
+                _log.warning("another worker has the turn to change now: version %d is served on", self.info.version)
+                return opened
             await self._load(chain)
         except SettingsError as error:
             reason, has_changed = first_line(error), isinstance(error, _Unservable)
@@ -294,15 +308,21 @@ class VersionKeeper:
         """Point clients to this worker's version when they must use it, and restore a lost registry."""
         if not self._tensors:
             return
-        registered, mine = await self._registry.read(), self.info.version
+        registered, mine, lost = await self._registry.read(), self.info.version, list[Version]()
         if registered.has_owner:
-            await self._registry.renew(self._chain)
+            needed = registered.chain(is_tried=False)
+            lost = [version for version in await self._registry.renew(self._chain) if version in needed]
         else:
             await self._registry.claim(self.info.lineage, self._tensors)
-        # Only the workers know the versions after a loss of the server's memory.
-        if registered.newest < mine and (self._restoring is None or self._restoring.done()):
+        # A worker that restored the registry may have lost the server between the entry of a version and its state.
+        are_undecided = any(
+            version in registered.versions and version.number not in registered.states for version in self._chain
+        )
+        # Only the workers have the versions after a loss of the server's memory, and files that the server has evicted.
+        must_restore = lost or are_undecided or registered.newest < mine
+        if must_restore and (self._restoring is None or self._restoring.done()):
             # Heartbeats must go on while large files are stored.
-            self._restoring = asyncio.create_task(self._restore(), name="restore")
+            self._restoring = asyncio.create_task(self._restore(lost), name="restore")
         base = self.info.base
         used = await read_pointer(self._redis, self._keys, base)
         self.is_used = used == mine
@@ -313,20 +333,20 @@ class VersionKeeper:
         if is_last or (mine > used and await self._count(self.info.name) >= others):
             await self._point(base, used, mine)
 
-    async def _restore(self) -> None:
-        """Add the versions of this worker's weights to the registry again, each after its stored file."""
+    async def _restore(self, lost: Collection[Version]) -> None:
+        """Add the versions of this worker's weights to the registry again, each after its file; store `lost` files."""
         with suppress(RedisError, OSError):  # The next call of `keep` tries again.
             for version in self._chain:
                 registered = await self._registry.read()
-                if version not in registered.versions:
-                    if version.number <= registered.newest:
-                        _log.warning(_NOT_RESTORED, version.number)
-                        return
-                    for index in range(version.parts):
-                        part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
-                        await self._registry.store(version.nonce, index, memoryview(part))
-                    if not await self._registry.add(version):
-                        return  # Another publisher or worker was faster.
+                is_missing = version not in registered.versions
+                if is_missing and version.number <= registered.newest:
+                    _log.warning(_NOT_RESTORED, version.number)
+                    return
+                for index in range(version.parts if is_missing or version in lost else 0):
+                    part = await asyncio.to_thread(_read_part, Path(self._files[version.nonce].name), index)
+                    await self._registry.store(version.nonce, index, memoryview(part))
+                if is_missing and not await self._registry.add(version):
+                    return  # Another publisher or worker was faster.
                 await self._registry.decide(version.number, SERVED)
 
     async def _end_restoring(self) -> None:
@@ -361,7 +381,7 @@ class VersionKeeper:
         is_next = not anew and full == known_full and sparse[: len(known)] == known
         paths = {version: await self._path(version) for version in chain}
         files = paths[full] if full is not None else None, [paths[version] for version in sparse]
-        change = partial(_change_weights, *files, len(known) if is_next else -1, self._own_adapters)
+        change = partial(_change_weights, *files, len(known) if is_next else -1)
         await self._engine.run(f"load of version {chain[-1].number if chain else 0}", change)
         try:
             for version in chain:  # A file may have been replaced while it was read.
@@ -486,18 +506,19 @@ def _tensors_of(backend: Backend) -> Mapping[str, TensorType]:
     return backend.tensors() if isinstance(backend, ChangesWeights) else {}
 
 
-def _change_weights(
-    full: Path | None, sparse: Sequence[Path], held: int, adapters: Collection[str], backend: Backend
-) -> None:
-    """Have the backend load weights, and check the row of one prompt; `adapters` are those that stay loaded.
+def _drop_adapters(kept: Collection[str], backend: Backend) -> None:
+    for adapter in set(backend.adapters) - set(kept):
+        backend.drop_adapter(adapter)
+
+
+def _change_weights(full: Path | None, sparse: Sequence[Path], held: int, backend: Backend) -> None:
+    """Have the backend load weights, and check the row of one prompt.
 
     Raises:
         SettingsError: the weights cannot be loaded, and the backend has its earlier ones.
         _Unservable: the backend has loaded the weights, and their row is no row.
     """
     assert isinstance(backend, ChangesWeights)
-    for adapter in set(backend.adapters) - set(adapters):
-        backend.drop_adapter(adapter)
     backend.load_weights(full, sparse, held)
     ids = np.arange(min(_CANARY_TOKENS, backend.info.vocab_size), dtype="<u4").tobytes()
     backend.submit([BackendJob(_CANARY, ids, fresh=True)])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
@@ -24,7 +26,17 @@ from lmpool.errors import (
 from lmpool.protocol import keys as key_names
 from lmpool.protocol import query as queries
 from lmpool.protocol.adapter import is_qualified
-from lmpool.protocol.job import Failure, Job, check_encoded, decode_ids, digest_of, query_digest, unpack_job
+from lmpool.protocol.job import (
+    DIGEST_SIZE,
+    MAX_JOB_BYTES,
+    Failure,
+    Job,
+    check_encoded,
+    decode_ids,
+    digest_of,
+    query_digest,
+    unpack_job,
+)
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.row import width_of
 from lmpool.settings import shown
@@ -40,6 +52,27 @@ _REFUSALS = (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, Unknown
 # Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
 _MAX_MS_DIGITS = 15
 _INFINITE_MS = 10**_MAX_MS_DIGITS
+
+
+class _FirstFields(msgspec.Struct, array_like=True):
+    """The fields of a `Job` that its digest depends on, of any wire version that keeps their order."""
+
+    version: int
+    ids: bytes
+    adapter: str
+    fingerprint: str
+    overwrite: bool = False
+    query: bytes = b""
+
+
+_FIRST_FIELDS = msgspec.msgpack.Decoder(_FirstFields)
+
+
+class _Undecodable(NamedTuple):
+    """A job that cannot be decoded."""
+
+    error: ProtocolError
+    digest: bytes  # The digest for which its clients wait, if the job is of another wire version; zeros if unknown.
 
 
 class Taken(NamedTuple):
@@ -89,11 +122,11 @@ class JobReader:
         return self._add(taken, entry_id, _decode(data), fields)
 
     def _add(
-        self, taken: Taken, entry_id: bytes, job: Job | ProtocolError, fields: Fields, *, is_valid: bool = False
+        self, taken: Taken, entry_id: bytes, job: Job | _Undecodable, fields: Fields, *, is_valid: bool = False
     ) -> StreamEntry:
         """Add a job, or the error of its decoding, to `taken`; `is_valid`: the prompt is within the model's limits."""
-        if isinstance(job, ProtocolError):
-            taken.refused.append(entry := dead_entry(entry_id, bytes(16), job))
+        if isinstance(job, _Undecodable):
+            taken.refused.append(entry := dead_entry(entry_id, job.digest, job.error))
             return entry
         digest, is_bulk = digest_of(job.ids, job.adapter), fields.get(key_names.PRIORITY_FIELD) == key_names.BULK
         entry = StreamEntry(entry_id, digest, job.overwrite, fields=fields, host=job.host, socket=job.socket)
@@ -175,11 +208,17 @@ def _failure(error: Exception) -> Failure:
     return Failure(type(error).__name__, str(error))
 
 
-def _decode(data: bytes) -> Job | ProtocolError:
+def _decode(data: bytes) -> Job | _Undecodable:
     try:
         return unpack_job(data)
     except ProtocolError as error:
-        return error
+        digest = bytes(DIGEST_SIZE)
+        # Clients of another release wait for the digest of the job, and would submit the job again and again.
+        with suppress(ValueError, RecursionError):
+            job = _FIRST_FIELDS.decode(data[:MAX_JOB_BYTES])
+            digest = digest_of(job.ids, job.adapter)
+            digest = query_digest(digest, job.query) if job.query else digest
+        return _Undecodable(error, digest)
 
 
 def _check_job(job: Job, query: queries.Query | None, info: ModelInfo) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -47,12 +48,13 @@ class Leases:
             part = entry_ids[at : at + scripts.MAX_AT_ONCE]
             await scripts.RENEW(self._redis, [self._keys.jobs], [GROUP, self._worker_id, *part])
 
-    async def claim(self, count: int, in_flight: Collection[bytes]) -> tuple[Taken, bool, int]:
+    async def claim(self, count: int, in_flight: Collection[bytes]) -> tuple[Taken, bool, float]:
         """Take over up to `count` jobs whose leases expired, except entries that this worker has in flight.
 
         Returns:
             the jobs; whether a job must run alone in this worker (the returned job, or a job that waits until a worker
-            holds no other jobs); the number of claims that check the rest of the held entries.
+            holds no other jobs); the number of claims that check the rest of the held entries, or infinity if this
+            claim found jobs, also if no client waits for these jobs: more jobs may follow.
         """
         args = [GROUP, self._worker_id, self._lease_ms, self._max_deliveries, count, int(not in_flight)]
         args += [MAX_JOB_BYTES, _MAX_CLAIMED_BYTES, _CURSOR_TTL_MS, *in_flight]
@@ -83,7 +85,7 @@ class Leases:
         if jobs := len(taken.prompts) + len(taken.refused):
             self._reader.counters.claimed += jobs
             _log.info("claimed %d prompts of workers whose leases expired", jobs)
-        return taken, bool(alone), int(further)
+        return taken, bool(alone), math.inf if entries else int(further)
 
     async def release_all(self, reason: str, in_flight: Iterable[bytes]) -> int:
         """Release all entries that this worker still holds, for other workers; return their number.
