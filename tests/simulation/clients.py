@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError
+from lmpool.errors import LMPoolError, WeightsRefused
 from lmpool.producer import Producer
 from lmpool.protocol.picks import Sampling, sample, top
 from tests.simulation.loop import Process
@@ -27,11 +27,13 @@ LONG_S = 600.0
 ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
+_BAD_SEED = -1  # A seed that the backend refuses, as it refuses a NaN.
 _SHARED = 30  # Prompts that all clients request.
 _BATCH = 6
 _GENERATED = 4  # Max tokens of a continuation.
 _MAX_PENDING = 40  # Requests of a client that wait at once.
 _MAX_RESTART_S = 1.0
+_HANG_UPS = 0.2  # Part of the clients that close their producer while requests wait, and start again.
 
 Row = NDArray[np.float32]
 Check = Callable[[Callable[[Sequence[int]], Row]], bool]
@@ -81,6 +83,7 @@ class SimulatedClient:
     Attributes:
         process: its present process.
         left: number of requests that it has not begun.
+        is_closing: whether it closes its producer while requests wait.
     """
 
     def __init__(self, world: World, number: int, *, is_bulk: bool, requests: int) -> None:
@@ -88,6 +91,7 @@ class SimulatedClient:
         self.draw = Random(f"client {world.plan.seed} {number}")
         self.process = Process("")
         self.producer: Producer | None = None
+        self.is_closing = False
         self.starts, self._count = 0, 0
         self._deadly = list(world.deadly)  # Each client sends them once: each costs up to three lives of workers.
         self._contexts: list[list[int]] = []
@@ -100,6 +104,7 @@ class SimulatedClient:
             self.process = process = Process(f"client {self.number}.{self.starts}")
             ended = asyncio.Event()
             process.on_kill.append(ended.set)
+            self.is_closing = False
             self.world.spawn(process, self._run(), on_end=ended.set)
             await ended.wait()
             self.world.loop.kill(process)
@@ -110,13 +115,24 @@ class SimulatedClient:
         draw, plan = self.draw, self.world.plan
         cache = draw.choice((0, 2_000, 1_000_000))
         priority: Any = "bulk" if self.is_bulk else "interactive"
+        # A client that fails at once if no worker serves must not take a pool with one dead worker for such a pool.
+        drains = sum(fault.kind == "drain worker" for fault in plan.faults)
+        is_patient = not plan.is_gentle or bool(plan.deadly) or drains >= plan.workers or draw.random() < 0.5
+        if not is_patient:
+            await self.world.has_served.wait()
         self.producer = producer = Producer(
-            MODEL, redis=URL, cache_bytes=cache, priority=priority, when_absent="wait", timeout=LONG_S,
-            keep_answers=draw.random() < 0.7,
+            MODEL, redis=URL, cache_bytes=cache, priority=priority, timeout=LONG_S, keep_answers=draw.random() < 0.7,
+            when_absent="wait" if is_patient else "raise",
         )  # fmt: skip
+        hangs_up_at = draw.randrange(self.left) if self.left and draw.random() < _HANG_UPS else -1
         tasks = set[asyncio.Task[None]]()
         while self.left > 0:
             self.left -= 1
+            if self.left == hangs_up_at:  # The program ends while it waits for results.
+                self.is_closing = True
+                await producer.close()
+                await asyncio.wait(tasks or [asyncio.create_task(asyncio.sleep(0))])
+                return
             kind = draw.choices(list(plan.weights), list(plan.weights.values()))[0]
             tasks.add(asyncio.create_task(self._send(self._draw_request(kind))))
             await asyncio.sleep(draw.expovariate(1 / plan.pause_s))
@@ -300,10 +316,16 @@ async def publish_versions(world: World, draw: Random) -> None:
     for number in range(1, 1 + world.plan.changes[1]):
         await asyncio.sleep(draw.uniform(0, 10))
         producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=LONG_S)
-        world.oracle.newest = number
+        is_bad = number in world.plan.bad_versions
+        world.oracle.newest = world.oracle.newest if is_bad else number
         try:
-            await producer.publish_weights({"seed": np.array(seed_of(number))}, number)
+            await producer.publish_weights({"seed": np.array(_BAD_SEED if is_bad else seed_of(number))}, number)
+            if is_bad:
+                world.oracle.violation(f"version {number} is served, although its weights are not those of a model")
             world.oracle.served = number
+        except WeightsRefused as error:
+            if not is_bad:
+                world.oracle.end_of_change(error)
         except LMPoolError as error:
             world.oracle.end_of_change(error)
         await producer.close()

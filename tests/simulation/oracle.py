@@ -19,6 +19,7 @@ from lmpool.errors import (
     AdapterRefused,
     DeadlineExceeded,
     LMPoolError,
+    ProducerClosed,
     ServerError,
     ServerUnreachable,
     SettingsError,
@@ -185,6 +186,8 @@ class Oracle:
             case ServerError():
                 is_full = "memory" in str(error) and world.full_at >= request.began
                 return is_full or (bool(world.lost_keys) and "has lost a change of the adapter" in str(error))
+            case ProducerClosed():
+                return request.client.is_closing
             case AdapterRefused():  # No worker loads it again for ten minutes.
                 return bool(world.plan.faults) and "terminated while it loaded" in str(error)
             case UnknownAdapter() | AdapterChanged():

@@ -14,6 +14,7 @@ _LEASES = (2.0, 4.0, 8.0)
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12
 _GENTLE = 0.25  # Part of all simulations that have only faults that nobody must notice.
+_BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: they show defects without an excuse.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
 _FAULTS_S = 40.0  # Faults begin within this time.
@@ -65,6 +66,7 @@ class Plan:
         short: part of the requests with a deadline of less than a second.
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
+        bad_versions: numbers of versions whose weights every worker refuses.
         lines: number of texts of a run over a file; 0 for no run.
         deadly: number of prompts that end each worker that computes them.
         faults: in the order of their times.
@@ -87,6 +89,7 @@ class Plan:
     short: float
     cancelled: float
     changes: tuple[int, int]
+    bad_versions: tuple[int, ...]
     lines: int
     deadly: int
     faults: tuple[Fault, ...] = field(default=())
@@ -133,6 +136,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         short=draw.choice((0.0, 0.05, 0.3)),
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,
+        bad_versions=tuple(number for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS),
         lines=draw.choice((0, 0, 40)) if not changes[1] else 0,  # A run is refused if the weights change.
         deadly=draw.choice((0, 0, 0, 1, 2)),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),

@@ -93,6 +93,7 @@ class SimulatedWorker:
     def _on_ready(self, _: ModelInfo) -> None:
         assert self.worker is not None
         self.name = self.worker.worker_id
+        self.world.has_served.set()
 
     @property
     def info(self) -> ModelInfo | None:

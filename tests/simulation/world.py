@@ -62,6 +62,7 @@ class World:
         disturbed_at: virtual time at which a worker last computed a deadly prompt, hung or raised.
         restarting: held while the server restarts.
         all_sent: set when all clients have sent their requests, and all changes are over.
+        has_served: set when the first worker serves.
         adapters: number of adapters that were put in service.
     """
 
@@ -136,7 +137,7 @@ class World:
 
     async def _main(self) -> None:
         plan, loop = self.plan, self.loop
-        self.restarting, self.all_sent = asyncio.Lock(), asyncio.Event()
+        self.restarting, self.all_sent, self.has_served = asyncio.Lock(), asyncio.Event(), asyncio.Event()
         self.log(f"{plan}")
         await self.server.start()
         ups: Sequence[Supervision | SimulatedWorker] = [self.supervision] if plan.is_supervised else self.workers
