@@ -22,7 +22,7 @@ from tests.simulation.workers import MODEL, URL
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
-LONG_S = 600.0
+LONG_S = 200.0
 """Deadline of requests that must get a result."""
 ADAPTER = "poet"
 """Name of the adapter that is replaced."""
@@ -93,7 +93,8 @@ class SimulatedClient:
         self.producer: Producer | None = None
         self.is_closing = False
         self.starts, self._count = 0, 0
-        self._deadly = list(world.deadly)  # Each client sends them once: each costs up to three lives of workers.
+        # Each deadly prompt is sent once, because it costs up to three lives of workers.
+        self._deadly = world.deadly[number :: len(world.plan.clients)]
         self._contexts: list[list[int]] = []
         self._is_over = False
 

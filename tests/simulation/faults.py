@@ -115,9 +115,10 @@ async def forget_scripts(world: World, draw: Random) -> None:
 
 
 async def jump_server_clock(world: World, draw: Random) -> None:
-    """The server's clock is set. Keys may expire early."""
-    step = draw.choice((-1, 1)) * draw.choice((1.0, 60.0, _MAX_CLOCK_S, 3 * _MAX_CLOCK_S)) * draw.random()
+    """The server's clock is set: on, so that keys expire early, or back, so that leases last longer."""
+    step = draw.random() * draw.choice((1.0, -1.0, 60.0, -60.0, _MAX_CLOCK_S, 3 * _MAX_CLOCK_S))
     world.lost_keys += step > 0
+    world.set_back_s += max(0.0, -step)
     world.server.process.clock_s += step
 
 

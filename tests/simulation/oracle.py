@@ -22,7 +22,6 @@ from lmpool.errors import (
     ProducerClosed,
     ServerError,
     ServerUnreachable,
-    SettingsError,
     UnknownAdapter,
     WorkerError,
 )
@@ -219,7 +218,7 @@ class Oracle:
 
     def end_of_change(self, error: LMPoolError) -> None:
         """An adapter or version could not be put in service."""
-        if not (self.world.plan.faults and isinstance(error, (DeadlineExceeded, SettingsError, LMPoolError))):
+        if not (self.world.plan.faults or self.world.plan.deadly):
             self.violation(f"a change ended with {type(error).__name__}: {error}")
 
     # Steps
@@ -266,7 +265,7 @@ class Oracle:
     def _check_requests(self) -> None:
         now, lease_s = self.world.loop.time(), self.world.plan.lease_s
         healed = None if self.world.healed_at is None else max(self.world.healed_at, self.world.disturbed_at)
-        bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S
+        bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S + self.world.set_back_s
         for request in list(self._pending):
             stopped = max(0.0, request.client.process.resume_at)
             if now > max(request.began + request.timeout, stopped) + _LATE_S:

@@ -75,7 +75,12 @@ def _notice_lost_messages(oracle: Oracle) -> None:
                 if request.stage is Stage.WAITING and now - request.since > 2 * _MESSAGE_S and not request.damaged:
                     item = live.get(self._connections.model.rows.keys_of([request.prompt.digest])[0])
                     ttl = _ANSWER_TTL_S if request.prompt.query else _ROW_TTL_S
-                    if item is not None and item.expireat is not None and item.expireat - server.now < ttl - _MESSAGE_S:
+                    # A worker may store the row with another answer, while the job of the row still waits.
+                    is_told = self._connections.model.keys.waiting + request.prompt.digest not in live
+                    is_old = (
+                        item is not None and item.expireat is not None and item.expireat - server.now < ttl - _MESSAGE_S
+                    )
+                    if is_told and is_old:
                         oracle.violation(f"no message about the row of {decode_ids(request.prompt.ids).tolist()}")
         await check(self)
 

@@ -57,6 +57,7 @@ class World:
         plan: the draws of the seed.
         deadly: prompts that end each worker that computes them.
         lost_keys: how often the server has lost keys.
+        set_back_s: seconds by which the server's clock was set back.
         healed_at: virtual time at which the last fault was healed; None before.
         full_at: virtual time at which the server was last full.
         disturbed_at: virtual time at which a worker last computed a deadly prompt, hung or raised.
@@ -74,6 +75,7 @@ class World:
         self.oracle = Oracle(self)
         self.deadly = [(6, number) for number in range(plan.deadly)]
         self.lost_keys = self.adapters = 0
+        self.set_back_s = 0.0
         self.healed_at: float | None = None
         self.full_at = self.disturbed_at = -math.inf
         self.lines: list[str] = []
@@ -159,7 +161,7 @@ class World:
             await asyncio.sleep(_CHECK_S)
         self.all_sent.set()
         await asyncio.wait(clients)
-        await asyncio.sleep(_QUIET_LEASES * plan.lease_s + 5)
+        await asyncio.sleep(_QUIET_LEASES * plan.lease_s + 5 + self.set_back_s)
         self.oracle.check_end()
         checking.cancel()
         for supervised in ups:
