@@ -328,7 +328,7 @@ class Oracle:
     def _check_deliveries(self) -> None:
         """A job is delivered again only after a fault, so no prompt is computed twice without need."""
         plan = self.world.plan
-        most = 1 + plan.can_end_steps + self.max_deliveries * plan.deadly * len(plan.clients)
+        most = 1 + plan.can_end_steps + self.max_deliveries * plan.deadly
         for (_, _, prompt), count in self.plain.items() if self.is_whole and plan.partitions == 1 else ():
             if count > most and prompt not in self._loose and prompt not in self.world.deadly:
                 self.violation(f"{list(prompt)} was delivered {count} times")
