@@ -140,7 +140,7 @@ class SimulatedBackend(SyntheticBackend):
         jobs: list[Any] = list(self._jobs.values())[: self.batch]
         ids = [tuple(decode_ids(job.ids).tolist()) for job in jobs]
         worker.world.oracle.on_step(ids)
-        worker.world.oracle.on_last_deliveries([job.entries for job in jobs])
+        worker.world.oracle.on_last_deliveries([getattr(job, "entries", ()) for job in jobs])
         if how or seconds > plan.lease_s / 2:
             worker.world.disturbed_at = worker.world.loop.time() + seconds
         if how == "raise":
