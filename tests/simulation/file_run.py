@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -27,6 +28,17 @@ FIRST = 7
 _MAX_TEXT = 4
 _MAX_RESTART_S = 2.0
 _TOP = 2
+
+
+class _Silent(Progress):
+    """Progress that prints nothing."""
+
+    def shown(self, total: int, done: int) -> AbstractContextManager[None]:  # type: ignore[override]
+        """See `Progress`."""
+        return nullcontext()
+
+    def advance(self, lines: int, positions: int) -> None:
+        """See `Progress`."""
 
 
 class FileRun:
@@ -67,7 +79,7 @@ class FileRun:
         settings = BatchSettings(f"topk:{_TOP}", shard_lines=5, concurrency=8)
         try:
             async with Pool(MODEL).producer(URL, "wait") as producer:
-                outcome = await run_batch(producer, source, output, settings, Progress())
+                outcome = await run_batch(producer, source, output, settings, _Silent())
             self.world.log(f"{process.name}: {outcome}")
             self._is_over = True
         except LMPoolError as error:

@@ -184,7 +184,9 @@ class Oracle:
                 return given_up or any(prompt in world.deadly for prompt in request.prompts)
             case ServerError():
                 is_full = "memory" in str(error) and world.full_at >= request.began
-                return is_full or (bool(world.lost_keys) and "has lost a change of the adapter" in str(error))
+                # Adapters end with the last worker that drains.
+                may_lose = bool(world.lost_keys) or any(fault.kind == "drain worker" for fault in world.plan.faults)
+                return is_full or (may_lose and "has lost a change of the adapter" in str(error))
             case ProducerClosed():
                 return request.client.is_closing
             case AdapterRefused():  # No worker loads it again for ten minutes.
