@@ -47,10 +47,12 @@ def _count_deliveries(oracle: Oracle) -> None:
 
 def _notice_lost_jobs(oracle: Oracle) -> None:
     """A client submits a prompt again only if the server or a client's deadline has removed its job."""
-    call = Submitter._call_script
+    call, queues = Submitter._call_script, dict[Any, bytes]()  # Request -> the queue to which it was submitted last.
 
     async def call_script(self: Submitter, partition: Any, requests: Sequence[Any], homes: Any, again: str) -> bytes:
-        waiting = {request for request in requests if request.stage is Stage.WAITING}
+        jobs = partition.keys.jobs
+        waiting = {request for request in requests if request.stage is Stage.WAITING and queues.get(request) == jobs}
+        queues.update(dict.fromkeys(requests, jobs))
         outcome = await call(self, partition, requests, homes, again)
         if again.startswith("1") and oracle.is_whole and len(self._connections.partitions.current) == 1:
             for request, code in zip(requests, outcome.decode(), strict=False):
