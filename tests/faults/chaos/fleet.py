@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 from lmpool.rows.shared_memory import FOLDER_VARIABLE, NAME
@@ -21,6 +21,15 @@ START_S = 120.0
 SERVING = f"serving {MODEL!r}"
 """Text that a worker prints when it begins to take jobs."""
 _TRACEBACK_S = 0.5
+_ROOT = Path(__file__).parents[3]
+PARTS = ("shared", "producer", "workers", "testing")
+"""The folders of a checkout that contain the package."""
+
+
+def environment_of(root: Path) -> dict[str, str]:
+    """The environment of a process that uses the package in a checkout."""
+    paths = os.pathsep.join(str(root / part) for part in PARTS)
+    return {**os.environ, **({} if root == _ROOT else {"PYTHONPATH": paths})}
 
 
 class Process:
@@ -33,7 +42,9 @@ class Process:
         is_draining: whether the run sent SIGTERM to the process.
     """
 
-    def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path, host: Path) -> None:
+    def __init__(
+        self, number: int, command: Sequence[str], log: Path, trace: Path, host: Path, root: Path = _ROOT
+    ) -> None:
         self.number = number
         self.is_struck = self.is_frozen = self.is_draining = False
         self._log = log
@@ -42,8 +53,9 @@ class Process:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                cwd=root,
                 env={
-                    **os.environ,
+                    **environment_of(root),
                     "OMP_WAIT_POLICY": "PASSIVE",
                     "OMP_NUM_THREADS": "1",
                     "LMPOOL_TRACEBACK": "1",
@@ -115,6 +127,7 @@ class Fleet:
         self._url = url
         self._prefix = prefix
         self._started = 0
+        self._numbers = count()
         self.workers: list[Process] = []
         self.clients: list[Process] = []
         self.failed: list[str] = []
@@ -130,9 +143,15 @@ class Fleet:
         """The sockets of the workers' shared memory segments."""
         return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*/{NAME}*"))
 
-    def log_of(self, client: int) -> Path:
-        """The request log of a client."""
-        return self._folder / f"client-{client}.requests"
+    @property
+    def logs(self) -> list[Path]:
+        """The request logs of all clients, in the order of their numbers."""
+        logs = self._folder.glob("client-*.requests")
+        return sorted(logs, key=lambda path: int(path.stem.partition("-")[2]))
+
+    def root(self, role: str) -> Path:
+        """The checkout that the next process of a role, "worker" or "client", uses."""
+        return _ROOT
 
     def start(self) -> None:
         """Start the workers, then the clients; wait until the clients send requests.
@@ -142,7 +161,7 @@ class Fleet:
         """
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
         self._await(self.workers, SERVING)
-        self.clients = [self._start_client(number) for number in range(self._settings.clients)]
+        self.clients = [self._start_client() for _ in range(self._settings.clients)]
         self._await(self.clients, "asking")
 
     def _await(self, processes: Sequence[Process], text: str) -> None:
@@ -166,14 +185,17 @@ class Fleet:
         command = [sys.executable, "-m", "tests.faults.chaos.worker", "worker", MODEL, "--with-trie", *words]
         self._started += 1
         host = self._hosts[number == settings.workers - 1]
-        return Process(number, command, self._folder / f"worker-{self._started}.log", self._folder, host)
+        log = self._folder / f"worker-{self._started}.log"
+        return Process(number, command, log, self._folder, host, self.root("worker"))
 
-    def _start_client(self, number: int) -> Process:
-        given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
-        given.append(str(self._folder / "adapters"))
-        command = [sys.executable, "-m", "tests.faults.chaos.client", *given, str(self.log_of(number))]
+    def _start_client(self) -> Process:
+        number = next(self._numbers)
+        given = [json.dumps(self._settings.changed), str(number), self._url(number), self._prefix]
+        given += [str(self._folder / "adapters"), str(self._folder / f"client-{number}.requests")]
+        command = [sys.executable, "-m", "tests.faults.chaos.client", *given]
         host = self._hosts[number == self._settings.clients - 1]
-        return Process(number, command, self._folder / f"client-{number}.log", self._folder, host)
+        log = self._folder / f"client-{number}.log"
+        return Process(number, command, log, self._folder, host, self.root("client"))
 
     @property
     def is_whole(self) -> bool:
