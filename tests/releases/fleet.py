@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.faults.chaos.fleet import SERVING, Fleet, Process
+from tests.faults.chaos.fleet import ASKING, SERVING, Fleet, Process
 from tests.faults.chaos.settings import ChaosSettings
 from tests.releases.checkout import ROOT
 
@@ -59,6 +59,11 @@ class MixedFleet(Fleet):
         self._roll_at = time.monotonic()
         self._end_at = self._roll_at + self._settings.seconds
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers and clients run. A client that has not begun to ask would be killed by SIGTERM."""
+        return super().is_whole and all(client.code is None and client.says(ASKING) for client in self.clients)
+
     def mend(self) -> None:
         """Replace the processes that have ended, and from time to time end one more."""
         self.replaced["worker"] += sum(worker.is_draining and worker.code == 0 for worker in self.workers)
@@ -76,7 +81,7 @@ class MixedFleet(Fleet):
     def _roll(self) -> None:
         """Send SIGTERM to a process, unless it is the only one of its role that works."""
         # The first client puts adapters in service, so it stays.
-        groups = {"worker": (self.workers, SERVING), "client": (self.clients[1:], "asking")}
+        groups = {"worker": (self.workers, SERVING), "client": (self.clients[1:], ASKING)}
         processes, text = groups[self._draw.choice(ROLES)]
         ready = [process for process in processes if _is_ready(process, text)]
         if len(ready) > 1 or (ready and processes is not self.workers):

@@ -20,6 +20,8 @@ _END_S = 60.0
 START_S = 120.0
 SERVING = f"serving {MODEL!r}"
 """Text that a worker prints when it begins to take jobs."""
+ASKING = "asking"
+"""Text that a client prints when it begins to send requests."""
 _TRACEBACK_S = 0.5
 _ROOT = Path(__file__).parents[3]
 PARTS = ("shared", "producer", "workers", "testing")
@@ -162,7 +164,7 @@ class Fleet:
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
         self._await(self.workers, SERVING)
         self.clients = [self._start_client() for _ in range(self._settings.clients)]
-        self._await(self.clients, "asking")
+        self._await(self.clients, ASKING)
 
     def _await(self, processes: Sequence[Process], text: str) -> None:
         end = time.monotonic() + START_S
