@@ -41,11 +41,17 @@ def mix(settings: ChaosSettings, other: str, folder: Path, hosts: tuple[Path, Pa
     faults = report.faults
     for role in ROLES:
         of_each = {name: fleet.started[role, root] for name, root in (("this release", ROOT), (other, checkout))}
-        print(f"{role + 's':<17} {', '.join(f'{count} of {name}' for name, count in of_each.items())}", end="; ")
-        print(f"{fleet.replaced[role]} replaced after SIGTERM")
-        faults += [f"no {role} of {name}" for name, count in of_each.items() if not count]
+        print(f"{role + ' processes':<17} {', '.join(f'{count} of {name}' for name, count in of_each.items())}")
+        # A short run has time for one batch run only.
+        faults += [f"no {role} of {name}" for name, count in of_each.items() if not count and role != "batch"]
+    print(f"{'after SIGTERM':<17} {fleet.replaced['worker']} workers and {fleet.replaced['client']} clients replaced")
+    batches = fleet.batches
+    print(f"{'batch runs':<17} {batches.finished} finished, {batches.continued} times killed and continued")
+    print(f"{'wrong batches':<17} {len(batches.wrong)}", *batches.wrong[:10])
     print(report)
-    return 1 if faults else 0
+    if faults != report.faults:
+        print("NOT ALLOWED:", ", ".join(faults))
+    return 1 if faults or batches.wrong else 0
 
 
 def main() -> int:
