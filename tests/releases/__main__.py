@@ -64,7 +64,8 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folder of logs and traces and print its path")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    settings = untimed(ChaosSettings(seconds=given.seconds, seed=seed, partitions=2))
+    # Clients start at any time, also while the server restarts, so they wait for it.
+    settings = untimed(ChaosSettings(seconds=given.seconds, seed=seed, partitions=2, when_absent="wait"))
     if given.small:
         settings = replace(settings, workers=2, clients=2, partitions=1)
     if given.other == LAST and not last_release():

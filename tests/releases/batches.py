@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,12 @@ class Batches:
         self.check()
         self.process = self._next()
 
+    def kill(self) -> None:
+        """Kill the process of the current run, if it has finished a shard: so each process makes progress."""
+        if self._shards > self._shards_before:
+            self.process.is_struck = True
+            self.process.signal(signal.SIGKILL)
+
     def check(self) -> None:
         """Check the results of a run that has ended."""
         if self.process.code:
@@ -74,6 +81,10 @@ class Batches:
         self.finished += 1
 
     @property
+    def _shards(self) -> int:
+        return len(list(self._output.glob("shard-*.jsonl")))
+
+    @property
     def _output(self) -> Path:
         return self._folder / f"out-{self._runs}"
 
@@ -90,6 +101,7 @@ class Batches:
 
     def _launch(self) -> Process:
         self._processes += 1
+        self._shards_before = self._shards
         command = [sys.executable, "-m", "lmpool", "batch", "run", str(self._folder / f"in-{self._runs}.jsonl")]
         command += [str(self._output), "--what", f"topk:{_K}", "--shard-lines", "5", "--concurrency", "4"]
         return self._start(self._processes, [*command, *self._options], self._folder / f"batch-{self._processes}.log")

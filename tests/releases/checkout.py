@@ -19,7 +19,7 @@ LAST, NEXT = "last", "next"
 _BEFORE_TAGS = "f3ef2a02"
 """The commit before this package was added: the last release, as long as no release has a tag."""
 
-_COPIED = (*PARTS, "tests", "pyproject.toml")
+_COPIED = (*PARTS, "pyproject.toml")
 _ENCODER = r'''
 class _PlantedEncoder:
     """Adds a field to each message except queries, which must not have unknown fields."""
@@ -104,7 +104,7 @@ def _copy(folder: Path) -> None:
 
 def _check(folder: Path) -> None:
     """Check that processes of the checkout use the modules of all its parts, and not those of this checkout."""
-    names = "lmpool.protocol.job", "lmpool.producer.producer", "lmpool.workers.worker", "tests.faults.chaos.client"
+    names = "lmpool.protocol.job", "lmpool.producer.producer", "lmpool.workers.worker"
     script = f"import importlib; [print(importlib.import_module(name).__file__) for name in {names}]"
     done = subprocess.run(
         [sys.executable, "-c", script], cwd=folder, env=environment_of(folder), capture_output=True,

@@ -102,8 +102,7 @@ class MixedFleet(Fleet):
         """Send SIGTERM to a worker, unless no other one works, or to a client; or kill the process of a batch run."""
         role = self._draw.choice(ROLES)
         if role == "batch":
-            self.batches.process.is_struck = True
-            self.batches.process.signal(signal.SIGKILL)
+            self.batches.kill()
             return
         # The first client puts adapters in service, so it stays.
         groups = {"worker": (self.workers, SERVING), "client": (self.clients[1:], ASKING)}
@@ -125,6 +124,7 @@ class MixedFleet(Fleet):
         """See `Fleet.kill`."""
         if self._batches is not None:
             self._batches.process.signal(signal.SIGKILL)
+            self._batches.process.ends_within(self._settings.timeout_s)
         super().kill()
 
 

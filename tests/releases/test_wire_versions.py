@@ -9,7 +9,7 @@ import msgpack
 import pytest
 
 from lmpool.broker.server import Server
-from lmpool.errors import ModelMismatch, ProtocolError
+from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import WIRE_VERSION, Job
 from lmpool.protocol.model_info import ModelInfo
@@ -72,3 +72,14 @@ async def test_a_job_of_an_unknown_wire_version_becomes_a_dead_letter_with_both_
     assert pool.redis.xlen(keys.jobs) == 0, "no worker gets the job again"
     async with pool.producer("syn") as producer:
         assert (await producer.logprobs([1])).size
+
+
+async def test_a_connected_client_ends_with_both_versions_when_much_later_workers_take_over(pool: Pool) -> None:
+    worker = pool.start("--lease-s", 0.5)
+    async with pool.producer("syn", timeout=8) as producer:
+        assert (await producer.logprobs([1])).size
+        worker.end()
+        theirs, _ = of_version(producer.model, WIRE_VERSION + 2)
+        pool.redis.hset(pool.keys.models(), "syn", theirs)
+        with pytest.raises(LMPoolError, match=f"wire version {WIRE_VERSION + 2}, and .*speaks {WIRE_VERSION}"):
+            await producer.logprobs([2])

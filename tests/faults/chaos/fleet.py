@@ -55,7 +55,7 @@ class Process:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                cwd=root,
+                cwd=_ROOT,  # The modules of the tests are always those of this checkout.
                 env={
                     **environment_of(root),
                     "OMP_WAIT_POLICY": "PASSIVE",
@@ -225,20 +225,21 @@ class Fleet:
     def stop_clients(self) -> None:
         """Send SIGTERM to the clients, so that they send no more requests."""
         for client in self.clients:
-            client.signal(signal.SIGTERM)
+            if not client.is_draining:  # A second signal would kill a client that has ended its event loop.
+                client.signal(signal.SIGTERM)
 
     def end_clients(self) -> None:
-        """Wait until all requests of the clients have ended and the clients exit."""
+        """After `stop_clients`, wait until all requests of the clients have ended and the clients exit."""
         self._end("client", self.clients, self._settings.timeout_s + _END_S)
 
     def end_workers(self) -> None:
         """Send SIGTERM to the workers, and wait until they have finished their jobs and exit."""
+        for worker in self.workers:
+            worker.signal(signal.SIGTERM)
         self._end("worker", self.workers, self._settings.lease_s * 2 + _END_S)
 
     def _end(self, role: str, processes: Sequence[Process], seconds: float) -> None:
         end = time.monotonic() + seconds
-        for process in processes:
-            process.signal(signal.SIGTERM)
         for process in processes:
             if not process.ends_within(max(0.1, end - time.monotonic())):
                 self.leaked.append(f"{role} {process.number}: {process.last_words}")
