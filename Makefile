@@ -84,7 +84,7 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-quantised test-trainers test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
-	test-cluster chaos fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
+	test-cluster chaos releases fuzz model-check docs picture screenshots dist bench bench-compare bench-devices clean
 
 ## help: list the targets
 help:
@@ -250,6 +250,16 @@ $(ARQ): $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --no-deps --target $@ \
 		'arq>=0.28' redis==5.3.1 'PyJWT>=2.9'
 	touch $@
+
+## releases: mix this checkout with the last and with the next release in one pool under faults, SECONDS (600) each
+releases: $(INSTALLED)
+	$(BIN)/python -m tests.releases --with last --seconds $(or $(SECONDS),600)
+	$(BIN)/python -m tests.releases --with next --seconds $(or $(SECONDS),600)
+
+## dist: build wheel and sdist in DIST, install the wheel into an empty environment, run the README's first program there
+DIST ?= build/dist
+dist:
+	$(PYTHON) -m tools.dist $(DIST)
 
 ## lint: run ruff (checks and format) and mypy
 lint: $(INSTALLED)
