@@ -76,7 +76,7 @@ async def test_a_job_of_an_unknown_wire_version_becomes_a_dead_letter_with_both_
 
 async def test_a_connected_client_ends_with_both_versions_when_much_later_workers_take_over(pool: Pool) -> None:
     worker = pool.start("--lease-s", 0.5)
-    async with pool.producer("syn", timeout=8) as producer:
+    async with pool.producer("syn", timeout=4) as producer:
         assert (await producer.logprobs([1])).size
         worker.end()
         theirs, _ = of_version(producer.model, WIRE_VERSION + 2)

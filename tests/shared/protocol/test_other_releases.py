@@ -93,7 +93,7 @@ def test_the_table_has_every_message() -> None:
 
 
 def _subclasses(kind: type) -> set[type]:
-    direct = set(kind.__subclasses__())
+    direct: set[type] = set(kind.__subclasses__())
     return direct.union(*map(_subclasses, direct))
 
 
