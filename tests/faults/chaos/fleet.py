@@ -201,8 +201,8 @@ class Fleet:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all workers run and take jobs."""
-        return all(worker.code is None and worker.says(SERVING) for worker in self.workers)
+        """Whether all workers run and take jobs. A worker that drains must be replaced when it has ended."""
+        return all(worker.code is None and not worker.is_draining and worker.says(SERVING) for worker in self.workers)
 
     def mend(self) -> None:
         """Start a replacement for every worker that has ended."""
