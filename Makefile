@@ -84,7 +84,8 @@ export MYPY_CACHE_DIR ?= $(abspath $(VENV))/.mypy_cache
 
 .PHONY: help demo demo-vllm demo-sglang test lint lint-deploy lint-observe images pin-hashes test-docs test-main test-others \
 	test-smoke test-quantised test-trainers test-vllm $(VLLM_RUNS) test-sglang collect test-ranks test-engines-newest test-servers \
-	test-cluster chaos soak simulate fuzz model-check docs picture screenshots bench bench-compare bench-devices clean
+	test-cluster chaos soak simulate releases fuzz model-check docs picture screenshots dist bench bench-compare \
+	bench-devices clean
 
 ## help: list the targets
 help:
@@ -216,11 +217,10 @@ test-engines-newest:
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.faults.chaos --seconds 180
 
-## simulate: run whole pools with virtual time, each with faults drawn from a seed, for SECONDS seconds; print the failures
+## simulate: run whole pools with virtual time, each with faults drawn from a seed, SECONDS (300); print the failures
 # `python -m tests.simulation --seed N` repeats a seed and prints its log; with --shrink it leaves out faults.
-SECONDS ?= 300
 simulate: $(INSTALLED)
-	$(BIN)/python -m tests.simulation --first $(shell date +%s) --count 1000000 --seconds $(SECONDS)
+	$(BIN)/python -m tests.simulation --first $(shell date +%s) --count 1000000 --seconds $(or $(SECONDS),300)
 
 ## soak: send mixed requests for HOURS, with faults; check every result, memory, descriptors and keys
 # Prints a line each minute, each violation, and a table at the end. Two idle cores serve 10 million requests in an hour.
@@ -262,6 +262,16 @@ $(ARQ): $(INSTALLED)
 	$(BIN)/python -m pip install -q --disable-pip-version-check --upgrade --no-deps --target $@ \
 		'arq>=0.28' redis==5.3.1 'PyJWT>=2.9'
 	touch $@
+
+## releases: mix this checkout with the last and with the next release in one pool under faults, SECONDS (600) each
+releases: $(INSTALLED)
+	$(BIN)/python -m tests.releases --with last --seconds $(or $(SECONDS),600)
+	$(BIN)/python -m tests.releases --with next --seconds $(or $(SECONDS),600)
+
+## dist: build wheel and sdist in DIST, install the wheel into an empty environment, run the README's first program there
+DIST ?= build/dist
+dist:
+	$(PYTHON) -m tools.dist $(DIST)
 
 ## lint: run ruff (checks and format) and mypy
 lint: $(INSTALLED)

@@ -1,16 +1,16 @@
 # A worker with SGLang, based on the engine's image. Needs the wheel that docker/Dockerfile builds:
 #
-#   docker build -f docker/Dockerfile --target wheel -t lmpool-wheel:0.1.0 .
-#   docker build -f docker/sglang.Dockerfile -t lmpool-sglang:0.1.0 docker
+#   docker build -f docker/Dockerfile --target wheel -t lmpool-wheel:0.2.0 .
+#   docker build -f docker/sglang.Dockerfile -t lmpool-sglang:0.2.0 docker
 #
 # To use your own package index, add `--secret id=pip_conf,src=pip.conf`. No layer contains the secret.
-ARG WHEEL=lmpool-wheel:0.1.0
+ARG WHEEL=lmpool-wheel:0.2.0
 ARG BASE=docker.io/lmsysorg/sglang:v0.5.23
 
 FROM ${WHEEL} AS wheel
 
 FROM ${BASE}
-ARG VERSION=0.1.0
+ARG VERSION=0.2.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="lmpool-sglang" \
       org.opencontainers.image.description="A worker of lmpool with SGLang" \

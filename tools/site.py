@@ -32,6 +32,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
     "docker/redis/README.md": "redis.md",
     "examples/surprise.ipynb": "tutorials/surprise.ipynb",
 }

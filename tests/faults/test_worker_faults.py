@@ -136,10 +136,10 @@ async def test_a_worker_does_not_join_workers_of_an_older_release_with_the_same_
         await redis.hset(pool.keys.worker("older"), mapping=heartbeat)  # type: ignore[arg-type]
         await redis.zadd(pool.keys.model("syn").workers, {"older": deadline_ms()})
         await redis.hset(pool.keys.models(), "syn", older)
-        with pytest.raises(ModelMismatch, match="served by older .* has other fields than this release knows"):
+        with pytest.raises(ModelMismatch, match="served by older .* lacks fields that this release needs"):
             await joined(redis, pool.keys, info, "newer")
         assert await redis.hget(pool.keys.models(), "syn") == older
-        with pytest.raises(ProtocolError, match="has other fields than this release knows"):
+        with pytest.raises(ProtocolError, match="lacks fields that this release needs"):
             await Discovery(redis, pool.keys).info("syn")
     finally:
         await redis.aclose()

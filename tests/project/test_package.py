@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from importlib.metadata import entry_points
@@ -16,14 +17,18 @@ from tools.command_line import all_commands
 ROOT = Path(__file__).parents[2]
 
 
+def build(kind: str, folder: Path) -> Path:
+    """Build the wheel or the sdist from the working tree; returns its path."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    (path,) = folder.glob("lmpool-*")
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from the working tree."""
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
-    (path,) = folder.glob("lmpool-*.whl")
-    return zipfile.ZipFile(path)
+    """The wheel."""
+    return zipfile.ZipFile(build("wheel", tmp_path_factory.mktemp("wheel")))
 
 
 def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.ZipFile) -> None:
@@ -41,6 +46,14 @@ def test_the_wheel_has_every_file_of_the_parts_and_nothing_else(wheel: zipfile.Z
     assert pages <= packed
     typed = {"lmpool/py.typed", *(f"lmpool/{part}/py.typed" for part in ("producer", "workers", "testing"))}
     assert typed <= packed
+
+
+def test_the_sdist_has_the_parts_and_no_other_folder_of_the_checkout(tmp_path: Path) -> None:
+    with tarfile.open(build("sdist", tmp_path)) as files:
+        packed = {name.partition("/")[2] for name in files.getnames()}
+    others = {name for name in packed if name.partition("/")[0] not in ("shared", "producer", "workers", "testing")}
+    assert others == {"LICENSE", "README.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert "workers/lmpool/workers/worker.py" in packed
 
 
 def test_the_wheel_names_its_licence_commands_and_client_dependencies(wheel: zipfile.ZipFile) -> None:

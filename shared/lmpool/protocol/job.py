@@ -20,11 +20,17 @@ from lmpool.errors import EmptyPrompt, NotTokenIds, PromptTooLong, ProtocolError
 from lmpool.settings import shown
 
 WIRE_VERSION = 8
-"""Version of all messages except rows, which have their own version. All processes of a pool must use one version.
+"""Version of all messages except rows, which have their own version. Each job, failure, datagram and model info has it.
 
-Each job, failure and model info carries this version. Increase the version when a message changes, or the name or
-meaning of a Redis key.
+Processes may use one pool if their versions differ by at most 1. Increase the version by 1 for a change that processes
+of the version before may ignore, such as a new field. Increase it by 2 for any other change of a message, or of the
+name or meaning of a Redis key: processes of the versions before and after then refuse each other.
 """
+
+_FIRST_VERSION = 8  # Version of the first release, 0.2.0; no release reads older messages.
+
+READABLE = range(max(_FIRST_VERSION, WIRE_VERSION - 1), WIRE_VERSION + 2)
+"""Versions of the messages that this release reads. It reads them as its own version, and ignores unknown fields."""
 
 MAX_JOB_BYTES = 16 * 1024 * 1024
 """Max bytes of an encoded job."""
@@ -194,8 +200,11 @@ def _described(value: object) -> str:
 _ENCODER = msgspec.msgpack.Encoder()
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A message that is encoded as a MessagePack array: its tag, if the class has one, and then its fields."""
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    """A message that is encoded as a MessagePack array: its tag, if the class has one, and then its fields.
+
+    A later release may add fields at the end, which decoders ignore.
+    """
 
     def pack(self) -> bytes:
         """The message as MessagePack; each bytes object becomes a value of the type `bin`."""
@@ -223,7 +232,7 @@ class Job(Message, frozen=True, tag=WIRE_VERSION):
 class TracedJob(Job, frozen=True, tag=WIRE_VERSION):
     """A job of a client that traces its requests, with the W3C trace context as an additional field.
 
-    Any client can write this field, so only workers that trace read it.
+    Any client can write this field, so only workers that trace read it. New fields of jobs must follow this field.
     """
 
     traceparent: str = ""
@@ -258,7 +267,7 @@ def with_traceparent(packed: bytes, traceparent: str) -> bytes:
 
 def unpack_job(data: bytes) -> Job:
     """Decode a job, which is a `TracedJob` if the client traces. Raises `ProtocolError` for bytes that are no job."""
-    return unpack(_TRACED_JOBS if data and data[0] == _TRACED_HEAD[0] else _JOBS, data, MAX_JOB_BYTES, "a job")
+    return unpack(_TRACED_JOBS if data and data[0] >= _TRACED_HEAD[0] else _JOBS, data, MAX_JOB_BYTES, "a job")
 
 
 def unpack_failure(data: bytes) -> Failure:
@@ -267,15 +276,16 @@ def unpack_failure(data: bytes) -> Failure:
 
 
 def other_version(kind: str, version: int, own: int = WIRE_VERSION) -> str:
-    """The text of an error about a message with another wire version."""
-    return f"{kind} wire version {version}, and this release of lmpool speaks {own}: run the same on all sides"
+    """The text of an error about a message with a wire version that is not in `READABLE`."""
+    advice = "run releases whose versions differ by at most 1 on all sides (docs/upgrade.md)"
+    return f"{kind} wire version {version}, and this release of lmpool speaks {own}: {advice}"
 
 
 def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: str) -> M:
     """Decode a message from a process that is not trusted; raises `ProtocolError` for bytes that are no such message.
 
     Decoders know the types of all fields, so they build no objects for unexpected values. Missing last fields get their
-    defaults.
+    defaults, and unknown last fields are ignored.
     """
     if len(data) > limit:
         raise ProtocolError(f"{name} of {len(data)} bytes is over the limit of {limit}")
@@ -284,5 +294,7 @@ def unpack(decoder: msgspec.msgpack.Decoder[M], data: bytes, limit: int, name: s
     except (ValueError, RecursionError) as error:
         tag = decoder.type.__struct_config__.tag
         if isinstance(tag, int) and len(data) > 1 and data[0] >> 4 == 9 and tag != data[1] < 0x80:
+            if tag == WIRE_VERSION and data[1] in READABLE:
+                return unpack(decoder, b"".join((data[:1], bytes([tag]), data[2:])), limit, name)
             raise ProtocolError(other_version(f"{name} of", data[1], tag)) from error
         raise ProtocolError(f"not {name}: {error!s:.100}") from error

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from typing import Annotated, Any, get_type_hints
 
 import msgspec
 
 from lmpool.errors import ProtocolError
-from lmpool.protocol.job import WIRE_VERSION, other_version
+from lmpool.protocol.job import READABLE, WIRE_VERSION, other_version
 from lmpool.protocol.row import ROW_VERSION, Encoding
 from lmpool.protocol.version import Version, name_of_version, split_name
 from lmpool.settings import CONTROLS, shown
@@ -111,11 +111,15 @@ class ModelInfo:
 
     @property
     def service_fingerprint(self) -> str:
-        """The wire version and the fingerprint, which must be the same for all live workers of a model.
-
-        Heartbeats carry this text as "fingerprint", so that a worker of any release notices another wire version.
-        """
+        """The wire version and the fingerprint; heartbeats carry this text as "fingerprint" (see `is_served_by`)."""
         return f"{WIRE_VERSION}-{self.fingerprint}"
+
+    def is_served_by(self, service_fingerprint: str) -> bool:
+        """Whether the worker with this `service_fingerprint` serves the same weights with a wire version in `READABLE`.
+
+        All live workers of a model must do so.
+        """
+        return service_fingerprint in {f"{version}-{self.fingerprint}" for version in READABLE}
 
     @property
     def base(self) -> str:
@@ -167,7 +171,10 @@ class ModelInfo:
 
     @classmethod
     def unpack(cls, data: bytes) -> ModelInfo:
-        """Read an info; raises `ProtocolError` for other bytes, other fields, impossible values or another version."""
+        """Read an info, and ignore fields that this release does not know.
+
+        Raises `ProtocolError` for other bytes, missing fields, impossible values or a version that is not readable.
+        """
         if len(data) > MAX_INFO_BYTES:
             raise ProtocolError(f"a model info of {len(data)} bytes is over the limit of {MAX_INFO_BYTES}")
         try:
@@ -175,10 +182,11 @@ class ModelInfo:
         except (ValueError, RecursionError) as error:
             raise ProtocolError(f"a model info with fields that do not decode: {error!s:.100}") from error
         version = values.pop(_VERSION_FIELD, None)
-        if type(version) is int and version != WIRE_VERSION:
+        if type(version) is int and version not in READABLE:
             raise ProtocolError(other_version(f"the model {shown(values.get('name'))} is served with", version))
-        if type(version) is not int or values.keys() != _TYPES.keys():
-            raise ProtocolError("a model info has other fields than this release knows: do all sides run the same one?")
+        values = {name: value for name, value in values.items() if name in _TYPES}
+        if type(version) is not int or not values.keys() >= _REQUIRED:
+            raise ProtocolError("a model info lacks fields that this release needs: do all sides run the same one?")
         for name, value in values.items():
             try:  # Check the fields one by one, so that the error names the field and the value.
                 values[name] = msgspec.convert(value, _TYPES[name])
@@ -197,4 +205,5 @@ def partitions_in(packed: bytes | int) -> tuple[int, ...]:
 
 
 _TYPES = get_type_hints(ModelInfo, include_extras=True)
+_REQUIRED = {field.name for field in fields(ModelInfo) if field.default is MISSING}
 _ENCODED = msgspec.msgpack.Decoder(dict[str, Any])

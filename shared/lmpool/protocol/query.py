@@ -155,7 +155,14 @@ def weights_name(secret: bytes) -> bytes:
     return hashlib.blake2b(secret, digest_size=DIGEST_SIZE).digest()
 
 
-class TrieQuery(Message, frozen=True):
+class QueryMessage(Message, frozen=True, forbid_unknown_fields=True):
+    """A query. Its fields decide its result, so a worker refuses a query with a field that it does not know.
+
+    A new option of a query must therefore be a query with another tag.
+    """
+
+
+class TrieQuery(QueryMessage, frozen=True):
     """Values of trie nodes, computed from a row or from weights.
 
     Attributes:
@@ -184,14 +191,14 @@ class TrieQuery(Message, frozen=True):
             raise ProtocolError(f"a query for {self.select!r} has {len(self.nodes)} bytes of node ids")
 
 
-class TopQuery(Message, frozen=True, tag="top"):
+class TopQuery(QueryMessage, frozen=True, tag="top"):
     """The `k` largest entries of the row (see `pack_top`), only of tokens in `allowed` (`TokenSet.packed`) if given."""
 
     k: Annotated[int, Meta(ge=1)]
     allowed: bytes = b""
 
 
-class SampleQuery(Message, frozen=True, tag="sample"):
+class SampleQuery(QueryMessage, frozen=True, tag="sample"):
     """One token drawn from the row, encoded by `pack_token`; only from the tokens in `allowed` if given."""
 
     temperature: Annotated[float, Meta(ge=0, le=1e6)]
@@ -200,13 +207,13 @@ class SampleQuery(Message, frozen=True, tag="sample"):
     allowed: bytes = b""
 
 
-class MassQuery(Message, frozen=True, tag="mass"):
+class MassQuery(QueryMessage, frozen=True, tag="mass"):
     """The logarithm of the sum of the probabilities of the tokens in `allowed`, float32 of shape (1,)."""
 
     allowed: Annotated[bytes, Meta(min_length=1)]
 
 
-class EntriesQuery(Message, frozen=True, tag="entries"):
+class EntriesQuery(QueryMessage, frozen=True, tag="entries"):
     """The entries of some tokens in the row, float32 (k,); `targets` are little-endian uint32 ids."""
 
     targets: Annotated[bytes, Meta(min_length=4)]
@@ -222,7 +229,7 @@ class EntriesQuery(Message, frozen=True, tag="entries"):
         return np.frombuffer(self.targets, "<u4").astype(np.int64)
 
 
-class PositionsQuery(Message, frozen=True, tag="predictions"):
+class PositionsQuery(QueryMessage, frozen=True, tag="predictions"):
     """Predictions after each token of the prompt from position `start` on, computed in a separate forward pass.
 
     The result is float32 of shape (n * width,), position after position. A position's numbers are, if requested: the
@@ -449,7 +456,7 @@ class Predictions:
         return cls(parts[0].start, best, *map(joined, names))
 
 
-class GenerateQuery(Message, frozen=True, tag="generate"):
+class GenerateQuery(QueryMessage, frozen=True, tag="generate"):
     """Tokens drawn one after another, encoded by `pack_continuation`."""
 
     most: Annotated[int, Meta(ge=1, le=MAX_GENERATED)]  # Max tokens to generate.
@@ -484,7 +491,7 @@ def pack_stops(stops: Iterable[Sequence[int]]) -> bytes:
     return np.array([number for stop in stops for number in (len(stop), *stop)], "<u4").tobytes()
 
 
-class HeadQuery(Message, frozen=True, tag="head"):
+class HeadQuery(QueryMessage, frozen=True, tag="head"):
     """A part of the model's head (`protocol.row.Head`), which turns hidden states into rows; a job may name any prompt.
 
     Attributes:
@@ -509,7 +516,7 @@ class HeadQuery(Message, frozen=True, tag="head"):
         return sizes.get(self.part, self.count)
 
 
-class FreshQuery(Message, frozen=True, tag="fresh"):
+class FreshQuery(QueryMessage, frozen=True, tag="fresh"):
     """The row, computed in a separate forward pass without cached keys and values. The nonce identifies the request."""
 
     nonce: Annotated[bytes, Meta(min_length=DIGEST_SIZE, max_length=DIGEST_SIZE)]
@@ -530,6 +537,9 @@ _DECODERS: dict[bytes, Decoder[Any]] = {
 def unpack_query(data: bytes) -> Query:
     """Decode a query. Raises `ProtocolError` for bytes that are no query."""
     tag = data[2 : 2 + (data[1] & 0x1F)] if len(data) > 1 else b""  # The tag is a short string: byte 1 has its length.
-    query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
+    try:
+        query: Query = unpack(_DECODERS.get(tag, _TRIE_QUERIES), data, _MAX_BYTES, "a query")
+    except ProtocolError as error:
+        raise ProtocolError(f"{error}; if the client has a later release, upgrade the workers first") from error
     query.check()
     return query

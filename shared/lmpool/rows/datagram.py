@@ -44,6 +44,11 @@ class RowsReady(Message, frozen=True, tag=WIRE_VERSION):
 _DECODER = msgspec.msgpack.Decoder(RowsReady)
 
 
+def unpack_datagram(data: bytes) -> RowsReady:
+    """Decode a datagram. Raises `ProtocolError` for bytes that are no datagram."""
+    return unpack(_DECODER, data, _MAX_BYTES, "a datagram")
+
+
 class DatagramSender:
     """Sends datagrams to clients on this host; any thread may use it."""
 
@@ -103,7 +108,7 @@ class DatagramReceiver:
         users = [_CREDENTIALS.unpack(item)[1] for _, kind, item in added if kind == socket.SCM_CREDENTIALS]
         if users == [os.getuid()]:
             with suppress(ProtocolError):
-                self._on_message(unpack(_DECODER, data, _MAX_BYTES, "a datagram"))
+                self._on_message(unpack_datagram(data))
 
     def close(self) -> None:
         """Close the socket."""

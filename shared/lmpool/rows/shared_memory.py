@@ -77,7 +77,9 @@ _F_GET_SEALS = 1034  # Value of F_GET_SEALS in Linux's headers.
 _NUMBER = struct.Struct("@Q")  # Native byte order: `struct` reads the number at once, not byte by byte.
 _NUMBER_BITS = 48  # Bits of a row's number in an entry of the index.
 _NUMBER_MASK = (1 << _NUMBER_BITS) - 1
-_MAGIC, _LAYOUT_VERSION = b"LMPSHM", 3  # A reader skips segments of another version.
+# A reader skips segments of another version, and processes with other versions have another `host_token`: rows go
+# through Redis between them. Increase the version when the layout of segments, references or places changes.
+_MAGIC, _LAYOUT_VERSION = b"LMPSHM", 3
 _REFERENCE = struct.Struct("<4sB16s8sQ")
 _REFERENCE_MAGIC = b"LMPS"
 # Versions of references without and with the address of a row server. A reference of another version counts as no row.
@@ -98,9 +100,10 @@ def folder() -> Path:
 
 
 def host_token() -> bytes:
-    """16 characters that are equal for processes that use the same folder; b"" if this machine has no such folder.
+    """16 characters that are equal for processes that can share memory; b"" if this machine has no folder for it.
 
-    The characters depend on the kernel's boot, the file system and the user; host names do not show who shares memory.
+    The characters depend on the kernel's boot, the file system, the user and the layout of segments; host names do not
+    show who shares memory.
     """
     own = folder()
     try:
@@ -108,7 +111,8 @@ def host_token() -> bytes:
         place = own.parent.stat()
     except OSError:
         return b""
-    return blake2b(f"{boot} {place.st_dev} {place.st_ino} {own.name}".encode(), digest_size=8).hexdigest().encode()
+    text = f"{boot} {place.st_dev} {place.st_ino} {own.name} {_LAYOUT_VERSION}"
+    return blake2b(text.encode(), digest_size=8).hexdigest().encode()
 
 
 def reader_token(host: bytes, *, is_direct: bool) -> bytes:

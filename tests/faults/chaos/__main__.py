@@ -9,8 +9,10 @@ import random
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import redis
 
@@ -27,6 +29,8 @@ from tests.faults.chaos.striker import Striker
 from tests.faults.chaos.tally import count, count_computed, read_requests, recoveries
 from tests.support.servers.proxy import Proxy
 
+T = TypeVar("T")
+
 _PREFIX = "chaos"
 _MEMORY = 1 << 29
 _SETTLED_S = 60.0
@@ -34,8 +38,14 @@ _PATIENCE_S = 10.0
 """The key of a waiting client may live for this many seconds after the request's deadline."""
 
 
-async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: tuple[Path, Path]) -> Report:
-    """Do one chaos run, from the start of its server to the end of its last process."""
+async def run(
+    settings: ChaosSettings,
+    plan: list[Strike],
+    folder: Path,
+    hosts: tuple[Path, Path],
+    kind: Callable[..., Fleet] = Fleet,
+) -> Report:
+    """Do one chaos run, from the start of its server to the end of its last process. `kind` makes the fleet."""
     # fsync once a second (Redis's default) is enough: the kernel keeps the writes of a killed server.
     server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
     await asyncio.to_thread(server.start)
@@ -44,7 +54,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
             Proxy(folder / "s" / "redis.sock", folder / "p.sock", settings.seed) as proxy,
             Observer(server.url, _PREFIX, settings.partitions) as observer,
         ):
-            fleet = Fleet(settings, folder, hosts, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
+            fleet = kind(settings, folder, hosts, lambda number: proxy.url if number % 2 else server.url, _PREFIX)
             striker = Striker(fleet, proxy, server, observer, settings.seed)
             try:
                 await asyncio.to_thread(fleet.start)
@@ -55,9 +65,7 @@ async def run(settings: ChaosSettings, plan: list[Strike], folder: Path, hosts: 
                 await asyncio.to_thread(fleet.kill)
     finally:
         await asyncio.to_thread(server.stop)
-    requests = [
-        request for number in range(settings.clients) for request in read_requests(fleet.log_of(number), number)
-    ]
+    requests = [request for number, log in enumerate(fleet.logs) for request in read_requests(log, number)]
     return Report(
         settings,
         count(requests, settings.timeout_s + settings.grace_s),
@@ -86,6 +94,27 @@ def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[
         client.close()
 
 
+def in_folders(do: Callable[[Path, tuple[Path, Path]], T], *, keep: bool) -> T:
+    """Call a function with a folder for logs, and with a folder in shared memory for each of two hosts."""
+    folder = Path(tempfile.mkdtemp(prefix="lmp"))
+    try:
+        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder().parent) as memory:
+            hosts = Path(memory, "0"), Path(memory, "1")
+            for host in hosts:
+                host.mkdir()
+            return do(folder, hosts)
+    finally:
+        if keep:
+            print(f"logs and traces are in {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def untimed(settings: ChaosSettings) -> ChaosSettings:
+    """Settings of a run that promises nothing about times, because other programs use the machine too."""
+    return replace(settings, timeout_s=120.0, grace_s=60.0, most_leases=math.inf, most_twice=math.inf)
+
+
 def main() -> int:
     """Do the chaos run that the command line describes, and print its report."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.chaos", description=__doc__)
@@ -98,7 +127,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
     settings = ChaosSettings(seconds=given.seconds, seed=seed, partitions=given.partitions)
     if given.untimed:
-        settings = replace(settings, timeout_s=120.0, grace_s=60.0, most_leases=math.inf, most_twice=math.inf)
+        settings = untimed(settings)
     plan = draw_plan(seed, given.seconds)
     print(
         f"chaos for {given.seconds:g} s with seed {seed}: {settings.workers} workers in {settings.partitions} "
@@ -106,18 +135,7 @@ def main() -> int:
         f"deadlines of {settings.timeout_s:g} s"
     )
     print(*plan, sep="\n", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="lmp"))
-    try:
-        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder().parent) as memory:
-            hosts = Path(memory, "0"), Path(memory, "1")
-            for host in hosts:
-                host.mkdir()
-            report = asyncio.run(run(settings, plan, folder, hosts))
-    finally:
-        if given.keep:
-            print(f"logs and traces are in {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    report = in_folders(lambda folder, hosts: asyncio.run(run(settings, plan, folder, hosts)), keep=given.keep)
     print(report)
     return 1 if report.faults else 0
 

@@ -125,7 +125,10 @@ class Client:
 
 async def _main(settings: ChaosSettings, number: int, url: str, prefix: str, adapters: Path, log: TextIO) -> None:
     # With almost no cache of its own, a producer requests each row from the pool again.
-    producer = Producer(MODEL, redis=url, prefix=prefix, timeout=settings.timeout_s, cache_bytes=number * 2**18)
+    producer = Producer(
+        MODEL, redis=url, prefix=prefix, timeout=settings.timeout_s, when_absent=settings.when_absent,
+        cache_bytes=number * 2**18,
+    )  # fmt: skip
     client = Client(settings, number, producer, adapters, log)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, client.stop)
     async with producer:

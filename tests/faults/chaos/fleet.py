@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 from lmpool.rows.shared_memory import FOLDER_VARIABLE, NAME
@@ -20,7 +20,18 @@ _END_S = 60.0
 START_S = 120.0
 SERVING = f"serving {MODEL!r}"
 """Text that a worker prints when it begins to take jobs."""
+ASKING = "asking"
+"""Text that a client prints when it begins to send requests."""
 _TRACEBACK_S = 0.5
+_ROOT = Path(__file__).parents[3]
+PARTS = ("shared", "producer", "workers", "testing")
+"""The folders of a checkout that contain the package."""
+
+
+def environment_of(root: Path) -> dict[str, str]:
+    """The environment of a process that uses the package in a checkout."""
+    paths = os.pathsep.join(str(root / part) for part in PARTS)
+    return {**os.environ, **({} if root == _ROOT else {"PYTHONPATH": paths})}
 
 
 class Process:
@@ -33,7 +44,9 @@ class Process:
         is_draining: whether the run sent SIGTERM to the process.
     """
 
-    def __init__(self, number: int, command: Sequence[str], log: Path, trace: Path, host: Path) -> None:
+    def __init__(
+        self, number: int, command: Sequence[str], log: Path, trace: Path, host: Path, root: Path = _ROOT
+    ) -> None:
         self.number = number
         self.is_struck = self.is_frozen = self.is_draining = False
         self._log = log
@@ -42,8 +55,9 @@ class Process:
                 command,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                cwd=_ROOT,  # The modules of the tests are always those of this checkout.
                 env={
-                    **os.environ,
+                    **environment_of(root),
                     "OMP_WAIT_POLICY": "PASSIVE",
                     "OMP_NUM_THREADS": "1",
                     "LMPOOL_TRACEBACK": "1",
@@ -115,6 +129,7 @@ class Fleet:
         self._url = url
         self._prefix = prefix
         self._started = 0
+        self._numbers = count()
         self.workers: list[Process] = []
         self.clients: list[Process] = []
         self.failed: list[str] = []
@@ -130,9 +145,15 @@ class Fleet:
         """The sockets of the workers' shared memory segments."""
         return sorted(path for host in self._hosts for path in host.glob(f"{NAME}*/{NAME}*"))
 
-    def log_of(self, client: int) -> Path:
-        """The request log of a client."""
-        return self._folder / f"client-{client}.requests"
+    @property
+    def logs(self) -> list[Path]:
+        """The request logs of all clients, in the order of their numbers."""
+        logs = self._folder.glob("client-*.requests")
+        return sorted(logs, key=lambda path: int(path.stem.partition("-")[2]))
+
+    def root(self, role: str) -> Path:
+        """The checkout that the next process of a role, "worker" or "client", uses."""
+        return _ROOT
 
     def start(self) -> None:
         """Start the workers, then the clients; wait until the clients send requests.
@@ -142,8 +163,8 @@ class Fleet:
         """
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
         self._await(self.workers, SERVING)
-        self.clients = [self._start_client(number) for number in range(self._settings.clients)]
-        self._await(self.clients, "asking")
+        self.clients = [self._start_client() for _ in range(self._settings.clients)]
+        self._await(self.clients, ASKING)
 
     def _await(self, processes: Sequence[Process], text: str) -> None:
         end = time.monotonic() + START_S
@@ -166,19 +187,22 @@ class Fleet:
         command = [sys.executable, "-m", "tests.faults.chaos.worker", "worker", MODEL, "--with-trie", *words]
         self._started += 1
         host = self._hosts[number == settings.workers - 1]
-        return Process(number, command, self._folder / f"worker-{self._started}.log", self._folder, host)
+        log = self._folder / f"worker-{self._started}.log"
+        return Process(number, command, log, self._folder, host, self.root("worker"))
 
-    def _start_client(self, number: int) -> Process:
-        given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
-        given.append(str(self._folder / "adapters"))
-        command = [sys.executable, "-m", "tests.faults.chaos.client", *given, str(self.log_of(number))]
+    def _start_client(self) -> Process:
+        number = next(self._numbers)
+        given = [json.dumps(self._settings.changed), str(number), self._url(number), self._prefix]
+        given += [str(self._folder / "adapters"), str(self._folder / f"client-{number}.requests")]
+        command = [sys.executable, "-m", "tests.faults.chaos.client", *given]
         host = self._hosts[number == self._settings.clients - 1]
-        return Process(number, command, self._folder / f"client-{number}.log", self._folder, host)
+        log = self._folder / f"client-{number}.log"
+        return Process(number, command, log, self._folder, host, self.root("client"))
 
     @property
     def is_whole(self) -> bool:
-        """Whether all workers run and take jobs."""
-        return all(worker.code is None and worker.says(SERVING) for worker in self.workers)
+        """Whether all workers run and take jobs. A worker that drains must be replaced when it has ended."""
+        return all(worker.code is None and not worker.is_draining and worker.says(SERVING) for worker in self.workers)
 
     def mend(self) -> None:
         """Start a replacement for every worker that has ended."""
@@ -201,20 +225,21 @@ class Fleet:
     def stop_clients(self) -> None:
         """Send SIGTERM to the clients, so that they send no more requests."""
         for client in self.clients:
-            client.signal(signal.SIGTERM)
+            if not client.is_draining:  # A second signal would kill a client that has ended its event loop.
+                client.signal(signal.SIGTERM)
 
     def end_clients(self) -> None:
-        """Wait until all requests of the clients have ended and the clients exit."""
+        """After `stop_clients`, wait until all requests of the clients have ended and the clients exit."""
         self._end("client", self.clients, self._settings.timeout_s + _END_S)
 
     def end_workers(self) -> None:
         """Send SIGTERM to the workers, and wait until they have finished their jobs and exit."""
+        for worker in self.workers:
+            worker.signal(signal.SIGTERM)
         self._end("worker", self.workers, self._settings.lease_s * 2 + _END_S)
 
     def _end(self, role: str, processes: Sequence[Process], seconds: float) -> None:
         end = time.monotonic() + seconds
-        for process in processes:
-            process.signal(signal.SIGTERM)
         for process in processes:
             if not process.ends_within(max(0.1, end - time.monotonic())):
                 self.leaked.append(f"{role} {process.number}: {process.last_words}")

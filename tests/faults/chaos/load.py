@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import deque
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.errors import ServerError
 from lmpool.producer import Producer
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.picks import Sampling, sample, top
@@ -33,6 +35,7 @@ OK, WRONG = "ok", "wrong"
 """First word of an outcome. The number of the adapter follows `OK`, and the prompt follows `WRONG`."""
 
 _BATCH = 8
+_RETRY_S = 0.2  # Seconds between two tries to read the vocabulary while the server restarts.
 _SHARED = 40
 _EPOCH_S = 2.0
 _SHARED_FIRST, _CONTEXTS_FIRST = 2000, 1990
@@ -189,13 +192,24 @@ class Load:
 
         async def ask() -> list[str]:
             if self._trie is None:
-                self._trie = await self._producer.trie()
+                self._trie = await self._open_trie()
             call = {"sum": self._trie.weight_sum, "max": self._trie.weight_max, "logsumexp": self._trie.logsumexp}[op]
             got, expected = await call(prompt=prompt, under=prefix), _below(tokens, prefix, op, self._row(prompt))
             is_right = got.shape == expected.shape and np.allclose(got, expected, rtol=_RTOL, atol=_ATOL)
             return [_outcome(is_right, prompt)]
 
         return Question("trie", 1, ask)
+
+    async def _open_trie(self) -> PooledTrie:
+        """Read the vocabulary. Unlike a request for a row, this call fails at once while the server restarts."""
+        end = time.monotonic() + self._settings.timeout_s
+        while True:
+            try:
+                return await self._producer.trie()
+            except ServerError:
+                if time.monotonic() > end:
+                    raise
+            await asyncio.sleep(_RETRY_S)
 
     def adapter(self) -> Question:
         """Request a row with the adapter that is in service."""

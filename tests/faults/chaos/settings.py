@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
+from typing import Any, Literal
 
 MODEL = "syn"
 """Name of the model that the workers serve."""
@@ -28,6 +29,7 @@ class ChaosSettings:
         max_batch: max number of prompts in a step.
         row_ttl_s: lifetime of rows in Redis; clients do not repeat a prompt after this time.
         timeout_s: the deadline of each request.
+        when_absent: what clients do while no server or worker is there, as of `Producer`: "raise" or "wait".
         grace_s: a request that ends more than this after its deadline counts as late; busy processors delay clients.
         tasks: concurrent requests of a client, without the requests of its groups.
         groups: number of groups of contexts of a client; contexts grow in lockstep, as in a particle filter.
@@ -54,6 +56,7 @@ class ChaosSettings:
     max_batch: int = 8
     row_ttl_s: float = 60.0
     timeout_s: float = 30.0
+    when_absent: Literal["raise", "wait"] = "raise"
     grace_s: float = 1.0
     tasks: int = 22
     groups: int = 2
@@ -64,3 +67,9 @@ class ChaosSettings:
     lulls_s: float = 5.0
     most_twice: float = 0.05
     most_leases: float = 2.0
+
+    @property
+    def changed(self) -> dict[str, Any]:
+        """The settings that differ from their defaults: another release may have other settings with defaults."""
+        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
+        return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}

@@ -76,8 +76,6 @@ def test_a_job_of_a_client_that_traces_has_one_field_more() -> None:
     for wrong in (b"\xc4\x0200", b"\xc0", b"\x07", b"\xa500-ab\xa0"):
         with pytest.raises(ProtocolError, match="not a job"):
             unpack_job(b"\x99" + packed[1:] + wrong)
-    with pytest.raises(ProtocolError, match="not a job"):
-        unpack_job(b"\x9a" + packed[1:] + b"\xa0\xa0")
 
 
 def test_a_long_prompt_travels() -> None:
@@ -166,13 +164,13 @@ def test_other_bytes_than_a_failure_are_refused(data: bytes) -> None:
 
 def test_messages_of_another_release_are_refused_with_both_versions() -> None:
     older_job, older_failure = bytes.fromhex("9602c40407000000a161a26670c3c40109"), bytes.fromhex("9302a145a26e6f")
-    hint = "wire version 2, and this release of lmpool speaks 8: run the same on all sides"
+    hint = "wire version 2, and this release of lmpool speaks 8: run releases whose versions differ by at most 1"
     with pytest.raises(ProtocolError, match=f"a job of {hint}"):
         unpack_job(older_job)
     with pytest.raises(ProtocolError, match=f"a failure of {hint}"):
         unpack_failure(older_failure)
-    with pytest.raises(ProtocolError, match="a job of wire version 9, and this release of lmpool speaks 8"):
-        unpack_job(job(version=9))
+    with pytest.raises(ProtocolError, match="a job of wire version 10, and this release of lmpool speaks 8"):
+        unpack_job(job(version=10))
 
 
 @readers

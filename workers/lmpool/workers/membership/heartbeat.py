@@ -219,17 +219,17 @@ class Heartbeat:
 
     async def _put_info(self, seen: bytes) -> bool:
         """Replace the info `seen` in Redis by this worker's info; False if another worker has replaced it before."""
-        differences, fingerprint = _compare(self.info, seen)
-        if differences and (others := await self._serving(fingerprint, seen)):
+        differences, other = _compare(self.info, seen)
+        if differences and (others := await self._serving(other, seen)):
             theirs = f"served by {', '.join(others)} with another fingerprint ({'; '.join(differences)})"
             advice = "serve these weights under another --name, or stop the other workers first"
             raise ModelMismatch(f"the model {self.info.name!r} is {theirs}: {advice}")
         name = self.info.name
         return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
-    async def _serving(self, fingerprint: str, seen: bytes) -> list[str]:
-        """Other live workers of this model with `fingerprint`; for "", all whose fingerprint is not this worker's."""
-        workers, ours = [], self.info.service_fingerprint
+    async def _serving(self, info: ModelInfo | None, seen: bytes) -> list[str]:
+        """Other live workers with the weights of `info`; for None, all that do not serve this worker's weights."""
+        workers = []
         partitions = self._partitions_of(self.info.name, seen, *self.info.partitions, self.partition)
         for worker_id in (await read_alive_in(self.redis, partitions, names=True)).names:
             try:
@@ -237,8 +237,9 @@ class Heartbeat:
             except ProtocolError as error:  # A key of a wrong type must not hide other workers.
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
-            is_wanted = theirs == fingerprint if fingerprint else theirs not in (None, ours)
-            if is_wanted and worker_id != self.worker_id:
+            if theirs is None or worker_id == self.worker_id:
+                continue
+            if info.is_served_by(theirs) if info is not None else not self.info.is_served_by(theirs):
                 workers.append(worker_id)
         return workers
 
@@ -279,9 +280,10 @@ class Heartbeat:
         await self._drop(self.worker_id)
         if not for_good:
             return
-        seen, ours = await self.read_info(), self.info.service_fingerprint
+        seen = await self.read_info()
+        differences, other = _compare(self.info, seen)
         # Compare fingerprints, not infos: another worker with a different lease may have written the info.
-        if _compare(self.info, seen)[1] == ours and not await self._serving(ours, seen):
+        if other is not None and not differences and not await self._serving(other, seen):
             await self._forget(self.info.name, seen)
 
     async def register(self) -> None:
@@ -367,13 +369,13 @@ class Heartbeat:
                 await register(self.redis, self.keys, value)
 
 
-def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], str]:
-    """The differences between `info` and the info `seen` in Redis, and the fingerprint in `seen` ("" if unreadable)."""
+def _compare(info: ModelInfo, seen: bytes) -> tuple[list[str], ModelInfo | None]:
+    """The differences between `info` and the info `seen` in Redis, and the decoded `seen` (None if unreadable)."""
     try:
         other = ModelInfo.unpack(seen)
-        return info.differences(other), other.service_fingerprint
+        return info.differences(other), other
     except ProtocolError as error:
-        return [f"its info does not decode: {error}"] * bool(seen), ""
+        return [f"its info does not decode: {error}"] * bool(seen), None
 
 
 @contextlib.asynccontextmanager

@@ -1,0 +1,1 @@
+"""Pools with processes of two releases."""
