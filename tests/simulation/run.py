@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 from tests.simulation.plan import REQUESTS, Plan, draw_plan
+from tests.simulation.server import SimulatedClient
 from tests.simulation.world import Result, World
 
 
@@ -60,7 +61,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--shrink", action="store_true", help="leave out faults that a failure does not need")
+    parser.add_argument("--trace", default="", help="log the commands of the server that contain this text")
     given = parser.parse_args(arguments)
+    SimulatedClient.traced = given.trace.encode()
     if given.seed is not None:
         return _one(given.seed, given.requests, shrinks=given.shrink)
     until = time.monotonic() + given.seconds

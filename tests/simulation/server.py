@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from fakeredis.commands_mixins import scripting_mixin
 from lmpool.testing.front import FakeClient, Front
 from tests.simulation.loop import PROCESS, Process, SimulatedLoop
 
-TRACED = os.environ.get("LMPOOL_SIMULATION_TRACE", "").encode()
-"""Text of commands that the log shows; "" for none."""
 PATH = "/simulated.sock"
 """Where the server listens."""
 
@@ -31,7 +28,13 @@ _WRITES = {name for name, facts in _TABLE.items() if "write" in facts[2]}
 
 
 class SimulatedClient(FakeClient):
-    """A connected client; the server refuses its commands while it is out of memory."""
+    """A connected client; the server refuses its commands while it is out of memory.
+
+    Attributes:
+        traced: bytes of the commands that the log shows; b"" for none.
+    """
+
+    traced = b""
 
     def __init__(self, front: SimulatedFront) -> None:
         super().__init__(front)
@@ -41,7 +44,7 @@ class SimulatedClient(FakeClient):
     def _process_command(self, fields: list[bytes]) -> None:
         name = decode_command_bytes(fields[0]) if fields else ""
         self._of.commands += 1
-        if TRACED and any(TRACED in field for field in fields):
+        if self.traced and any(self.traced in field for field in fields):
             logging.getLogger("server").info("%s", fields)
         if self._of.is_full and name in _NEEDS_MEMORY:
             self.put_response(SimpleError(_OOM))
