@@ -123,7 +123,7 @@ _LANES: dict[str, Mutant] = {
         python(
             Publisher._attempt,
             "if parts is not None and",
-            "if parts is None and",
+            "if False and",
             "refused = await self.rows.put(block, overwrite, then=end, shared=shared)",
             "await end(self.rows.queue, ())\n    refused = await self.rows.put(block, overwrite, shared=shared)",
         ),
