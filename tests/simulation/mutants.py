@@ -41,7 +41,7 @@ from tests.simulation.world import Result, World
 Mutant = Callable[[], None]
 """Plants a defect in this process."""
 
-_MAX_CPU_S = 300  # Seconds of the processor after which a simulation ends: a defect may be an endless loop.
+_MAX_CPU_S = 60  # Seconds of the processor after which a simulation ends: a defect may be an endless loop.
 
 
 def lua(file: str, old: str, new: str) -> Mutant:
