@@ -323,10 +323,9 @@ _PARTITIONS: dict[str, Mutant] = {
     "clients that wait in the partition of the digest are not seen": lua(
         "meet", "partition = is_waiting and own or proposed", "partition = proposed"
     ),
-    "a worker moves to another partition while it holds jobs": python(
-        FetchLoop.is_idle,
-        "not self.in_flight and not self.lifecycle.stopping.is_set()",
-        "not self.lifecycle.stopping.is_set()",
+    "a worker moves to another partition while it holds jobs": both(
+        python(FetchLoop.is_idle, "not self.in_flight and ", ""),
+        python(Worker._check_partitions, "was_idle=was_idle", "was_idle=True"),
     ),
     "no worker moves to a partition that has jobs and no worker": python(
         PartitionMover.better_partition, "others = {", "return None\n    others = {"
