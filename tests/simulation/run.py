@@ -10,14 +10,16 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from statistics import median
 
+from tests.simulation.mutants import MUTANTS, simulate_mutant
 from tests.simulation.plan import REQUESTS, Plan, draw_plan
 from tests.simulation.server import SimulatedClient
 from tests.simulation.world import Result, World
 
 
-def simulate(plan: Plan) -> Result:
-    """Run a plan in a child of this process, which keeps nothing of other simulations."""
+def simulate(plan: Plan, mutant: str = "") -> Result:
+    """Run a plan in a child of this process, which keeps nothing of other simulations and of the defect `mutant`."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -25,7 +27,8 @@ def simulate(plan: Plan) -> Result:
         code = 1
         try:
             with os.fdopen(writer, "wb") as out:
-                out.write(json.dumps(asdict(World(plan).run())).encode())
+                result = simulate_mutant(plan, mutant) if mutant else World(plan).run()
+                out.write(json.dumps(asdict(result)).encode())
             code = 0
         finally:
             os._exit(code)
@@ -62,10 +65,16 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--shrink", action="store_true", help="leave out faults that a failure does not need")
     parser.add_argument("--trace", default="", help="log the commands of the server that contain this text")
+    parser.add_argument(
+        "--mutant", choices=MUTANTS, metavar="NAME", help="run seeds until one shows this planted defect"
+    )
+    parser.add_argument("--mutants", action="store_true", help="do so for each defect of mutants.py, and print a table")
     given = parser.parse_args(arguments)
     SimulatedClient.traced = given.trace.encode()
     if given.seed is not None:
         return _one(given.seed, given.requests, shrinks=given.shrink)
+    if given.mutant or given.mutants:
+        return _find_mutants([given.mutant] if given.mutant else list(MUTANTS), given)
     until = time.monotonic() + given.seconds
     outcomes, failed, done = Counter[str](), list[int](), 0
 
@@ -84,6 +93,30 @@ def main(arguments: Sequence[str]) -> int:
     how = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
     print(f"{done} seeds, {sum(outcomes.values())} requests ({how}), {len(failed)} failed: {failed}")
     return 1 if failed else 0
+
+
+def _find_mutants(names: Sequence[str], given: argparse.Namespace) -> int:
+    """Print how many seeds it takes to find each defect; the exit code is 1 if a defect was not found."""
+    found, plans = (
+        list[int](),
+        [draw_plan(seed, given.requests) for seed in range(given.first, given.first + given.count)],
+    )
+
+    def find(name: str) -> tuple[int, str] | None:
+        for seeds, plan in enumerate(plans, 1):
+            violations = simulate(plan, name).violations
+            if violations and not simulate(plan).violations:
+                return seeds, violations[0]
+        return None
+
+    print("| planted bug | seeds | first failure |", "| --- | --- | --- |", sep="\n")
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for name, outcome in zip(names, pool.map(find, names), strict=True):
+            seeds, failure = outcome or (f"not in {given.count}", "")
+            found += [outcome[0]] if outcome else []
+            print(f"| {name} | {seeds} | {failure} |", flush=True)
+    print(f"{len(found)} of {len(names)} found, after a median of {median(found or [0]):g} seeds")
+    return int(len(found) < len(names))
 
 
 def _one(seed: int, requests: int, *, shrinks: bool) -> int:
