@@ -60,7 +60,7 @@ def python(function: Any, *texts: str) -> Mutant:
     """Replace texts of a function, a method or a property: `texts` has old texts, each with the new text."""
 
     def plant() -> None:
-        original = function.fget if isinstance(function, property) else inspect.unwrap(function)
+        original: Any = function.fget if isinstance(function, property) else inspect.unwrap(function)
         module = sys.modules[original.__module__]
         scope: dict[str, Any] = {}
         source = dedent(inspect.getsource(original))
@@ -100,8 +100,8 @@ def both(*mutants: Mutant) -> Mutant:
 def simulate_mutant(plan: Plan, name: str) -> Result:
     """Run a plan with a planted defect, until the first violation. It stays in this process."""
 
-    def violation(oracle: Oracle, text: str) -> None:
-        report(oracle, text)
+    def violation(self: Oracle, text: str) -> None:
+        report(self, text)
         raise SystemExit
 
     MUTANTS[name]()
