@@ -35,3 +35,9 @@ def test_a_seed_gives_the_same_log_every_time() -> None:
     assert first == second
     assert re.search(r"log [0-9a-f]{32}$", first, re.MULTILINE)
     assert simulate("--seed", 4, "--requests", 100) != first
+
+
+@pytest.mark.parametrize("bug", ["a finished job stays in its stream", "a heartbeat has no lifetime"])
+def test_a_planted_bug_is_found(bug: str) -> None:
+    printed = simulate("--mutant", bug, "--count", 2, "--requests", 50, "--jobs", 1)
+    assert re.search(rf"^\| {bug} \| [12] \| .+ \|$", printed, re.MULTILINE), printed
