@@ -30,13 +30,14 @@ from lmpool.workers.backends.lora import content_digest
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
 from tests.simulation.jobs import wrong_jobs
 from tests.simulation.loop import Process
+from tests.simulation.plan import WORK_S
 from tests.simulation.workers import STEP_TIMEOUT_LEASES
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _LATE_S = 2.0  # Seconds by which a request may end after its deadline.
-_RECOVERY_S = 30.0
+_RECOVERY_S = 20.0
 _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
 _STREAM_BATCHES = 4  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
@@ -267,7 +268,7 @@ class Oracle:
     def _check_requests(self) -> None:
         now, lease_s = self.world.loop.time(), self.world.plan.lease_s
         healed = None if self.world.healed_at is None else max(self.world.healed_at, self.world.disturbed_at)
-        bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S + self.world.set_back_s
+        bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S + WORK_S + self.world.set_back_s
         for request in list(self._pending):
             stopped = max(0.0, request.client.process.resume_at)
             if now > max(request.began + request.timeout, stopped) + _LATE_S:
@@ -319,13 +320,16 @@ class Oracle:
         for key, item in self.world.server.live().items():
             is_served = any(b"{%b}" % name in key or b"{%b{" % name in key for name in served)
             size = _queued(key, item.value)
-            if is_served and (size or b":waiting:" in key):
+            if is_served and (size or b":waiting:" in key or b":partition:" in key):
                 self.violation(f"{key!r} is left, with {size} entries")
             elif size and item.expireat is None and not self.world.lost_keys:
                 self.violation(f"{key!r} of a version that no worker serves has no lifetime")
         for worker in self.world.workers:
-            if worker.worker is not None and worker.worker._in_flight:
-                self.violation(f"{worker.process.name} holds {len(worker.worker._in_flight)} prompts at the end")
+            if worker.info is not None and worker.worker is not None:
+                engine = worker.worker._serving.engine_thread if worker.worker._serving is not None else None
+                held = len(worker.worker._in_flight), len(worker.worker.counters.queued_ms), engine and engine.owed
+                if any(held):
+                    self.violation(f"{worker.process.name} holds {held} prompts, queueing times and rows at the end")
 
     def _check_deliveries(self) -> None:
         """A job is delivered again only after a fault, so no prompt is computed twice without need."""

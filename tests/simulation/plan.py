@@ -10,6 +10,10 @@ from tests.simulation.faults import FAULTS, GENTLE, HARMLESS
 REQUESTS = 500
 """Requests of a simulation, unless the caller chooses another number."""
 
+WORK_S = 30.0
+"""Max seconds that the workers of a pool take for all prompts."""
+
+_PROMPTS = 2  # Mean prompts of a request.
 _LEASES = (2.0, 4.0, 8.0)
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12
@@ -117,14 +121,16 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     faults = [Fault(draw.uniform(0.5, _FAULTS_S), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))
     changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
-    longest_step_s = draw.choice((0.005, 0.03, 0.2))
+    workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
+    # A pool with few slots has short steps, so that it computes all prompts within `WORK_S`.
+    longest_step_s = min(draw.choice((0.005, 0.03, 0.2)), WORK_S * workers * batch / (_PROMPTS * requests))
     return Plan(
         seed=seed,
         requests=requests,
         lease_s=draw.choice(_LEASES),
-        workers=draw.randrange(1, _MAX_WORKERS + 1),
+        workers=workers,
         is_supervised=draw.random() < 0.4,
-        batch=draw.randrange(1, _MAX_BATCH + 1),
+        batch=batch,
         step_s=(longest_step_s / 10, longest_step_s),
         vocab_size=draw.choice((16, 40)),
         queue_limit=draw.choice((30, 1000, 100_000)),
