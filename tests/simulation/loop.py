@@ -19,6 +19,9 @@ from typing import Any
 EPOCH = 1_800_000_000.0
 """The wall clock's time when a simulation begins, in seconds since 1970."""
 
+MAX_S = 3000.0
+"""Virtual seconds after which a simulation counts as endless."""
+
 _CALLBACK_S = 1e-5  # Virtual seconds that each callback takes, so that no work is free.
 _MAX_EXECUTOR_S = 0.003  # Max virtual seconds until a function of an executor runs.
 
@@ -91,14 +94,13 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     Attributes:
         network: opens connections; set by `Network`.
-        callbacks: number of callbacks that have run.
     """
 
     network: Any
 
     def __init__(self, random: Random) -> None:
         super().__init__()
-        self.random, self.callbacks = random, 0
+        self.random = random
         self._now = 0.0
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._serial = itertools.count()
@@ -167,6 +169,8 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         timers = self._timers
+        if self._now > MAX_S:
+            raise Stuck(f"the simulation has not ended after {MAX_S:g} s")
         while timers and timers[0][0] <= self._now:
             timer = heapq.heappop(timers)[2]
             if not timer.cancelled():
@@ -183,7 +187,6 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         if not process.ready:
             self._active.remove(process)
         if not handle.cancelled():
-            self.callbacks += 1
             self._now += _CALLBACK_S
             handle._run()
 

@@ -7,7 +7,6 @@ a programmer could make in the parts of the package on which the promises of `do
 from __future__ import annotations
 
 import inspect
-import resource
 import sys
 from collections.abc import Callable
 from textwrap import dedent
@@ -40,8 +39,6 @@ from tests.simulation.world import Result, World
 
 Mutant = Callable[[], None]
 """Plants a defect in this process."""
-
-_MAX_CPU_S = 60  # Seconds of the processor after which a simulation ends: a defect may be an endless loop.
 
 
 def lua(file: str, old: str, new: str) -> Mutant:
@@ -105,7 +102,6 @@ def simulate_mutant(plan: Plan, name: str) -> Result:
         raise SystemExit
 
     MUTANTS[name]()
-    resource.setrlimit(resource.RLIMIT_CPU, (_MAX_CPU_S, _MAX_CPU_S))
     report, Oracle.violation = Oracle.violation, violation  # type: ignore[method-assign]
     world = World(plan)
     try:

@@ -18,9 +18,9 @@ _REFUSED_S = 0.001  # Seconds until a connection is refused.
 class Pipe(asyncio.Transport):
     """One end of a connection."""
 
-    def __init__(self, network: Network, process: Process, address: str) -> None:
+    def __init__(self, network: Network, process: Process) -> None:
         super().__init__()
-        self.network, self.process, self.address = network, process, address
+        self.network, self.process = network, process
         self.context = network.loop.context_of(process)
         self.peer: Pipe
         self.protocol: Any = None
@@ -160,6 +160,7 @@ class Network:
     """All connections of a simulation.
 
     Attributes:
+        listeners: address -> the server that listens there.
         pipes: the ends of all open connections that clients have opened, in order.
         delay_s: max additional seconds of each write, while links are slow.
     """
@@ -184,7 +185,7 @@ class Network:
         await asyncio.sleep(_REFUSED_S * self.loop.random.random() + self.delay_s * self.loop.random.random())
         if (listener := self.listeners.get(address)) is None:
             raise ConnectionRefusedError(111, "Connection refused")
-        here, there = Pipe(self, PROCESS.get(), address), Pipe(self, listener.process, address)
+        here, there = Pipe(self, PROCESS.get()), Pipe(self, listener.process)
         here.peer, there.peer = there, here
         self.pipes[here] = None
         here.protocol, there.protocol = factory(), listener.factory()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from tests.simulation.faults import FAULTS, GENTLE, HARMLESS
@@ -17,9 +17,9 @@ _PROMPTS = 2  # Mean prompts of a request.
 _LEASES = (2.0, 4.0, 8.0)
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12
-_GENTLE = 0.25  # Part of all simulations that have only faults that nobody must notice.
+_GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice.
 _BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
-_CALM = 0.15  # Part of all simulations that have no faults: they show defects without an excuse.
+_CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
 _FAULTS_S = 40.0  # Faults begin within this time.
 
@@ -96,11 +96,11 @@ class Plan:
     bad_versions: tuple[int, ...]
     lines: int
     deadly: int
-    faults: tuple[Fault, ...] = field(default=())
+    faults: tuple[Fault, ...] = ()
 
     @property
     def is_gentle(self) -> bool:
-        """Whether no fault excuses a slow request or a job that is delivered twice."""
+        """Whether no fault permits a slow request or a job that is delivered twice."""
         return all(fault.kind in GENTLE for fault in self.faults)
 
     @property

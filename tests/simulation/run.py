@@ -5,40 +5,63 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import time
+import traceback
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from statistics import median
+from threading import Lock
+from typing import NoReturn
 
 from tests.simulation.mutants import MUTANTS, simulate_mutant
 from tests.simulation.plan import REQUESTS, Plan, draw_plan
 from tests.simulation.server import SimulatedClient
 from tests.simulation.world import Result, World
 
+MAX_CPU_S = 120
+"""Seconds of the processor after which a simulation is ended, because it probably loops endlessly."""
+
+_forking = Lock()  # A child that is forked meanwhile would hold the pipe open.
+
 
 def simulate(plan: Plan, mutant: str = "") -> Result:
-    """Run a plan in a child of this process, which keeps nothing of other simulations and of the defect `mutant`."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        code = 1
-        try:
-            with os.fdopen(writer, "wb") as out:
-                result = simulate_mutant(plan, mutant) if mutant else World(plan).run()
-                out.write(json.dumps(asdict(result)).encode())
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
+    """Run a plan in a child of this process, which keeps nothing of other simulations and of the defect `mutant`.
+
+    Raises:
+        RuntimeError: the child failed, for example because the defect cannot be planted.
+    """
+    with _forking:
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(reader)
+            _run_child(plan, mutant, writer)
+        os.close(writer)
     with os.fdopen(reader, "rb") as source:
         data = source.read()
-    _, status = os.waitpid(child, 0)
-    if status or not data:
-        return Result([f"the process of the simulation ended with status {status}"], "", 0.0, {}, [])
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code > 0:
+        raise RuntimeError(f"the process of seed {plan.seed} has failed, see its traceback above")
+    if code < 0:
+        return Result([f"the simulation was ended by signal {-code}: an endless loop?"], "", 0.0, {}, [])
     return Result(**json.loads(data))
+
+
+def _run_child(plan: Plan, mutant: str, writer: int) -> NoReturn:
+    code = 1
+    try:
+        resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))
+        result = simulate_mutant(plan, mutant) if mutant else World(plan).run()
+        with os.fdopen(writer, "wb") as out:
+            out.write(json.dumps(asdict(result)).encode())
+        code = 0
+    except BaseException:  # noqa: BLE001  the process ends, and must not run the cleanup of killed processes
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def shrink(plan: Plan) -> tuple[Plan, Result]:
@@ -71,28 +94,31 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mutants", action="store_true", help="do so for each defect of mutants.py, and print a table")
     given = parser.parse_args(arguments)
     SimulatedClient.traced = given.trace.encode()
+    if (given.seed is None and given.shrink) or (given.seed is not None and (given.mutant or given.mutants)):
+        parser.error("--shrink needs --seed, and --seed excludes --mutant and --mutants")
     if given.seed is not None:
         return _one(given.seed, given.requests, shrinks=given.shrink)
     if given.mutant or given.mutants:
         return _find_mutants([given.mutant] if given.mutant else list(MUTANTS), given)
-    until = time.monotonic() + given.seconds
+    until, seeds = time.monotonic() + given.seconds, iter(range(given.first, given.first + given.count))
     outcomes, failed, done = Counter[str](), list[int](), 0
 
-    def run(seed: int) -> tuple[int, Result | None]:
-        return seed, simulate(draw_plan(seed, given.requests)) if time.monotonic() < until else None
-
-    with ThreadPoolExecutor(given.jobs) as pool:
-        for seed, result in pool.map(run, range(given.first, given.first + given.count)):
-            if result is None:
-                continue
+    def run(_: int) -> None:
+        nonlocal done
+        while time.monotonic() < until and (seed := next(seeds, None)) is not None:
+            result = simulate(draw_plan(seed, given.requests))
             done += 1
             outcomes.update(result.outcomes)
             if result.violations:
                 failed.append(seed)
-                print(f"seed {seed} failed:", *result.violations[:3], sep="\n  ", flush=True)
+                again = f"python -m tests.simulation --seed {seed} --requests {given.requests}"
+                print(f"seed {seed} failed:", *result.violations[:3], f"repeat it: {again}", sep="\n  ", flush=True)
+
+    with ThreadPoolExecutor(given.jobs) as pool:
+        list(pool.map(run, range(given.jobs)))
     how = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
     print(f"{done} seeds, {sum(outcomes.values())} requests ({how}), {len(failed)} failed: {failed}")
-    return 1 if failed else 0
+    return int(bool(failed))
 
 
 def _find_mutants(names: Sequence[str], given: argparse.Namespace) -> int:

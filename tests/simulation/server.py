@@ -16,7 +16,7 @@ from fakeredis._helpers import SimpleError, decode_command_bytes
 from fakeredis.commands_mixins import scripting_mixin
 
 from lmpool.testing.front import FakeClient, Front
-from tests.simulation.loop import PROCESS, Process, SimulatedLoop
+from tests.simulation.loop import EPOCH, PROCESS, Process, SimulatedLoop
 
 PATH = "/simulated.sock"
 """Where the server listens."""
@@ -43,7 +43,6 @@ class SimulatedClient(FakeClient):
 
     def _process_command(self, fields: list[bytes]) -> None:
         name = decode_command_bytes(fields[0]) if fields else ""
-        self._of.commands += 1
         if self.traced and any(self.traced in field for field in fields):
             logging.getLogger("server").info("%s", fields)
         if self._of.is_full and name in _NEEDS_MEMORY:
@@ -89,13 +88,12 @@ class SimulatedFront(Front):
 
     Attributes:
         is_full: whether commands that need memory are refused.
-        commands: number of commands received.
         compiled: source of a script -> its function.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self.is_full, self.commands = False, 0
+        self.is_full = False
         self.compiled: dict[bytes, Callable[[], Any]] = {}
 
     async def listen(self, loop: SimulatedLoop) -> None:
@@ -110,14 +108,13 @@ class SimulatedServer:
     Attributes:
         front: the running server.
         process: its process.
-        losses: numbers of times that it lost keys.
     """
 
     front: SimulatedFront
     process: Process
 
     def __init__(self, loop: SimulatedLoop) -> None:
-        self._loop, self.losses = loop, 0
+        self._loop = loop
 
     @property
     def database(self) -> Any:
@@ -125,7 +122,7 @@ class SimulatedServer:
         return self.front.engine.dbs[0]
 
     async def start(self, contents: Any = None, clock_s: float = 0.0) -> None:
-        """Start a process of the server with the contents of `snapshot`, or empty."""
+        """Start a process of the server with contents that `snapshot` returned, or empty."""
         self.process = Process("server", clock_s=clock_s)
         self.front = SimulatedFront(Path(PATH))
         if contents is not None:
@@ -157,6 +154,4 @@ class SimulatedServer:
     @property
     def now(self) -> float:
         """The server's clock."""
-        from tests.simulation.loop import EPOCH
-
         return EPOCH + self._loop.time() + self.process.clock_s

@@ -18,7 +18,7 @@ from tests.simulation import isolation, probes
 from tests.simulation.clients import SimulatedClient, change_adapters, publish_versions
 from tests.simulation.faults import FAULTS
 from tests.simulation.file_run import FileRun
-from tests.simulation.loop import PROCESS, Process, SimulatedLoop, Stuck
+from tests.simulation.loop import PROCESS, Escaped, Process, SimulatedLoop, Stuck
 from tests.simulation.network import Network
 from tests.simulation.oracle import Oracle
 from tests.simulation.plan import Fault, Plan
@@ -28,7 +28,6 @@ from tests.simulation.workers import SimulatedWorker
 
 _CHECK_S = 1.0
 _QUIET_LEASES = 6
-_MAX_S = 3000.0  # Virtual seconds after which a simulation counts as endless.
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,12 +123,11 @@ class World:
         async def run() -> None:
             try:
                 await work
-            except Exception as error:
+            except (Exception, Escaped) as error:
                 self.oracle.violation(f"{process.name} ended with {type(error).__name__}: {error}")
                 logging.getLogger().exception("unexpected")
             on_end()
 
-        process.on_kill.append(lambda: None)
         task = self.loop.create_task(run(), context=self.loop.context_of(process))
         self._kept.append(task)
 
@@ -183,8 +181,6 @@ class World:
         while True:
             await asyncio.sleep(_CHECK_S)
             self.oracle.check()
-            if self.loop.time() > _MAX_S:
-                raise Stuck("the simulation does not end")
 
 
 class _LogHandler(logging.Handler):

@@ -243,6 +243,16 @@ async def test_a_deadline_that_no_lease_can_have_is_that_of_a_clock_that_was_set
     assert (await read_alive(redis, MODEL, names=True)).names == ("w1",)
 
 
+async def test_a_heartbeat_that_writes_lost_deadlines_again_gives_them_a_lifetime(redis: redis_async.Redis) -> None:
+    """Without memory, the server may refuse the registration that follows."""
+    worker = heartbeat(redis, "w1")
+    await worker.join({})
+    await redis.delete(MODEL.workers)
+    keys = [MODEL.workers, MODEL.turn, MODEL.complete_turn, JOBS, MODEL.capacity]
+    await scripts.KEEP_ALIVE(redis, keys, ["w1", LEASE_MS, GROUP, 0, 0])
+    assert 0 < await redis.pttl(MODEL.workers) <= LEASE_MS
+
+
 @pytest.mark.parametrize("key", [MODEL.workers, MODEL.capacity])
 async def test_a_foreign_value_of_the_list_of_workers_is_replaced_by_the_next_heartbeat(
     redis: redis_async.Redis, key: bytes

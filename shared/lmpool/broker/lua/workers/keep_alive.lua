@@ -13,6 +13,10 @@
 
 local deadlines, turn, jobs, now = KEYS[1], KEYS[2], KEYS[4], now_ms()
 local is_new = redis.pcall('ZADD', deadlines, now + ARGV[2], ARGV[1]) ~= 0
+if is_new and redis.call('PTTL', deadlines) == -1 then
+  -- The server has lost the key. The caller registers again, which sets the usual lifetime.
+  redis.call('PEXPIRE', deadlines, ARGV[2])
+end
 if is_new or ARGV[4] ~= '0' and redis.pcall('HEXISTS', KEYS[5], ARGV[1]) ~= 1 then
   return {0, 3, now}
 end
