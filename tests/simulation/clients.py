@@ -93,7 +93,7 @@ class SimulatedClient:
         self.producer: Producer | None = None
         self.is_closing = False
         self.starts, self._count = 0, 0
-        # Each deadly prompt is sent once, because it costs up to three lives of workers.
+        # Each deadly prompt is sent once, because it ends up to three workers.
         self._deadly = world.deadly[number :: len(world.plan.clients)]
         self._contexts: list[list[int]] = []
         self._is_over = False
@@ -167,6 +167,12 @@ class SimulatedClient:
         else:
             oracle.end(request, checks)
 
+    @property
+    def version(self) -> int:
+        """The version of the weights that it uses; 0 before it is connected."""
+        session = self.producer._sessions.session if self.producer is not None else None
+        return session.info.version if session is not None else 0
+
     # Requests
 
     def _draw_request(self, kind: str) -> Request:
@@ -174,8 +180,8 @@ class SimulatedClient:
         assert producer is not None
         timeout = draw.uniform(0.02, 1.0) if draw.random() < plan.short else LONG_S
         cancel_s = draw.uniform(0.0, 1.0) if draw.random() < plan.cancelled else 0.0
-        prompts, ask = getattr(self, f"_{kind}")(producer)
-        return Request(self, kind, [tuple(prompt) for prompt in prompts], timeout, ask, cancel_s)
+        prompts, ask, *oldest = getattr(self, f"_{kind}")(producer)
+        return Request(self, kind, [tuple(prompt) for prompt in prompts], timeout, ask, cancel_s, oldest=sum(oldest))
 
     def _prompt(self) -> list[int]:
         """A prompt: often one that other clients request too, sometimes one that ends workers."""
@@ -291,7 +297,7 @@ class SimulatedClient:
             row = await producer.logprobs(prompt, min_version=version, **options)
             return [lambda row_of: _same(row, row_of(prompt))]
 
-        return [prompt], ask
+        return [prompt], ask, version
 
 
 async def change_adapters(world: World, draw: Random) -> None:

@@ -115,7 +115,7 @@ async def forget_scripts(world: World, draw: Random) -> None:
 
 
 async def jump_server_clock(world: World, draw: Random) -> None:
-    """The server's clock is set: on, so that keys expire early, or back, so that leases last longer."""
+    """The server's clock is set: forward, so that keys expire early, or back, so that leases last longer."""
     step = draw.random() * draw.choice((1.0, -1.0, 60.0, -60.0, _MAX_CLOCK_S, 3 * _MAX_CLOCK_S))
     world.lost_keys += step > 0
     world.set_back_s += max(0.0, -step)
@@ -143,7 +143,7 @@ async def cut(world: World, draw: Random) -> None:
 
 
 async def half_open(world: World, draw: Random) -> None:
-    """Some connections transport nothing any more, and neither side is told."""
+    """Some connections transport nothing any more, and neither side is notified."""
     for pipe in [pipe for pipe in world.network.pipes if draw.random() < 0.3]:
         pipe.is_half_open = pipe.peer.is_half_open = True
 

@@ -55,7 +55,7 @@ class FileRun:
             [FIRST, at // size, at % size, *(self.draw.randrange(size) for _ in range(self.draw.randrange(_MAX_TEXT)))]
             for at in range(world.plan.lines)
         ]
-        self._is_over, self._starts = False, 0
+        self._is_over, self._starts, self._began = False, 0, 0.0
 
     async def supervise(self) -> None:
         """Start the run until it is finished, and check its results."""
@@ -66,6 +66,7 @@ class FileRun:
         source.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
         while not self._is_over:
             self._starts += 1
+            self._began = self.world.loop.time()
             self.process = process = Process(f"run {self._starts}")
             ended = asyncio.Event()
             process.on_kill.append(ended.set)
@@ -92,11 +93,14 @@ class FileRun:
         oracle, size, found = self.world.oracle, self.world.plan.vocab_size, open_batch(output)
         for answer in found:
             ids = self.texts[int(answer["custom_id"])]
-            rows = [synthetic_row(ids[: at + 1], vocab_size=size) for at in range(len(ids))]
-            if [list(row) for row in answer["logprobs"]] != [list(top(row, _TOP).values) for row in rows]:
+            tops = [top(synthetic_row(ids[: at + 1], vocab_size=size), _TOP) for at in range(len(ids))]
+            given = [[list(row) for row in answer[name]] for name in ("logprobs", "top_ids")]
+            if given != [[list(each.values) for each in tops], [list(each.ids) for each in tops]]:
                 oracle.violation(f"the result of the text {ids} is wrong: {answer}")
         failed = (output / ERRORS).read_text().splitlines() if (output / ERRORS).exists() else []
-        for line in map(json.loads, failed):
-            oracle.check_failed_text(self.texts[line["line"] - 1], line["error"])
-        if len(found) + len(failed) != len(self.texts):
-            oracle.violation(f"{len(self.texts)} texts have {len(found)} results and {len(failed)} errors")
+        lines = [json.loads(line) for line in failed]
+        for line in lines:
+            oracle.check_failed_text(self.texts[line["line"] - 1], line["error"], self._began)
+        numbers = sorted([*(int(answer["custom_id"]) for answer in found), *(line["line"] - 1 for line in lines)])
+        if numbers != list(range(len(self.texts))):
+            oracle.violation(f"of {len(self.texts)} texts, these have a result or an error: {numbers}")

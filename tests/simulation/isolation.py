@@ -1,4 +1,4 @@
-"""Replaces clocks, random numbers, threads and sockets while a simulation runs; whatever else escapes raises.
+"""Replaces clocks, random numbers and threads while a simulation runs; sockets, processes and blocking waits raise.
 
 Import this module before the package: some modules of the package copy functions of `time` when they are imported.
 """
@@ -20,7 +20,7 @@ from random import Random
 from typing import Any, NoReturn
 
 from tests.simulation import threads
-from tests.simulation.loop import EPOCH, PROCESS, Escaped, Process, SimulatedLoop
+from tests.simulation.loop import EPOCH, PROCESS, Process, SimulatedLoop, escape
 
 _real_monotonic, _real_time = time.monotonic, time.time
 _loop: SimulatedLoop | None = None
@@ -38,20 +38,24 @@ def wall_clock() -> float:
 
 def _refuse(name: str) -> Any:
     def refuse(*_: Any, **__: Any) -> NoReturn:
-        raise Escaped(f"{name} was used in a simulation")
+        assert _loop is not None
+        raise escape(_loop, f"{name} was used in a simulation")
 
     return refuse
 
 
 time.monotonic, time.time, time.perf_counter = monotonic, wall_clock, monotonic
 time.time_ns = lambda: int(wall_clock() * 1e9)
+time.monotonic_ns = time.perf_counter_ns = lambda: int(monotonic() * 1e9)
 
 
 def begin(loop: SimulatedLoop, draws: Random) -> None:
     """Isolate this process for the simulation in `loop`, until the process ends: `draws` gives all random numbers."""
     global _loop
     from lmpool.rows import datagram
+    from lmpool.workers.cli import supervisor
     from lmpool.workers.execution import engine_thread
+    from tests.simulation.supervision import System
 
     _loop = loop
     random.seed(draws.getrandbits(64))
@@ -69,6 +73,8 @@ def begin(loop: SimulatedLoop, draws: Random) -> None:
     # Datagrams are an optimisation, which the server's messages replace.
     datagram.DatagramReceiver.open = lambda self, on_message: None  # type: ignore[method-assign]
     fcntl.flock = _flock
+    vars(supervisor)["os"] = System()
+    asyncio.run = threads.run  # type: ignore[assignment]
     asyncio.set_event_loop(loop)
     gc.collect()
     gc.disable()  # Collections at other times would end abandoned generators in another order.

@@ -57,6 +57,13 @@ class Escaped(BaseException):
     """The code under test used something that the simulation does not control, such as a socket or a thread."""
 
 
+def escape(loop: asyncio.AbstractEventLoop, text: str) -> Escaped:
+    """Report that code under test escapes, and return the error to raise: a task may keep an error that it raises."""
+    error = Escaped(text)
+    loop.call_exception_handler({"message": "the code under test has escaped", "exception": error})
+    return error
+
+
 class Stuck(Exception):
     """Nothing can ever happen again, although the simulation has not ended."""
 

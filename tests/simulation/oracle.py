@@ -31,7 +31,7 @@ from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
 from tests.simulation.jobs import wrong_jobs
 from tests.simulation.loop import Process
 from tests.simulation.plan import WORK_S
-from tests.simulation.workers import STEP_TIMEOUT_LEASES
+from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -44,12 +44,17 @@ _STREAM_BATCHES = 4  # Batches of each worker that are in the streams or in its 
 _GENERATED = 4  # Steps of a continuation.
 _BULK = 20  # Prompts of bulk clients that a worker takes in the meantime.
 _MAX_VIOLATIONS = 20
-# Keys that may have no lifetime: those without a star in docs/design/wire.md.
-_ENDLESS = re.compile(
-    rb"lmpool:models|lmpool:\{[^}]*\}:(jobs|lane:.*|backlog|backlog:jobs|virtual_time|adapters|versions|versions:state"
-    rb"|versions:data:.*|dead)",
-    re.DOTALL,
-)
+_WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
+
+
+def _endless() -> re.Pattern[bytes]:
+    """The keys that may have no lifetime: those without a star in the list of the page."""
+    listed = re.findall(r"^  (lmpool:\S+) ", _WIRE.read_text("utf-8"), re.MULTILINE)
+    patterns = [re.sub("<[^>]*>", ".*", re.escape(name.replace("{<model>}", "MODEL"))) for name in listed]
+    return re.compile("|".join(patterns).replace("MODEL", r"\{[^}]*\}").encode(), re.DOTALL)
+
+
+_ENDLESS = _endless()
 
 
 @dataclass
@@ -68,24 +73,27 @@ class Oracle:
         violations: what did not hold.
         newest: the newest version of the weights whose publication has begun.
         served: the newest version whose publication has returned.
-        deliveries: token ids of a prompt -> how often a worker has read its job.
+        deliveries: token ids of a prompt -> how often workers have read its jobs.
+        entries: queue and entry of a job -> how often workers have read this job.
+        most: token ids of a prompt -> how often workers have read one of its jobs, at most.
         steps: token ids of a prompt -> in how many steps it was.
         plain: fingerprint, adapter and token ids of jobs for rows -> how often a worker has read such a job.
         last: entries of jobs that were delivered for the last time.
         changing: processes of workers that change the version of their weights.
     """
 
-    max_deliveries = 3
-
     def __init__(self, world: World) -> None:
         self.world, self.violations = world, list[str]()
         self.newest = self.served = 0
         self.deliveries: Counter[tuple[int, ...]] = Counter()
+        self.entries: Counter[tuple[bytes, bytes]] = Counter()
+        self.most: Counter[tuple[int, ...]] = Counter()
         self.steps: Counter[tuple[int, ...]] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.plain: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self.last = set[bytes]()
         self.changing: dict[Process, None] = {}
+        self._endless = set[bytes]()  # Keys that had no lifetime at the last check.
         self._loose = set[tuple[int, ...]]()  # Prompts of requests that ended without a result.
         self._pending: dict[Request, None] = {}
         self._changes: list[AdapterChange] = []
@@ -114,11 +122,7 @@ class Oracle:
         request.began, request.steps = self.world.loop.time(), self.steps.total()
         own = [other for other in self._pending if other.client is request.client]
         request.ahead = sum(len(other.prompts) for other in own) + len(request.prompts)
-        producer = request.client.producer
-        try:
-            request.oldest = producer.model.version if producer is not None else 0
-        except LMPoolError:
-            request.oldest = 0
+        request.oldest = max(request.oldest, request.client.version)
         self._pending[request] = None
 
     def end(self, request: Request, checks: Sequence[Check]) -> None:
@@ -169,36 +173,45 @@ class Oracle:
             del self._pending[request]
 
     def _must_end(self, request: Request) -> bool:
-        """Whether a request must get a result. Clients wait for a version that the server has lost."""
-        return request.is_long and not (self.world.lost_keys and self.newest)
+        """Whether a request must get a result: it waits if the server has lost the version that its client uses."""
+        world = self.world
+        if not (world.lost_keys and self.newest and request.is_long):
+            return request.is_long
+        needed = max(request.oldest, request.client.version)
+        served = [worker.info.version for worker in world.workers if worker.info is not None]
+        return world.server.process.is_alive and needed <= world.used_version and world.used_version in served
 
     def _is_expected(self, request: Request, error: LMPoolError) -> bool:
-        now, world = self.world.loop.time(), self.world
+        now, world, plan = self.world.loop.time(), self.world, self.world.plan
         match error:
             case DeadlineExceeded() | ServerUnreachable():
                 is_due = now >= request.began + request.timeout - 0.02
                 return is_due and not self._must_end(request)
             case WorkerError():
-                given_up = world.plan.can_end_steps and any(
-                    self.deliveries[prompt] >= self.max_deliveries for prompt in request.prompts
-                )
+                given_up = plan.can_end_steps and any(self.most[ids] >= MAX_DELIVERIES for ids in request.prompts)
                 return given_up or any(prompt in world.deadly for prompt in request.prompts)
             case ServerError():
                 is_full = "memory" in str(error) and world.full_at >= request.began
-                # Adapters end with the last worker that drains.
-                may_lose = bool(world.lost_keys) or any(fault.kind == "drain worker" for fault in world.plan.faults)
-                return is_full or (may_lose and "has lost a change of the adapter" in str(error))
+                return is_full or (self._may_lose_adapters and "has lost a change of the adapter" in str(error))
             case ProducerClosed():
                 return request.client.is_closing
             case AdapterRefused():  # No worker loads it again for ten minutes.
-                return bool(world.plan.faults) and "terminated while it loaded" in str(error)
-            case UnknownAdapter() | AdapterChanged():
-                return "adapter" in request.options
+                return bool(plan.can_end_steps or world.deadly) and "terminated while it loaded" in str(error)
+            case UnknownAdapter():
+                return self._may_lose_adapters
+            case AdapterChanged():
+                changed = (change.ended is None or change.ended >= request.began for change in self._changes)
+                return self._may_lose_adapters or any(changed)
         return False
 
-    def check_failed_text(self, text: list[int], error: str) -> None:
-        """A text of a run over a file has no result."""
-        if self.deliveries[tuple(text)] < self.max_deliveries and not (self.world.full_at > 0 and "memory" in error):
+    @property
+    def _may_lose_adapters(self) -> bool:
+        """Whether the server may have lost the adapters: they also end with the last worker that drains."""
+        return bool(self.world.lost_keys) or any(fault.kind == "drain worker" for fault in self.world.plan.faults)
+
+    def check_failed_text(self, text: list[int], error: str, began: float) -> None:
+        """A text of a run over a file has no result; the last process of the run began at `began`."""
+        if self.most[tuple(text)] < MAX_DELIVERIES and not (self.world.full_at >= began and "memory" in error):
             self.violation(f"the text {text} has the error {error!r}")
 
     # Adapters and versions
@@ -221,7 +234,7 @@ class Oracle:
 
     def end_of_change(self, error: LMPoolError) -> None:
         """An adapter or version could not be put in service."""
-        if not (self.world.plan.faults or self.world.plan.deadly):
+        if self.world.plan.is_gentle and not self.world.deadly:
             self.violation(f"a change ended with {type(error).__name__}: {error}")
 
     # Steps
@@ -230,7 +243,7 @@ class Oracle:
         """A worker begins a step."""
         self.steps.update(prompts)
 
-    def check_steps(self) -> None:
+    def _check_steps(self) -> None:
         """No prompt was computed more often than its job was delivered."""
         for prompt, count in self.steps.items():
             if count > self.deliveries[prompt] and prompt[0] not in (_GENERATED_FIRST, _OF_WORKERS):
@@ -243,7 +256,7 @@ class Oracle:
 
     def on_lost_job(self, prompt: tuple[int, ...]) -> None:
         """The job of a prompt has disappeared although a client waits for it."""
-        if self.deliveries[prompt] < self.max_deliveries and prompt not in self.world.deadly:
+        if self.most[prompt] < MAX_DELIVERIES and prompt not in self.world.deadly:
             self.violation(f"the job of {list(prompt)} was lost")
 
     def on_change(self, process: Process) -> None:
@@ -258,6 +271,7 @@ class Oracle:
     def check(self) -> None:
         """Check what must hold at any time."""
         self._check_requests()
+        self._check_steps()
         if self.world.server.process.is_alive:
             self._check_keys()
             self._check_counters()
@@ -282,9 +296,11 @@ class Oracle:
 
     def _check_keys(self) -> None:
         """Every key without a lifetime is on the list of `docs/design/wire.md`."""
-        for key, item in self.world.server.live().items():
-            if item.expireat is None and not _ENDLESS.fullmatch(key):
-                self.violation(f"{key!r} has no lifetime")
+        live = self.world.server.live()
+        endless = {key for key, item in live.items() if item.expireat is None and not _ENDLESS.fullmatch(key)}
+        for key in endless & self._endless:  # A key gets its lifetime with the next command of its writer.
+            self.violation(f"{key!r} has no lifetime")
+        self._endless = endless
 
     def _check_counters(self) -> None:
         """The counters of lanes and capacities are what a count of their members gives."""
@@ -311,15 +327,12 @@ class Oracle:
 
     def check_end(self) -> None:
         """After a quiet time nothing waits, and only keys are left that may stay."""
-        self.check_steps()
+        self._check_steps()
         self._check_deliveries()
         self._check_versions()
-        for request in self._pending:
-            self.violation(f"{request} never ended")
-        served = [info.name.encode() for worker in self.world.workers if (info := worker.info) is not None]
+        self._check_members()
         for key, item in self.world.server.live().items():
-            is_served = any(b"{%b}" % name in key or b"{%b{" % name in key for name in served)
-            size = _queued(key, item.value)
+            is_served, size = self._is_served(key), _queued(key, item.value)
             if is_served and (size or b":waiting:" in key or b":partition:" in key):
                 self.violation(f"{key!r} is left, with {size} entries")
             elif size and item.expireat is None and not self.world.lost_keys:
@@ -331,10 +344,26 @@ class Oracle:
                 if any(held):
                     self.violation(f"{worker.process.name} holds {held} prompts, queueing times and rows at the end")
 
+    def _check_members(self) -> None:
+        """No worker is listed that has ended, and no connection of a client that has ended is open."""
+        names = {worker.name.encode() for worker in self.world.workers if worker.process.is_alive}
+        for key, item in self.world.server.live().items():
+            is_list = re.fullmatch(rb"lmpool:\{[^}]*\}:(workers|lanes|capacity)", key) and self._is_served(key)
+            if is_list and (ended := set(item.value) - names - {b""}):
+                self.violation(f"{key!r} lists {ended}, who have ended")
+        for pipe in self.world.network.pipes:
+            if pipe.process in {client.process for client in self.world.clients}:
+                self.violation(f"a connection of {pipe.process.name} is still open")
+
+    def _is_served(self, key: bytes) -> bool:
+        """Whether a live worker serves the version of the model that a key belongs to."""
+        names = [worker.info.name.encode() for worker in self.world.workers if worker.info is not None]
+        return any(b"{%b}" % name in key or b"{%b{" % name in key for name in names)
+
     def _check_deliveries(self) -> None:
         """A job is delivered again only after a fault, so no prompt is computed twice without need."""
         plan = self.world.plan
-        most = 1 + plan.can_end_steps + self.max_deliveries * plan.deadly
+        most = 1 + plan.can_end_steps + MAX_DELIVERIES * plan.deadly
         for (_, _, prompt), count in self.plain.items() if self.is_whole and plan.partitions == 1 else ():
             if count > most and prompt not in self._loose and prompt not in self.world.deadly:
                 self.violation(f"{list(prompt)} was delivered {count} times")
@@ -345,8 +374,7 @@ class Oracle:
         if not self.newest:
             return
         served = {worker.process.name: worker.info.version for worker in world.workers if worker.info is not None}
-        models = world.server.live().get(b"lmpool:models")
-        used = int(models.value.get(b"model@", b"0")) if models is not None else 0
+        used = world.used_version
         if any(version != used for version in served.values()):
             self.violation(f"clients use version {used}, and workers serve {served}")
         elif not world.lost_keys and used < self.served:

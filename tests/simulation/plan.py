@@ -117,10 +117,14 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
     if draw.random() < _GENTLE:
         kinds = list(GENTLE)
+    changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
+    lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
+    is_supervised = draw.random() < 0.4
+    unable = [*([] if is_supervised else ["kill supervisor"]), *([] if lines else ["kill run"])]
+    kinds = [kind for kind in kinds if kind not in unable]
     count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
     faults = [Fault(draw.uniform(0.5, _FAULTS_S), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))
-    changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
     # A pool with few slots has short steps, so that it computes all prompts within `WORK_S`.
     longest_step_s = min(draw.choice((0.005, 0.03, 0.2)), WORK_S * workers * batch / (_PROMPTS * requests))
@@ -129,7 +133,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         requests=requests,
         lease_s=draw.choice(_LEASES),
         workers=workers,
-        is_supervised=draw.random() < 0.4,
+        is_supervised=is_supervised,
         batch=batch,
         step_s=(longest_step_s / 10, longest_step_s),
         vocab_size=draw.choice((16, 40)),
@@ -143,7 +147,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,
         bad_versions=tuple(number for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS),
-        lines=draw.choice((0, 0, 40)) if not changes[1] else 0,  # A run is refused if the weights change.
+        lines=lines,
         deadly=draw.choice((0, 0, 0, 1, 2)),
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )

@@ -1,4 +1,4 @@
-"""Probes in the package: they tell the oracle what no result shows, such as a job that was lost and sent again."""
+"""Probes in the package: they report events that no result shows, such as a job that was lost and sent again."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from lmpool.protocol.job import decode_ids
 from lmpool.workers.membership.versions import VersionKeeper
 from lmpool.workers.queue.jobs import JobReader
 from tests.simulation.loop import PROCESS
+from tests.simulation.workers import MAX_DELIVERIES
 
 if TYPE_CHECKING:
     from tests.simulation.oracle import Oracle
@@ -38,6 +39,8 @@ def _count_deliveries(oracle: Oracle) -> None:
         if hasattr(job, "ids"):
             ids = tuple(decode_ids(job.ids).tolist())
             oracle.deliveries[ids] += 1
+            oracle.entries[self.keys.base, entry_id] += 1
+            oracle.most[ids] = max(oracle.most[ids], oracle.entries[self.keys.base, entry_id])
             if not job.query and not job.overwrite:
                 oracle.plain[job.fingerprint, job.adapter, ids] += 1
         return read(self, taken, entry_id, job, *args, **options)
@@ -66,7 +69,7 @@ def _notice_lost_jobs(oracle: Oracle) -> None:
 
 
 def _notice_lost_messages(oracle: Oracle) -> None:
-    """A client is told of a row when it is stored, and does not find it later by itself."""
+    """A client gets a message when a row is stored; it must not find the row only with its periodic check."""
     check = Session._recheck
 
     async def recheck(self: Session) -> None:
@@ -111,7 +114,7 @@ def _notice_last_deliveries(oracle: Oracle) -> None:
     async def script(self: scripts.Script, redis: Any, keys: Any, args: Any) -> Any:
         reply = await call(self, redis, keys, args)
         if self is scripts.CLAIM_EXPIRED:
-            oracle.last.update(entry[0] for entry in reply[1] if entry[2] == oracle.max_deliveries - 1)
+            oracle.last.update(entry[0] for entry in reply[1] if entry[2] == MAX_DELIVERIES - 1)
         return reply
 
     scripts.Script.__call__ = script  # type: ignore[method-assign]

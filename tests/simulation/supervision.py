@@ -6,21 +6,20 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Coroutine
+from collections.abc import Sequence
 from random import Random
 from typing import TYPE_CHECKING, Any
 
 from lmpool.embedded import User
 from lmpool.workers.cli import supervisor
 from tests.simulation import threads
-from tests.simulation.loop import PROCESS, Process
-from tests.simulation.workers import MODEL, URL, SimulatedWorker
+from tests.simulation.loop import Process
+from tests.simulation.workers import MAX_DELIVERIES, MODEL, URL, SimulatedWorker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _RESTART_S = 3.0  # Seconds until an operator starts `lmpool up` again.
-_MAX_DELIVERIES = 3
 
 
 class _Child:
@@ -60,15 +59,18 @@ class _Supervised(supervisor.SupervisedWorker):
         self.process, self.ready = _Child(self.simulated), self.number  # type: ignore[assignment]
 
 
-class _System:
-    """In place of the module `os` of the supervisor: the pipes in which workers report that they serve."""
+class System:
+    """In place of the module `os` of the supervisor: its pipes and signals.
 
-    def __init__(self, world: World) -> None:
-        self._workers, self._world = world.workers, world
+    Attributes:
+        workers: the workers by number, which is also the number of their pipe and of their process.
+    """
+
+    workers: Sequence[SimulatedWorker] = ()
 
     def read(self, number: int, _: int) -> bytes:
         """Read the worker's name; BlockingIOError until it serves."""
-        if not (name := self._workers[number].name):
+        if not (name := System.workers[number].name):
             raise BlockingIOError
         return name.encode()
 
@@ -77,7 +79,8 @@ class _System:
 
     def killpg(self, number: int, _: int) -> None:
         """SIGKILL."""
-        self._world.loop.kill(self._workers[number].process)
+        worker = System.workers[number]
+        worker.world.loop.kill(worker.process)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(os, name)
@@ -87,13 +90,6 @@ class _Server:
     """In place of the embedded server, which the simulation restarts itself."""
 
     running, url = True, URL
-
-
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """In place of `asyncio.run`, which cannot be called while a loop runs."""
-    task = asyncio.get_running_loop().create_task(work)
-    threads.wait(None, lambda wake: task.add_done_callback(lambda _: wake()))
-    return task.result()
 
 
 class Supervision:
@@ -111,8 +107,7 @@ class Supervision:
 
     async def supervise(self) -> None:
         """Run until it is not wanted any more."""
-        vars(supervisor)["os"] = _System(self._world)
-        asyncio.run = _run  # type: ignore[assignment]
+        System.workers = self._world.workers
         while self.is_wanted:
             self._starts += 1
             self.process = process = Process(f"up.{self._starts}")
@@ -129,13 +124,12 @@ class Supervision:
                 await asyncio.sleep(_RESTART_S * self._draw.random())
 
     def _main(self, ended: asyncio.Event) -> None:
-        assert PROCESS.get() is self.process
         workers = []
         for simulated in self._world.workers:
             workers.append(_Supervised(simulated.number, [], {}))
             workers[-1].simulated = simulated
         server: Any = _Server()
-        self._supervisor = supervisor.Supervisor(server, User(1, MODEL, "lmpool", ""), list(workers), _MAX_DELIVERIES)
+        self._supervisor = supervisor.Supervisor(server, User(1, MODEL, "lmpool", ""), list(workers), MAX_DELIVERIES)
         self._supervisor.run()
         ended.set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 def simulate(*arguments: str | int, code: int = 0) -> str:
     """Run simulations in a process of their own, which isolation changes for good; return what it printed."""
     command = [sys.executable, "-m", "tests.simulation", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ})
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout[-5000:] + done.stderr[-5000:]
     return done.stdout
 

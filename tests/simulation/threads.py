@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import greenlet  # type: ignore[import-untyped]
 
-from tests.simulation.loop import PROCESS, Escaped, SimulatedLoop
+from tests.simulation.loop import PROCESS, SimulatedLoop, escape
 
 _identities = itertools.count(1)
 
@@ -32,11 +32,11 @@ def wait(seconds: float | None, until: Callable[[Callable[[], None]], None] | No
     """Let the current thread wait for `seconds` (None: no limit), or until the function given to `until` is called.
 
     Raises:
-        Escaped: the event loop itself would wait.
+        Escaped: the event loop itself would wait (`escape`).
     """
     loop, current = _loop(), greenlet.getcurrent()
     if current.parent is None:
-        raise Escaped("the event loop would block")
+        raise escape(loop, "the event loop would block")
     is_over = False
 
     def wake() -> None:
@@ -55,6 +55,13 @@ def wait(seconds: float | None, until: Callable[[Callable[[], None]], None] | No
 def sleep(seconds: float) -> None:
     """In place of `time.sleep`."""
     wait(seconds)
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """In place of `asyncio.run`, which cannot be called while a loop runs."""
+    task = _loop().create_task(work)
+    wait(None, lambda wake: task.add_done_callback(lambda _: wake()))
+    return task.result()
 
 
 class Thread:

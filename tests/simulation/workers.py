@@ -6,7 +6,7 @@ import asyncio
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
@@ -14,6 +14,7 @@ from lmpool.protocol.job import decode_ids
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend, Finished
+from lmpool.workers.execution.in_flight import InFlightPrompt
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.simulation import threads
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """Name of the model."""
+MAX_DELIVERIES = WorkerSettings().max_deliveries
+"""Deliveries after which a job is given up."""
 STEP_TIMEOUT_LEASES = 4.0
 """Leases after which a worker gives up a step that does not end."""
 URL = f"unix://{PATH}"
@@ -50,7 +53,8 @@ class SimulatedWorker:
         self.world, self.number, self.draw = world, number, Random(f"worker {world.plan.seed} {number}")
         self.process = Process("")
         self.worker: Worker | None = None
-        self.name, self.code = "", cast(int | None, None)
+        self.name = ""
+        self.code: int | None = None
         self.next_step, self.next_step_s, self.starts = "", 0.0, 0
         self.is_wanted = True
 
@@ -110,7 +114,7 @@ class SimulatedWorker:
 
 
 class SimulatedBackend(SyntheticBackend):
-    """See the module's docstring. It is its own settings, because they must know the worker."""
+    """See the module's docstring. It is also its settings object, because `open` needs the simulated worker."""
 
     kind = "synthetic"
 
@@ -129,8 +133,8 @@ class SimulatedBackend(SyntheticBackend):
         self._wait(_MAX_LOAD_S)
         return self
 
-    def _wait(self, most_s: float) -> None:
-        threads.sleep(self._worker.draw.random() * most_s)
+    def _wait(self, max_s: float) -> None:
+        threads.sleep(self._worker.draw.random() * max_s)
 
     def step(self) -> Finished:
         """See `Backend.step`."""
@@ -140,7 +144,7 @@ class SimulatedBackend(SyntheticBackend):
         jobs: list[Any] = list(self._jobs.values())[: self.batch]
         ids = [tuple(decode_ids(job.ids).tolist()) for job in jobs]
         worker.world.oracle.on_step(ids)
-        worker.world.oracle.on_last_deliveries([getattr(job, "entries", ()) for job in jobs])
+        worker.world.oracle.on_last_deliveries([job.entries if isinstance(job, InFlightPrompt) else () for job in jobs])
         if how or seconds > plan.lease_s / 2:
             worker.world.disturbed_at = worker.world.loop.time() + seconds
         if how == "raise":

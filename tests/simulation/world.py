@@ -109,6 +109,12 @@ class World:
         outcomes = dict(sorted(self.oracle.outcomes.items()))
         return Result(self.oracle.violations, digest, self.loop.time(), outcomes, self.lines)
 
+    @property
+    def used_version(self) -> int:
+        """The version of the weights that new clients use."""
+        models = self.server.live().get(b"lmpool:models")
+        return int(models.value.get(b"model@", b"0")) if models is not None else 0
+
     def log(self, text: str) -> None:
         """Add a line to the log."""
         self.lines.append(f"{self.loop.time():10.4f} {PROCESS.get().name}: {text}")
