@@ -49,7 +49,7 @@ _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
 
 def _endless() -> re.Pattern[bytes]:
     """The keys that may have no lifetime: those without a star in the list of the page."""
-    listed = re.findall(r"^  (lmpool:\S+) ", _WIRE.read_text("utf-8"), re.MULTILINE)
+    listed = re.findall(r"^  (lmpool:.*?)  ", _WIRE.read_text("utf-8"), re.MULTILINE)
     patterns = [re.sub("<[^>]*>", ".*", re.escape(name.replace("{<model>}", "MODEL"))) for name in listed]
     return re.compile("|".join(patterns).replace("MODEL", r"\{[^}]*\}").encode(), re.DOTALL)
 
