@@ -75,7 +75,7 @@ def python(function: Any, *texts: str) -> Mutant:
 
 
 def _package() -> list[Any]:
-    return [module for name, module in list(sys.modules.items()) if name.startswith("lmpool")]
+    return [module for name, module in list(sys.modules.items()) if name.startswith(("lmpool", "tests.simulation"))]
 
 
 def _replaced(text: str, old: str, new: str) -> str:
@@ -257,12 +257,14 @@ _WORKERS: dict[str, Mutant] = {
         lua("notify", "    redis.call('PEXPIRE', reply, ARGV[4])", ""),
     ),
     "a worker that drains takes new jobs": both(
-        python(FetchLoop.fetch, "while not lifecycle.stopping.is_set():", "while True:"),
         python(
-            FetchLoop._take,
-            "is_wanted = not self.lifecycle.stopping.is_set() and not self._pausing",
-            "is_wanted = not self._pausing",
+            FetchLoop.fetch,
+            "while not lifecycle.stopping.is_set():",
+            "while True:",
+            "lifecycle.stopping.is_set() or self._capacity_for_new() > 0",
+            "self._capacity_for_new() > 0",
         ),
+        python(FetchLoop._take, "not self.lifecycle.stopping.is_set() and ", ""),
     ),
     "a worker that ends does not release its jobs": python(
         Worker._leave, "await serving.leases.release_all(reason, entry_ids(serving.in_flight))", "False"
