@@ -156,10 +156,6 @@ _LANES: dict[str, Mutant] = {
     "jobs stay in the lane of a dead worker": lua(
         "remove_gone", "close_lane(name, MAX_MOVED - moved)", "close_lane(name, 0)"
     ),
-    "the end of a job lists a lane that was removed": both(
-        lua("streams", "redis.pcall('ZADD', lanes, 'XX', 'INCR', more", "redis.pcall('ZADD', lanes, 'INCR', more"),
-        lua("finish", "redis.pcall('ZADD', lanes, 'XX', 'INCR', -1", "redis.pcall('ZADD', lanes, 'INCR', -1"),
-    ),
     "claims search only lanes that get new jobs": lua(
         "claim_expired",
         "is_full or worker ~= consumer and scan_lane(worker)",
@@ -301,14 +297,6 @@ _WORKERS: dict[str, Mutant] = {
         job.query_digest, "hashlib.blake2b(query,", "hashlib.blake2b(query[:1],"
     ),
     "the digest of a prompt ignores the adapter": python(job.digest_of, "if not adapter:", "if True:"),
-    "a worker that holds a prompt drops a second job for it": python(
-        Dispatcher.accept, "held.entries.update(prompt.entries)", ""
-    ),
-    "a worker does not compute a prompt again for jobs that arrived later": python(
-        Dispatcher.release,
-        "not self._remove(each, entries)]",
-        "not self._remove(each, list(each.entries.values()))]",
-    ),
     "dropped prompts stay in the backend": python(Dispatcher.drop_unwanted, "if dropped:\n", "if False:\n"),
 }
 
@@ -424,7 +412,7 @@ _CLIENTS: dict[str, Mutant] = {
     "a request that was refused by a full queue waits forever": python(
         Submitter._submit_portion, "if self.is_full and self._waits:", "if False:"
     ),
-    "a client that joins a job of the backlog does not wait": lua(
+    "a client that joins a job is not registered": lua(
         "submit",
         "redis.call('HSET', waiting, reply, '')\n  end\n  if job == LATER",
         "redis.call('EXISTS', waiting)\n  end\n  if job == LATER",
