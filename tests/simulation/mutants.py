@@ -275,7 +275,7 @@ _WORKERS: dict[str, Mutant] = {
         ),
     ),
     "the info of a model is removed when one of several workers ends": python(
-        Heartbeat.leave, "and not await self._serving(ours, seen)", ""
+        Heartbeat.leave, "and not await self._serving(other, seen)", ""
     ),
     "a worker that the server has lost does not register again": python(
         Heartbeat.send, "if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:", "if is_draining:"
