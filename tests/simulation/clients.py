@@ -28,7 +28,8 @@ ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
 _BAD_SEED = -1  # A seed that the backend refuses, as it refuses a NaN.
-_SHARED = 30  # Prompts that all clients request.
+_SHARED = 30  # Prompts that all clients request in the same seconds.
+_EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
 _BATCH = 6
 _GENERATED = 4  # Max tokens of a continuation.
 _MAX_PENDING = 40  # Requests of a client that wait at once.
@@ -91,6 +92,7 @@ class SimulatedClient:
         self.draw = Random(f"client {world.plan.seed} {number}")
         self.process = Process("")
         self.producer: Producer | None = None
+        self._has_burst = False
         self.is_closing = False
         self.starts, self._count = 0, 0
         # Each deadly prompt is sent once, because it ends up to three workers.
@@ -135,6 +137,8 @@ class SimulatedClient:
                 await asyncio.wait(tasks or [asyncio.create_task(asyncio.sleep(0))])
                 return
             kind = draw.choices(list(plan.weights), list(plan.weights.values()))[0]
+            if self.number == 0 and plan.bursts and not self._has_burst:
+                kind, self._has_burst = "burst", True
             tasks.add(asyncio.create_task(self._send(self._draw_request(kind))))
             await asyncio.sleep(draw.expovariate(1 / plan.pause_s))
             while len(tasks) >= _MAX_PENDING:
@@ -189,7 +193,8 @@ class SimulatedClient:
         if self._deadly and draw.random() < 0.05:
             return list(self._deadly.pop())
         if draw.random() < 0.4:
-            return [1, draw.randrange(_SHARED) % self.world.plan.vocab_size, 1]
+            size = self.world.plan.vocab_size
+            return [1, draw.randrange(_SHARED) % size, int(self.world.loop.time() / _EPOCH_S) % size]
         return self._new()
 
     def _new(self, first: int = 2) -> list[int]:
@@ -218,6 +223,9 @@ class SimulatedClient:
             return [partial(_is_row, row, ids) for row, ids in zip(rows, wanted, strict=True)]
 
         return wanted, ask
+
+    def _burst(self, producer: Producer) -> Any:
+        return self._batch(producer, [self._new() for _ in range(self.world.plan.bursts)])
 
     def _context(self, producer: Producer) -> Any:
         """One row for each of some contexts that grow by a token each time, as in a particle filter."""

@@ -178,5 +178,5 @@ FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {
 """Name of a kind of fault -> its coroutine."""
 GENTLE = ("drain worker", "forget scripts", "jump worker clock")
 """Faults that no client may notice."""
-HARMLESS = ("kill client", "stop client", "kill run")
-"""Faults of clients, which leave workers as they are."""
+HARMLESS = ("kill client", "stop client", "kill run", "slow step")
+"""Faults after which no job is delivered again: workers renew their leases during a slow step."""

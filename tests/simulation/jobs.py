@@ -29,6 +29,10 @@ def wrong_jobs(live: dict[bytes, Any], now_ms: float) -> Iterator[str]:
         elif found := _STREAM.fullmatch(key):
             worker = b" " + found[3] if found[3] else b""
             group = item.value._groups.get(b"workers")
+            for lost in [
+                entry for entry in (group.pel if group is not None else ()) if entry not in item.value._values_dict
+            ]:
+                yield f"a worker holds the job {lost.encode()!r} of {key!r}, which has been removed"
             for entry, values in item.value._values_dict.items():
                 fields = dict(zip(values[::2], values[1::2], strict=True))
                 if b"m" not in fields or not (job := _wanted(entry.encode(), fields, now_ms)):

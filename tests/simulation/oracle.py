@@ -40,9 +40,9 @@ _LATE_S = 2.0  # Seconds by which a request may end after its deadline.
 _RECOVERY_S = 20.0
 _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
-_STREAM_BATCHES = 4  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
+_STREAM_BATCHES = 5  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
 _GENERATED = 4  # Steps of a continuation.
-_BULK = 20  # Prompts of bulk clients that a worker takes in the meantime.
+_BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
 _MAX_VIOLATIONS = 20
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
 
@@ -139,9 +139,10 @@ class Oracle:
     def _check_fairness(self, request: Request) -> None:
         """In a calm pool a client's prompt waits for as many prompts of each other client as the client itself has."""
         plan = self.world.plan
-        if request.client.is_bulk or plan.faults or plan.deadly or any(plan.changes):
+        if request.client.is_bulk or not plan.is_gentle or plan.deadly or any(plan.changes):
             return
-        bound = len(plan.clients) * _GENERATED * request.ahead + _STREAM_BATCHES * plan.workers * plan.batch + _BULK
+        share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
+        bound = share + _STREAM_BATCHES * plan.workers * plan.batch + _BULK
         if (count := self.steps.total() - request.steps) > bound:
             self.violation(f"{request} waited for {count} prompts, more than {bound}")
 
@@ -265,6 +266,12 @@ class Oracle:
         if others and self.world.plan.is_gentle and not self.world.deadly:
             self.violation(f"{process.name} and {others} change their versions at once")
         self.changing[process] = None
+
+    def on_move(self, process: Process) -> None:
+        """A worker begins to move to another partition."""
+        for worker in self.world.workers:
+            if worker.process is process and worker.worker is not None and worker.worker._in_flight:
+                self.violation(f"{process.name} moves to another partition while it holds prompts")
 
     # Each second
 

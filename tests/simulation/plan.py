@@ -13,7 +13,7 @@ REQUESTS = 500
 WORK_S = 30.0
 """Max seconds that the workers of a pool take for all prompts."""
 
-_PROMPTS = 2  # Mean prompts of a request.
+_PROMPTS = 1.7  # Mean prompts of a request.
 _LEASES = (2.0, 4.0, 8.0)
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12
@@ -21,7 +21,9 @@ _GENTLE = 0.25  # Part of all simulations that have only faults that no client m
 _BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
-_FAULTS_S = 40.0  # Faults begin within this time.
+_STEPS_S = (0.003, 0.03, 0.1, 0.4)  # Mean seconds of a step.
+_LOADS = (0.7, 1.2, 3.0)  # Requests of a second, as a part of those that the workers can compute in a second.
+_IDLE = 0.25  # Part of all simulations whose load does not depend on the workers.
 
 KINDS = {
     "row": 10, "batch": 3, "context": 4, "fresh": 1, "entries": 2, "topk": 2, "sample": 2, "score": 2, "generate": 1,
@@ -67,6 +69,7 @@ class Plan:
         clients: for each client whether it is a bulk client.
         weights: kind of request -> weight.
         pause_s: mean pause between two requests of a client.
+        bursts: number of new prompts that the first client sends at once, in place of its first request; 0 for none.
         short: part of the requests with a deadline of less than a second.
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
@@ -90,6 +93,7 @@ class Plan:
     clients: tuple[bool, ...]
     weights: dict[str, float]
     pause_s: float
+    bursts: int
     short: float
     cancelled: float
     changes: tuple[int, int]
@@ -122,27 +126,31 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     is_supervised = draw.random() < 0.4
     unable = [*([] if is_supervised else ["kill supervisor"]), *([] if lines else ["kill run"])]
     kinds = [kind for kind in kinds if kind not in unable]
-    count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
-    faults = [Fault(draw.uniform(0.5, _FAULTS_S), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
+    lease_s = draw.choice(_LEASES)
     # A pool with few slots has short steps, so that it computes all prompts within `WORK_S`.
-    longest_step_s = min(draw.choice((0.005, 0.03, 0.2)), WORK_S * workers * batch / (_PROMPTS * requests))
+    step_s = min(draw.choice(_STEPS_S), lease_s / 5, WORK_S * workers * batch / (_PROMPTS * requests))
+    work_s = _PROMPTS * requests * step_s / (workers * batch)
+    seconds = draw.choice(_LOADS_S) if draw.random() < _IDLE else min(60.0, max(3.0, work_s / draw.choice(_LOADS)))
+    count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
+    faults = [Fault(draw.uniform(0.3, 1.2 * seconds), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     return Plan(
         seed=seed,
         requests=requests,
-        lease_s=draw.choice(_LEASES),
+        lease_s=lease_s,
         workers=workers,
         is_supervised=is_supervised,
         batch=batch,
-        step_s=(longest_step_s / 10, longest_step_s),
+        step_s=(step_s / 2, 1.5 * step_s),
         vocab_size=draw.choice((16, 40)),
         queue_limit=draw.choice((30, 1000, 100_000)),
         partitions=draw.choice((1, 1, 2)),
         encoding=draw.choice(("f32", "bf16")),
         clients=clients,
         weights=weights,
-        pause_s=draw.choice(_LOADS_S) * len(clients) / requests,
+        pause_s=seconds * len(clients) / requests,
+        bursts=draw.choice((0, 0, 150)),
         short=draw.choice((0.0, 0.05, 0.3)),
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,

@@ -10,6 +10,7 @@ from lmpool.producer.client.requests import Stage
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import decode_ids
+from lmpool.workers.membership.partitions import PartitionMover
 from lmpool.workers.membership.versions import VersionKeeper
 from lmpool.workers.queue.jobs import JobReader
 from tests.simulation.loop import PROCESS
@@ -93,7 +94,7 @@ def _notice_lost_messages(oracle: Oracle) -> None:
 
 
 def _notice_changes(oracle: Oracle) -> None:
-    """Note which workers change the version of their weights."""
+    """Note which workers change the version of their weights, or their partition."""
     change_version = VersionKeeper.change
 
     async def change(self: VersionKeeper, opened: Any) -> Any:
@@ -105,6 +106,13 @@ def _notice_changes(oracle: Oracle) -> None:
             oracle.changing.pop(process, None)
 
     VersionKeeper.change = change  # type: ignore[method-assign]
+    move_worker = PartitionMover.move
+
+    async def move(self: PartitionMover, number: int) -> None:
+        oracle.on_move(PROCESS.get())
+        await move_worker(self, number)
+
+    PartitionMover.move = move  # type: ignore[method-assign]
 
 
 def _notice_last_deliveries(oracle: Oracle) -> None:

@@ -87,6 +87,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--requests", type=int, default=REQUESTS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--shrink", action="store_true", help="leave out faults that a failure does not need")
+    parser.add_argument("--apply", action="store_true", help="only check that each planted defect can be planted")
     parser.add_argument("--trace", default="", help="log the commands of the server that contain this text")
     parser.add_argument(
         "--mutant", choices=MUTANTS, metavar="NAME", help="run seeds until one shows this planted defect"
@@ -98,6 +99,8 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--shrink needs --seed, and --seed excludes --mutant and --mutants")
     if given.seed is not None:
         return _one(given.seed, given.requests, shrinks=given.shrink)
+    if given.apply:
+        return _apply()
     if given.mutant or given.mutants:
         return _find_mutants([given.mutant] if given.mutant else list(MUTANTS), given)
     until, seeds = time.monotonic() + given.seconds, iter(range(given.first, given.first + given.count))
@@ -119,6 +122,22 @@ def main(arguments: Sequence[str]) -> int:
     how = ", ".join(f"{count} {name}" for name, count in sorted(outcomes.items()))
     print(f"{done} seeds, {sum(outcomes.values())} requests ({how}), {len(failed)} failed: {failed}")
     return int(bool(failed))
+
+
+def _apply() -> int:
+    """Plant each defect in a process of its own, without a simulation."""
+    for plant in MUTANTS.values():
+        if (child := os.fork()) == 0:
+            code = 1
+            try:
+                plant()
+                code = 0
+            finally:
+                os._exit(code)
+        if os.waitpid(child, 0)[1]:
+            return 1
+    print(f"{len(MUTANTS)} bugs can be planted")
+    return 0
 
 
 def _find_mutants(names: Sequence[str], given: argparse.Namespace) -> int:

@@ -40,3 +40,9 @@ def test_a_seed_gives_the_same_log_every_time() -> None:
 def test_a_planted_bug_is_found(bug: str) -> None:
     printed = simulate("--mutant", bug, "--count", 2, "--requests", 50, "--jobs", 1)
     assert re.search(rf"^\| {bug} \| [12] \| .+ \|$", printed, re.MULTILINE), printed
+
+
+def test_each_bug_can_be_planted() -> None:
+    """The text that a bug replaces must occur in the package."""
+    printed = simulate("--apply")
+    assert re.fullmatch(r"\d+ bugs can be planted\n", printed), printed
