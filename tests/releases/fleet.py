@@ -93,7 +93,7 @@ class MixedFleet(Fleet):
                 if client.code:
                     self.failed.append(f"client {client.number} ended with {client.code}: {client.last_words}")
                 self.replaced["client"] += 1
-                self.clients[place] = self._start_client()
+                self.clients[place] = self._start_client(place)
         if self._roll_at < time.monotonic() < self._end_at:
             self._roll_at = time.monotonic() + self._draw.uniform(*_ROLL_S)
             self._roll()
