@@ -26,7 +26,7 @@ class MixedFleet(Fleet):
 
     Attributes:
         started: role and checkout -> number of processes that were started.
-        replaced: "worker" or "client" -> number of processes that got SIGTERM, ended without an error and were replaced.
+        replaced: "worker" or "client" -> number of processes that got SIGTERM and ended without an error.
     """
 
     def __init__(

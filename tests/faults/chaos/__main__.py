@@ -137,7 +137,9 @@ def main() -> int:
         f"deadlines of {settings.timeout_s:g} s"
     )
     print(*plan, sep="\n", flush=True)
-    report, _ = in_folders(lambda *folders: asyncio.run(run(settings, plan, *folders, Fleet)), keep=given.keep)
+    report, _ = in_folders(
+        lambda folder, hosts: asyncio.run(run(settings, plan, folder, hosts, Fleet)), keep=given.keep
+    )
     print(report)
     return 1 if report.faults else 0
 
