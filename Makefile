@@ -223,7 +223,7 @@ simulate: $(INSTALLED)
 	$(BIN)/python -m tests.simulation --first $(shell date +%s) --count 1000000 --seconds $(or $(SECONDS),300)
 
 ## soak: send mixed requests for HOURS, with faults; check every result, memory, descriptors and keys
-# Prints a line each minute, each violation, and a table at the end. Two idle cores serve 10 million requests in an hour.
+# Prints a line each minute, each violation, and a table at the end.
 HOURS ?= 1
 soak: $(INSTALLED)
 	$(BIN)/python -m tests.soak --hours $(HOURS)

@@ -338,14 +338,14 @@ async def test_jobs_of_another_wire_version_become_dead_letters_and_end_their_re
 ) -> None:
     pool.start()
 
-    def of_next_version(jobs: Iterable[Job]) -> list[bytes]:
+    def of_a_later_version(jobs: Iterable[Job]) -> list[bytes]:
         packed = map(bytearray, pack_jobs(jobs))
-        return [bytes([data[0] + 1, WIRE_VERSION + 1]) + data[2:] + b"\x01" for data in packed]  # With one more field.
+        return [bytes([data[0] + 1, WIRE_VERSION + 2]) + data[2:] + b"\x01" for data in packed]  # With one more field.
 
-    monkeypatch.setattr(submit, "pack_jobs", of_next_version)
+    monkeypatch.setattr(submit, "pack_jobs", of_a_later_version)
     async with pool.producer() as producer:
         for ask in (producer.logprobs([1, 2]), producer.topk([1, 2], 3), producer.logprobs([1, 2], targets=[3])):
-            with pytest.raises(ProtocolError, match=f"a job of wire version {WIRE_VERSION + 1}, and this release"):
+            with pytest.raises(ProtocolError, match=f"a job of wire version {WIRE_VERSION + 2}, and this release"):
                 await ask
     assert pool.redis.xlen(pool.keys.model("syn").dead) == 3
     assert pool.jobs() == 0

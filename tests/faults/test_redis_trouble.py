@@ -459,6 +459,20 @@ async def test_requests_survive_a_server_that_cannot_save(shaken: Pool, shaken_s
         await ask_during(producer, shaken, trouble)
 
 
+async def test_a_vocabulary_is_read_from_a_server_that_restarts(short_dir: Path, tmp_path: Path) -> None:
+    with EmbeddedServer(memory_bytes=1 << 28, folder=short_dir / "s", appendonly=True) as server:
+        pool = Pool(server.url, "restarts", tmp_path)
+        try:
+            await start(pool)
+            async with pool.producer() as producer:
+                await asyncio.to_thread(server.stop)
+                opening = asyncio.create_task(producer.trie())
+                await asyncio.to_thread(server.start)
+                assert (await opening).structure.n_tokens == producer.model.vocab_size
+        finally:
+            pool.end()
+
+
 async def test_requests_survive_a_server_that_loads(
     short_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 def build(kind: str, folder: Path) -> Path:
     """Build the wheel or the sdist from the working tree; returns its path."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=240)
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=60)
     (path,) = folder.glob("lmpool-*")
     return path
 

@@ -7,12 +7,14 @@ Workers and clients of this checkout and of another release share a server. The 
 `--with last` mixes the newest tagged release; `--with next` mixes this checkout with one more field in each message and
 with higher versions. The output has the counts of the chaos run, and the number of processes of each release. The exit
 code is 0 if no request is lost, wrong or late, nothing is left behind, and both releases had workers and clients.
+Without `--small`, workers and clients must also have been replaced, and batch runs finished and continued.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import random
 import sys
 from dataclasses import replace
@@ -20,24 +22,17 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults.chaos.__main__ import in_folders, run, untimed
-from tests.faults.chaos.fleet import Fleet
 from tests.faults.chaos.plan import draw_plan
 from tests.faults.chaos.settings import ChaosSettings
 from tests.releases.checkout import LAST, NEXT, ROOT, last_release, make_checkout
 from tests.releases.fleet import ROLES, MixedFleet
 
 
-def mix(settings: ChaosSettings, other: str, folder: Path, hosts: tuple[Path, Path]) -> int:
+def mix(settings: ChaosSettings, other: str, is_small: bool, folder: Path, hosts: tuple[Path, Path]) -> int:
     """Do one mixed run, print its report, and return the exit code."""
     checkout = make_checkout(other, folder / "other")
-    fleets: list[MixedFleet] = []
-
-    def make(*given: object) -> Fleet:
-        fleets.append(partial(MixedFleet, other=checkout)(*given))  # type: ignore[arg-type]
-        return fleets[0]
-
-    report = asyncio.run(run(settings, draw_plan(settings.seed, settings.seconds), folder, hosts, make))
-    (fleet,) = fleets
+    plan, make_fleet = draw_plan(settings.seed, settings.seconds), partial(MixedFleet, other=checkout)
+    report, fleet = asyncio.run(run(settings, plan, folder, hosts, make_fleet))
     faults = report.faults
     for role in ROLES:
         of_each = {name: fleet.started[role, root] for name, root in (("this release", ROOT), (other, checkout))}
@@ -48,6 +43,10 @@ def mix(settings: ChaosSettings, other: str, folder: Path, hosts: tuple[Path, Pa
     batches = fleet.batches
     print(f"{'batch runs':<17} {batches.finished} finished, {batches.continued} times killed and continued")
     print(f"{'wrong batches':<17} {len(batches.wrong)}", *batches.wrong[:10])
+    if not is_small:  # A short run may have no time for these events.
+        events = {f"{role} replaced": fleet.replaced[role] for role in ("worker", "client")}
+        events |= {"batch run finished": batches.finished, "batch run continued": batches.continued}
+        faults += [f"no {event}" for event, count in events.items() if not count]
     print(report)
     if faults != report.faults:
         print("NOT ALLOWED:", ", ".join(faults))
@@ -64,16 +63,19 @@ def main() -> int:
     parser.add_argument("--keep", action="store_true", help="keep the folder of logs and traces and print its path")
     given = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
-    # Clients start at any time, also while the server restarts, so they wait for it.
-    settings = untimed(ChaosSettings(seconds=given.seconds, seed=seed, partitions=2, when_absent="wait"))
-    if given.small:
-        settings = replace(settings, workers=2, clients=2, partitions=1)
+    # Clients start at any time, also while the server restarts, so they wait for it. The processes that start delay
+    # recoveries, and the rows in the memory of replaced workers are computed again.
+    settings = ChaosSettings(
+        seconds=given.seconds, seed=seed, partitions=2, when_absent="wait", most_leases=math.inf, most_twice=math.inf
+    )
+    if given.small:  # This run is a test, and other tests occupy the processors.
+        settings = replace(untimed(settings), workers=2, clients=2, partitions=1)
     if given.other == LAST and not last_release():
         print(f"this clone has no tag and no history: mixing with {NEXT!r} instead of {LAST!r}")
         given.other = NEXT
     commit = f" ({last_release()})" if given.other == LAST else ""
     print(f"mixing with {given.other!r}{commit} for {given.seconds:g} s, seed {seed}", flush=True)
-    return in_folders(partial(mix, settings, given.other), keep=given.keep)
+    return in_folders(partial(mix, settings, given.other, given.small), keep=given.keep)
 
 
 if __name__ == "__main__":

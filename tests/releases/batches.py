@@ -34,6 +34,7 @@ class Batches:
         finished: number of runs that ended, each with the right result of every text.
         continued: number of killed runs that another process continued.
         wrong: results that are missing or differ from the synthetic rows.
+        failed: runs that ended with an error: exit code and last output.
     """
 
     def __init__(

@@ -72,8 +72,11 @@ def make_checkout(name: str, folder: Path) -> Path:
 
 
 def last_release() -> str:
-    """The newest tag of a release in the history, or a commit before the first tag; "" if the clone has neither."""
-    tag = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD")
+    """The newest tag of a release before this commit, or a commit before the first tag; "" if the clone has neither.
+
+    The tag of this commit does not count. After the first tag, `_BEFORE_TAGS` is unused: remove it then.
+    """
+    tag = _git("describe", "--tags", "--abbrev=0", "--match", "v*", "HEAD^")
     if tag.returncode == 0:
         return tag.stdout.decode().strip()
     return "" if _git("cat-file", "-e", f"{_BEFORE_TAGS}^{{commit}}").returncode else _BEFORE_TAGS

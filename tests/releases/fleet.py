@@ -26,7 +26,7 @@ class MixedFleet(Fleet):
 
     Attributes:
         started: role and checkout -> number of processes that were started.
-        replaced: role -> number of processes that got SIGTERM and ended without an error.
+        replaced: "worker" or "client" -> number of processes that got SIGTERM and ended without an error.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class MixedFleet(Fleet):
             if client.code is not None:
                 if client.code:
                     self.failed.append(f"client {client.number} ended with {client.code}: {client.last_words}")
-                self.replaced["client"] += 1
-                self.clients[place] = self._start_client()
+                self.replaced["client"] += client.is_draining and client.code == 0
+                self.clients[place] = self._start_client(place)
         if self._roll_at < time.monotonic() < self._end_at:
             self._roll_at = time.monotonic() + self._draw.uniform(*_ROLL_S)
             self._roll()

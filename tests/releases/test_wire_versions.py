@@ -1,4 +1,4 @@
-"""Workers and clients get along with a worker of the next release, and refuse a worker of a much later release."""
+"""Workers and clients work with a worker of the next release, and refuse a worker of a much later release."""
 
 from __future__ import annotations
 

@@ -6,10 +6,8 @@ import argparse
 import asyncio
 import random
 import re
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,7 +18,7 @@ from lmpool.aio import end_tasks
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import ServerError
 from lmpool.protocol.keys import Keys
-from lmpool.rows import shared_memory
+from tests.faults.chaos.__main__ import in_folders
 from tests.faults.chaos.leaks import leaked_keys, leaked_processes, settle
 from tests.faults.chaos.observer import Counted, Observer
 from tests.faults.chaos.settings import MODEL, ChaosSettings
@@ -200,18 +198,9 @@ def main() -> int:
         vocab_size=64, step_ms=0.0, token_ms=0.0, slow_ms=0.0, max_batch=64, row_ttl_s=20.0, grace_s=2.0, tasks=12,
     )  # fmt: skip
     print(f"soak run of {given.hours:g} hours with seed {seed}", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="lmp"))
-    try:
-        with tempfile.TemporaryDirectory(prefix="lmp", dir=shared_memory.folder().parent) as memory:
-            hosts = Path(memory, "0"), Path(memory, "1")
-            for host in hosts:
-                host.mkdir()
-            is_good = asyncio.run(Run(settings, folder, hosts, is_quiet=given.quiet).run())
-    finally:
-        if given.keep:
-            print(f"logs and reports are in {folder}")
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+    is_good = in_folders(
+        lambda *folders: asyncio.run(Run(settings, *folders, is_quiet=given.quiet).run()), keep=given.keep
+    )
     return 0 if is_good else 1
 
 

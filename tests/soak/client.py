@@ -24,6 +24,7 @@ from tests.faults.chaos.settings import MODEL, ChaosSettings
 from tests.soak.traffic import ADAPTED, ADAPTER, HURRIED, Request, Traffic, WrongValue
 
 _STATUS_S = 1.0
+_CLOCK_S = 0.01  # Max seconds by which a request ends before its deadline, because clocks and timers are inexact.
 _OVERDUE_S = 30.0  # Seconds after its deadline at which a request without an end counts as lost; > any freeze.
 
 
@@ -75,7 +76,7 @@ class Client:
                 await self.needs_adapter.wait()
             except AdapterRefused:  # A worker was killed while it loaded the adapter, which is refused for ten minutes.
                 number += 1
-            except LMPoolError:  # A strike: the server may be down, or may have lost the adapter again.
+            except LMPoolError:  # A fault: the server may be down, or may have lost the adapter again.
                 await asyncio.sleep(_STATUS_S)
 
     async def _ask_on(self) -> None:
@@ -97,7 +98,8 @@ class Client:
         except WrongValue as wrong:
             self._write("wrong", request, began, prompt=wrong.prompt, got=wrong.got, expected=wrong.expected)
         except Exception as error:  # noqa: BLE001  every exception is an outcome, which the run's program judges
-            if request.kind == HURRIED and isinstance(error, DeadlineExceeded):
+            is_expired = time.monotonic() - began >= request.timeout_s - _CLOCK_S
+            if request.kind == HURRIED and isinstance(error, DeadlineExceeded) and is_expired:
                 self._expired[type(error).__name__] += request.size
             else:
                 self._write("error", request, began, error=type(error).__name__, text=str(error)[:500])

@@ -85,15 +85,15 @@ class SoakFleet(Fleet):
             f"worker {number}.{self._started}", Process(number, command, log, self._folder, self._hosts[0])
         )
 
-    def _start_client(self, number: int) -> Process:
-        name, self._clients_started = f"client {number}.{self._clients_started}", self._clients_started + 1
+    def _start_client(self, place: int) -> Process:
+        name, self._clients_started = f"client {place}.{self._clients_started}", self._clients_started + 1
         report = self._folder / f"{name}.report"
-        given = [json.dumps(asdict(self._settings)), name.partition(".")[2], self._url(number), self._prefix]
+        given = [json.dumps(asdict(self._settings)), name.partition(".")[2], self._url(place), self._prefix]
         command = [sys.executable, "-m", "tests.soak.client", *given, str(self._folder / "adapters"), str(report)]
         self.reports[name] = report
         # The last client has another folder of shared memory, as on another host.
-        host = self._hosts[number == self._settings.clients - 1]
-        return self._named(name, Process(number, command, self._folder / f"{name}.log", self._folder, host))
+        host = self._hosts[place == self._settings.clients - 1]
+        return self._named(name, Process(place, command, self._folder / f"{name}.log", self._folder, host))
 
     def _named(self, name: str, process: Process) -> Process:
         self.names[name] = process
@@ -107,7 +107,7 @@ class SoakFleet(Fleet):
                 # A client that finds no server at its start may end, as a worker may.
                 if not client.is_struck and client.says("asking"):
                     self.failed.append(f"client {client.number} ended with {client.code}: {client.last_words}")
-                self.clients[place] = self._start_client(client.number)
+                self.clients[place] = self._start_client(place)
 
 
 class SoakStriker(Striker):

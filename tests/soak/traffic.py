@@ -263,6 +263,7 @@ class Traffic:
         for prompt, value, reference in zip(prompts, given, right, strict=True):
             if value.dtype != reference.dtype or value.tobytes() != reference.tobytes():
                 raise WrongValue(prompt, value.tolist(), reference.tolist())
+        raise WrongValue(prompts[0], given.shape, right.shape)
 
 
 def _digits(number: int, count: int) -> list[int]:

@@ -30,11 +30,15 @@ MAX_SEGMENTS = 40
 """Max files in the folders of shared memory: sockets of live processes, and of killed ones until they are replaced."""
 MAX_PERSISTENT = 200
 """Max keys without a lifetime during a run: registries, streams of jobs, and the backlog."""
-GROWTH, GROWTH_BYTES, GROWTH_DESCRIPTORS = 0.10, 16 << 20, 10
+# The next limits are for a process that lives for the whole run, from the second third of the run to its end.
+GROWTH = 0.10
+"""Max growth of the resident memory as a share, if this is more than `GROWTH_BYTES`."""
+GROWTH_BYTES = 16 << 20
+"""Max growth of the resident memory in bytes: an allocator keeps freed pages."""
 SERVER_GROWTH_BYTES = 96 << 20
-"""Max growth of a process that lives for the whole run, from the second third of the run to its end: a share of the
-memory or bytes, whichever is more (an allocator keeps freed pages), and descriptors (connections come and go). The
-server's memory depends on the rate of requests and on the time since its last restart."""
+"""The same for the server, whose memory depends on the rate of requests and on the time since its last restart."""
+GROWTH_DESCRIPTORS = 10
+"""Max growth of the number of descriptors: connections are opened and closed."""
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _JUDGED_AFTER_S = 20.0  # No fault lasts longer.
@@ -214,11 +218,11 @@ class Ceilings:
     def compare(self, began: float, ended: float) -> list[tuple[str, Sample, Sample]]:
         """Compare the long-lived processes' medians of the second third of the run and of its last tenth."""
         third, last, rows = (ended - began) / 3, ended - (ended - began) / 10, []
+        kept = ("server", f"client {KEPT}.", f"worker {KEPT}.")
         for name, samples in self.samples.items():
-            is_kept = name == "server" or name.startswith((f"client {KEPT}.", f"worker {KEPT}."))
             early = [sample for sample in samples if began + third <= sample.at < began + 2 * third]
             late = [sample for sample in samples if last <= sample.at <= ended]
-            if not (is_kept and early and late):
+            if not (name.startswith(kept) and early and late):
                 continue
             first, final = _median(early), _median(late)
             grown = max(GROWTH * first.resident, SERVER_GROWTH_BYTES if name == "server" else GROWTH_BYTES)
@@ -227,6 +231,9 @@ class Ceilings:
                 f"growth of the descriptors of {name}", final.descriptors - first.descriptors, GROWTH_DESCRIPTORS
             )
             rows.append((name, first, final))
+        for start in kept:
+            if not any(name.startswith(start) for name, _, _ in rows):
+                self._judge.violate({"event": "failed", "what": f"{start} has too few samples to compare its memory"})
         return rows
 
     def _limit(self, what: str, value: int, limit: int) -> None:

@@ -246,7 +246,10 @@ class VersionRegistry:
         return None
 
     async def renew_turn(self, slot: int, worker_id: str, lease_ms: int) -> bool:
-        """Keep a turn for another lease; returns False if it has expired and another worker has taken it."""
+        """Keep a turn for another lease, or take the turn again if it has expired.
+
+        Returns False if another worker has the turn.
+        """
         key = self.keys.version_turn(slot)
         if await self.redis.get(key) == worker_id.encode():
             return bool(await self.redis.pexpire(key, lease_ms))

@@ -30,6 +30,7 @@ from tests.faults.chaos.tally import count, count_computed, read_requests, recov
 from tests.support.servers.proxy import Proxy
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Fleet)
 
 _PREFIX = "chaos"
 _MEMORY = 1 << 29
@@ -43,8 +44,8 @@ async def run(
     plan: list[Strike],
     folder: Path,
     hosts: tuple[Path, Path],
-    kind: Callable[..., Fleet] = Fleet,
-) -> Report:
+    kind: Callable[..., F],
+) -> tuple[Report, F]:
     """Do one chaos run, from the start of its server to the end of its last process. `kind` makes the fleet."""
     # fsync once a second (Redis's default) is enough: the kernel keeps the writes of a killed server.
     server = EmbeddedServer(_MEMORY, folder / "s", appendonly=True)
@@ -66,7 +67,7 @@ async def run(
     finally:
         await asyncio.to_thread(server.stop)
     requests = [request for number, log in enumerate(fleet.logs) for request in read_requests(log, number)]
-    return Report(
+    report = Report(
         settings,
         count(requests, settings.timeout_s + settings.grace_s),
         count_computed(fleet.traces),
@@ -79,6 +80,7 @@ async def run(
         fleet.leaked + leaked_processes(folder),
         fleet.failed,
     )
+    return report, fleet
 
 
 def _end(settings: ChaosSettings, fleet: Fleet, server: EmbeddedServer) -> list[str]:
@@ -135,7 +137,9 @@ def main() -> int:
         f"deadlines of {settings.timeout_s:g} s"
     )
     print(*plan, sep="\n", flush=True)
-    report = in_folders(lambda folder, hosts: asyncio.run(run(settings, plan, folder, hosts)), keep=given.keep)
+    report, _ = in_folders(
+        lambda folder, hosts: asyncio.run(run(settings, plan, folder, hosts, Fleet)), keep=given.keep
+    )
     print(report)
     return 1 if report.faults else 0
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
@@ -163,7 +164,7 @@ class Fleet:
         """
         self.workers = [self._start_worker(number) for number in range(self._settings.workers)]
         self._await(self.workers, SERVING)
-        self.clients = [self._start_client() for _ in range(self._settings.clients)]
+        self.clients = [self._start_client(place) for place in range(self._settings.clients)]
         self._await(self.clients, ASKING)
 
     def _await(self, processes: Sequence[Process], text: str) -> None:
@@ -190,12 +191,12 @@ class Fleet:
         log = self._folder / f"worker-{self._started}.log"
         return Process(number, command, log, self._folder, host, self.root("worker"))
 
-    def _start_client(self) -> Process:
+    def _start_client(self, place: int) -> Process:
         number = next(self._numbers)
-        given = [json.dumps(self._settings.changed), str(number), self._url(number), self._prefix]
+        given = [json.dumps(asdict(self._settings)), str(number), self._url(number), self._prefix]
         given += [str(self._folder / "adapters"), str(self._folder / f"client-{number}.requests")]
         command = [sys.executable, "-m", "tests.faults.chaos.client", *given]
-        host = self._hosts[number == self._settings.clients - 1]
+        host = self._hosts[place == self._settings.clients - 1]
         log = self._folder / f"client-{number}.log"
         return Process(number, command, log, self._folder, host, self.root("client"))
 

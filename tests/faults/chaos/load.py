@@ -201,7 +201,7 @@ class Load:
         return Question("trie", 1, ask)
 
     async def _open_trie(self) -> PooledTrie:
-        """Read the vocabulary. Unlike a request for a row, this call fails at once while the server restarts."""
+        """Read the vocabulary. Checkouts before 0.2.0, which mixed runs use, fail at once while the server restarts."""
         end = time.monotonic() + self._settings.timeout_s
         while True:
             try:

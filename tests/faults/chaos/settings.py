@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 MODEL = "syn"
 """Name of the model that the workers serve."""
@@ -67,9 +67,3 @@ class ChaosSettings:
     lulls_s: float = 5.0
     most_twice: float = 0.05
     most_leases: float = 2.0
-
-    @property
-    def changed(self) -> dict[str, Any]:
-        """The settings that differ from their defaults: another release may have other settings with defaults."""
-        values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}
-        return {name: value for name, (value, default) in values.items() if default is MISSING or value != default}

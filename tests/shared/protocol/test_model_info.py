@@ -170,7 +170,7 @@ def test_seconds_may_be_a_whole_number() -> None:
     assert ModelInfo.unpack(packed(lease_s=3)).lease_s == 3
 
 
-@pytest.mark.parametrize("name", ["name", "backend", "vocab_size", "max_prompt_tokens", "revision", "dtype"])
+@pytest.mark.parametrize("name", sorted(info_module._REQUIRED))
 def test_a_missing_field_without_a_default_is_refused(name: str) -> None:
     values = encoded(INFO)
     del values[name]

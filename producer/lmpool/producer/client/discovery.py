@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar, cast
@@ -45,6 +45,8 @@ from lmpool.vocabulary import Vocabulary
 
 TROUBLE = (RedisError, OSError, errors.LMPoolError)
 """The exceptions that any use of the server may raise."""
+_UNKNOWN = (errors.UnknownVocabulary, errors.UnknownTokenizer)
+_ADVICE = "name the server as the user `producer` (docker/redis/users.acl)"
 
 CLOSED = "the producer was closed while the request was in flight"
 
@@ -223,7 +225,7 @@ class Connections(Tasks):
                     self.check_open()
                     try:
                         return await attempt()
-                    except (errors.SettingsError, errors.ProducerClosed):
+                    except (errors.SettingsError, errors.ProducerClosed, *_UNKNOWN):
                         raise
                     except TROUBLE as error:
                         trouble = error
@@ -518,7 +520,8 @@ class Liveness:
 class Vocabularies:
     """Reads and registers vocabularies, tokenizers and token sets, for one session.
 
-    All methods raise ServerError or DeadlineExceeded if the server cannot be used or does not reply in time.
+    All methods try again until the deadline while the server cannot be used, and then raise ServerError or
+    DeadlineExceeded.
     """
 
     def __init__(self, connections: Connections, keys: Keys) -> None:
@@ -530,24 +533,13 @@ class Vocabularies:
         self._sent: dict[str, float] = {}
         self.pool = str(connections.server)
 
-    @asynccontextmanager
-    async def _limited(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Cancel the body at the deadline, and convert the errors that the body raises."""
-        try:
-            async with deadline.limit():
-                yield
-        except TROUBLE as error:
-            is_late = isinstance(error, errors.DeadlineExceeded) and error.__cause__ is not None
-            raise self._connections.server.explain(TimeoutError(str(error)) if is_late else error) from error
-
     async def of_model(self, deadline: Deadline) -> Vocabulary:
         """Return the vocabulary of the model; raises UnknownVocabulary if the workers publish no vocabulary."""
         info = self._connections.model.info
         if not info.vocabulary:
             why = "because its workers found no tokenizer with the bytes of its tokens: pass the byte strings yourself"
             raise errors.UnknownVocabulary(f"the model {info.name!r} publishes no vocabulary, {why}")
-        async with self._limited(deadline):
-            return await look_up(self._connections.redis, self._keys, info.vocabulary)
+        return await self._insist(lambda: look_up(self._connections.redis, self._keys, info.vocabulary), deadline)
 
     async def spelling(self, deadline: Deadline) -> Vocabulary:
         """Return the vocabulary of the model as `of_model` does, but special tokens have no bytes; keep the result.
@@ -571,23 +563,28 @@ class Vocabularies:
         if not digest:
             name, advice = self._connections.model.info.name, "(the log of its workers says why): pass token ids"
             raise errors.UnknownTokenizer(f"the model {name!r} publishes no tokenizer {advice}")
-        async with self._limited(deadline):
-            return await look_up_tokenizer(self._connections.redis, self._keys, digest)
+        return await self._insist(lambda: look_up_tokenizer(self._connections.redis, self._keys, digest), deadline)
 
     async def register_tokens(self, tokens: TokenSet, deadline: Deadline) -> None:
         """Store a token set in the pool under its name."""
-        async with self._limited(deadline):
-            await register_tokens(self._connections.redis, self._keys, tokens)
+        await self._insist(lambda: register_tokens(self._connections.redis, self._keys, tokens), deadline)
 
     async def register(self, vocabulary: Vocabulary, deadline: Deadline) -> None:
         """Store a vocabulary that a worker could not find."""
         since = deadline.loop.time()
-        # Requests that use a new vocabulary fail together; the request that first gets the lock stores it for all.
-        async with self._limited(deadline), self._sending:
-            if self._sent.get(vocabulary.digest, since) <= since:
-                # Overwrite a stored vocabulary, because a worker could not read it.
-                await register(self._connections.redis, self._keys, vocabulary, anew=True)
-                self._sent[vocabulary.digest] = deadline.loop.time()
+
+        async def attempt() -> None:
+            # Requests that use a new vocabulary fail together; the request that first gets the lock stores it for all.
+            async with self._sending:
+                if self._sent.get(vocabulary.digest, since) <= since:
+                    # Overwrite a stored vocabulary, because a worker could not read it.
+                    await register(self._connections.redis, self._keys, vocabulary, anew=True)
+                    self._sent[vocabulary.digest] = deadline.loop.time()
+
+        await self._insist(attempt, deadline)
+
+    async def _insist(self, attempt: Callable[[], Awaitable[T]], deadline: Deadline) -> T:
+        return await self._connections.insist(attempt, deadline, _ADVICE)
 
 
 def _without_special_tokens(vocabulary: Vocabulary, tokenizer: str) -> Vocabulary:

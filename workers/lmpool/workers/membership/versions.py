@@ -47,7 +47,8 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.worker")
 
-_BLOCK_SHARE = 2 / 3  # Part of the time without a reply, after which a connection is broken, for which a read blocks.
+# Share of the reply timeout for which a read blocks, so that the server replies before the timeout.
+_BLOCK_SHARE = 2 / 3
 _TURN_CHECK_S = 0.2  # Mean seconds between two tries to take a turn, while other workers change their versions.
 _MOVED_TTL_MS = 3_600_000  # Lifetime of the entries that have clients read the model's info again.
 _MAX_TRIES = 3  # Workers that may end while they load a version that no worker has served; then it is refused.
