@@ -50,7 +50,10 @@ BAD: list[tuple[dict[str, Any] | str, str]] = [
     ("[1, 2]", "unusable: Expected `object`, got `array`"),
     ("not JSON", "no JSON: "),
     ('{"ids": [1]} {"ids": [2]}', "no JSON: "),
-    ('{"custom_id": "\udc80", "ids": [1]}', "no JSON: 'utf-8' codec can't decode"),
+    (
+        '{"custom_id": "\udc80", "ids": [1]}',
+        "no JSON: ",
+    ),  # The rest is msgspec's text, which differs between its releases.
     ({}, "a line needs one of text, ids, prompt, body.prompt, body.input: it has none of them"),
     ({"custom_id": "none"}, "it has none of them"),
     ({"body": {"messages": [{"role": "user", "content": "Hello"}]}}, "it has none of them"),
