@@ -7,11 +7,13 @@ from typing import Any
 
 import msgpack
 import pytest
+from redis.asyncio import Redis
 
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError, ModelMismatch, ProtocolError
 from lmpool.producer.client.discovery import Discovery
 from lmpool.protocol.job import WIRE_VERSION, Job
+from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from tests.faults.test_worker_faults import beat, info_of, joined
 from tests.support.pool import Pool, deadline_ms, until_async
@@ -24,13 +26,19 @@ def of_version(info: ModelInfo, version: int) -> tuple[bytes, dict[Any, Any]]:
     return packed, heartbeat
 
 
+async def register(redis: Redis, keys: Keys, name: str, info: ModelInfo, version: int) -> bytes:
+    """Register a worker of a later release; returns its info."""
+    packed, heartbeat = of_version(info, version)
+    await redis.hset(keys.worker(name), mapping=heartbeat)
+    await redis.zadd(keys.model("syn").workers, {name: deadline_ms()})
+    await redis.hset(keys.models(), "syn", packed)
+    return packed
+
+
 async def test_workers_of_the_next_release_serve_together(pool: Pool) -> None:
     redis, keys, info = Server(pool.url).client(), pool.keys, info_of(1)
-    theirs, heartbeat = of_version(info, WIRE_VERSION + 1)
     try:
-        await redis.hset(keys.worker("newer"), mapping=heartbeat)
-        await redis.zadd(keys.model("syn").workers, {"newer": deadline_ms()})
-        await redis.hset(keys.models(), "syn", theirs)
+        theirs = await register(redis, keys, "newer", info, WIRE_VERSION + 1)
         ours = await joined(redis, keys, info, "ours")
         # A running worker keeps the info of a newer one, and does not remove it while the newer worker serves.
         await redis.hset(keys.models(), "syn", theirs)
@@ -47,11 +55,8 @@ async def test_workers_of_the_next_release_serve_together(pool: Pool) -> None:
 
 async def test_a_worker_does_not_join_workers_that_are_two_wire_versions_ahead(pool: Pool) -> None:
     redis, keys, info = Server(pool.url).client(), pool.keys, info_of(1)
-    theirs, heartbeat = of_version(info, WIRE_VERSION + 2)
     try:
-        await redis.hset(keys.worker("newest"), mapping=heartbeat)
-        await redis.zadd(keys.model("syn").workers, {"newest": deadline_ms()})
-        await redis.hset(keys.models(), "syn", theirs)
+        theirs = await register(redis, keys, "newest", info, WIRE_VERSION + 2)
         text = f"served by newest .*wire version {WIRE_VERSION + 2}, and this release of lmpool speaks {WIRE_VERSION}"
         with pytest.raises(ModelMismatch, match=text):
             await joined(redis, keys, info, "ours")

@@ -30,10 +30,10 @@ ADAPTER = "poet"
 _BAD_SEED = -1  # A seed that the backend refuses, as it refuses a NaN.
 _SHARED = 30  # Prompts that all clients request in the same seconds.
 _EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
-_BATCH = 6
+_BATCH = 6  # Prompts of a batch, at most one less.
 _GENERATED = 4  # Max tokens of a continuation.
 _MAX_PENDING = 40  # Requests of a client that wait at once.
-_MAX_RESTART_S = 1.0
+_MAX_RESTART_S = 1.0  # Max seconds until a client that has ended starts again.
 _HANG_UPS = 0.2  # Part of the clients that close their producer while requests wait, and start again.
 
 Row = NDArray[np.float32]
@@ -92,8 +92,7 @@ class SimulatedClient:
         self.draw = Random(f"client {world.plan.seed} {number}")
         self.process = Process("")
         self.producer: Producer | None = None
-        self._has_burst = False
-        self.is_closing = False
+        self.is_closing = self._has_burst = False
         self.starts, self._count = 0, 0
         # Each deadly prompt is sent once, because it ends up to three workers.
         self._deadly = world.deadly[number :: len(world.plan.clients)]
@@ -165,7 +164,7 @@ class SimulatedClient:
         except LMPoolError as error:
             oracle.end_failed(request, error)
         except asyncio.CancelledError:
-            if not request.cancel_s:
+            if not request.cancel_s or self.world.loop.time() < request.began + request.cancel_s:
                 raise
             oracle.end_cancelled(request)
         else:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _MAX_DOWN_S = 6.0  # Max seconds that the server is down, full, or not reachable.
-_MAX_CLOCK_S = 3600.0
+_MAX_CLOCK_S = 3600.0  # Max seconds by which a worker's clock is set; the server's is set by up to three times as many.
 _MAX_SNAPSHOT_S = 10.0  # Max age of a snapshot.
 
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 FIRST = 7
 """First token of the texts."""
 
-_MAX_TEXT = 4
-_MAX_RESTART_S = 2.0
-_TOP = 2
+_MAX_TEXT = 4  # Tokens of a text beyond its first three, at most one less.
+_MAX_RESTART_S = 2.0  # Max seconds until a run that has ended starts again.
+_TOP = 2  # Most likely tokens that the run requests at each position.
 
 
 class _Silent(Progress):

@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _LATE_S = 2.0  # Seconds by which a request may end after its deadline.
-_RECOVERY_S = 20.0
+_RECOVERY_S = 20.0  # Seconds in which a pool recovers after the last fault, besides its leases and its work.
 _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps have no deliveries of their own.
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
 _STREAM_BATCHES = 5  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
 _GENERATED = 4  # Steps of a continuation.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
-_MAX_VIOLATIONS = 20
+_MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
 
 
@@ -59,10 +59,14 @@ _ENDLESS = _endless()
 
 @dataclass
 class AdapterChange:
-    """A change of the adapter in service, from its beginning to the return of its call."""
+    """A change of the adapter in service.
+
+    Attributes:
+        revision: of the new adapter.
+        ended: virtual time at which its call returned; None before.
+    """
 
     revision: str
-    began: float
     ended: float | None = None
 
 
@@ -219,7 +223,7 @@ class Oracle:
 
     def adapter_begins(self, source: Path) -> AdapterChange:
         """An adapter is about to be put in service."""
-        change = AdapterChange(content_digest(source), self.world.loop.time())
+        change = AdapterChange(content_digest(source))
         self._changes.append(change)
         return change
 

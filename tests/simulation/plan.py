@@ -14,9 +14,9 @@ WORK_S = 30.0
 """Max seconds that the workers of a pool take for all prompts."""
 
 _PROMPTS = 1.7  # Mean prompts of a request.
-_LEASES = (2.0, 4.0, 8.0)
+_LEASES = (2.0, 4.0, 8.0)  # Seconds.
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
-_MAX_FAULTS = 12
+_MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice.
 _BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
@@ -124,6 +124,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
+    # Faults that could do nothing would count as an excuse for failures.
     unable = [*([] if is_supervised else ["kill supervisor"]), *([] if lines else ["kill run"])]
     kinds = [kind for kind in kinds if kind not in unable]
     clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))

@@ -35,7 +35,7 @@ URL = f"unix://{PATH}"
 
 _MAX_RESTART_S = 2.0  # Max seconds until a worker that has ended starts again.
 _MAX_LOAD_S = 1.0  # Max seconds of the load of a model, of an adapter or of weights.
-_FOREVER_S = 1e6
+_FOREVER_S = 1e6  # Seconds of a step that hangs: longer than any simulation.
 
 
 class SimulatedWorker:

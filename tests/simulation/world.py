@@ -26,8 +26,8 @@ from tests.simulation.server import SimulatedServer
 from tests.simulation.supervision import Supervision
 from tests.simulation.workers import SimulatedWorker
 
-_CHECK_S = 1.0
-_QUIET_LEASES = 6
+_CHECK_S = 1.0  # Virtual seconds between two checks.
+_QUIET_LEASES = 6  # Leases without requests, after which all must be removed that is not needed.
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +161,8 @@ class World:
         self.healed_at = loop.time()
         self.log("all faults are healed")
         await asyncio.wait([*changing, running])
-        while any(client.left for client in self.clients) or self.oracle.is_waiting:  # noqa: ASYNC110  ends in many places
+        # Requests end in many places, so no event tells the end of the last one.
+        while any(client.left for client in self.clients) or self.oracle.is_waiting:  # noqa: ASYNC110
             await asyncio.sleep(_CHECK_S)
         self.all_sent.set()
         await asyncio.wait(clients)
