@@ -224,6 +224,13 @@ async def test_a_worker_does_not_mix_its_versions_with_those_of_another_publishe
         assert await is_of_seed(producer, 3)
 
 
+async def test_a_version_without_workers_expires(pool: Pool) -> None:
+    async with Server(pool.url).connected() as client:
+        registry = VersionRegistry(client, pool.keys.model("syn"))
+        assert await registry.add(Version(1, "1" * 16, source="/weights"))
+        assert pool.redis.pttl(registry.keys.versions) > 0
+
+
 async def test_only_the_owner_of_a_turn_renews_and_ends_it(pool: Pool) -> None:
     async with Server(pool.url).connected() as client:
         registry = VersionRegistry(client, pool.keys.model("syn"))

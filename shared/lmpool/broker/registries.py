@@ -192,6 +192,8 @@ class VersionRegistry:
             if "equal or smaller" not in str(error):
                 raise
             return False
+        # If no worker serves the model, nobody else limits the registry's lifetime.
+        await self.redis.pexpire(self.keys.versions, _REGISTRY_TTL_MS)
         return True
 
     async def wait(self, reader: Redis, after: str, block_ms: int) -> None:
