@@ -61,3 +61,14 @@ def _named(item: Any) -> bytes:
     """The job that a key of waiting clients names."""
     value = item.value if item is not None else b""
     return value.partition(b"\n")[2] if isinstance(value, bytes) else value.get(b"job", b"")
+
+
+def unread_jobs(stream: Any) -> list[bytes]:
+    """The jobs of a stream that no worker has read."""
+    group = stream._groups.get(b"workers")
+    after = group.last_delivered_key if group is not None else None
+    return [
+        entry.encode()
+        for entry, fields in stream._values_dict.items()
+        if b"m" in fields and (after is None or entry > after)
+    ]

@@ -199,8 +199,8 @@ _LANES: dict[str, Mutant] = {
     "a job in the backlog is lost when it moves up": lua(
         "fair_queue", "if at and (now < deadline", "if at and i < 3 and (now < deadline"
     ),
-    "the backlog does not move up when jobs end": both(
-        lua("finish", "move_up(#entries)", ""), lua("cancel", "move_up()", "")
+    "the backlog does not move up": both(
+        lua("finish", "move_up(#entries)", ""), lua("cancel", "move_up()", ""), lua("find_work", "  move_up()\n", "")
     ),
     "clients that join a job are not told of its row": lua(
         "notify",

@@ -28,7 +28,7 @@ from lmpool.errors import (
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
-from tests.simulation.jobs import wrong_jobs
+from tests.simulation.jobs import unread_jobs, wrong_jobs
 from tests.simulation.loop import Process
 from tests.simulation.plan import WORK_S
 from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES
@@ -84,6 +84,8 @@ class Oracle:
         plain: fingerprint, adapter and token ids of jobs for rows -> how often a worker has read such a job.
         last: entries of jobs that were delivered for the last time.
         changing: processes of workers that change the version of their weights.
+        draining: process of a worker that drains -> key of the list of workers that take jobs, and the worker's id.
+        closed: processes of such workers that have closed their lanes.
     """
 
     def __init__(self, world: World) -> None:
@@ -97,7 +99,9 @@ class Oracle:
         self.plain: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self.last = set[bytes]()
         self.changing: dict[Process, None] = {}
-        self._endless = set[bytes]()  # Keys that had no lifetime at the last check.
+        self.draining: dict[Process, tuple[bytes, bytes]] = {}
+        self.closed = set[Process]()
+        self._endless: dict[bytes, float] = {}  # Keys without a lifetime, and when a check saw them first.
         self._loose = set[tuple[int, ...]]()  # Prompts of requests that ended without a result.
         self._pending: dict[Request, None] = {}
         self._changes: list[AdapterChange] = []
@@ -270,6 +274,30 @@ class Oracle:
         if others and self.world.plan.is_gentle and not self.world.deadly:
             self.violation(f"{process.name} and {others} change their versions at once")
         self.changing[process] = None
+        self.draining.pop(process, None)  # It has drained, and may take jobs again.
+        self.closed.discard(process)
+
+    def on_heartbeat(self, process: Process, capacities: bytes, worker: str, *, is_draining: bool) -> None:
+        """A worker has sent a heartbeat."""
+        if is_draining:
+            self.draining[process] = capacities, worker.encode()
+            self._check_draining()
+
+    def before_closing(self, process: Process, lane: bytes) -> None:
+        """A worker closes its lane. It does so twice: when it begins to drain, and at its end."""
+        found = self.world.server.live().get(lane)
+        if process in self.closed and self.is_whole and found is not None and unread_jobs(found.value):
+            self.violation(f"{process.name} drains, and got new jobs")
+        if process in self.draining:
+            self.closed.add(process)
+
+    def _check_draining(self) -> None:
+        """Workers that drain are not listed as workers that take jobs."""
+        if self.is_whole and self.world.server.process.is_alive:
+            live = self.world.server.live()
+            for process, (capacities, worker) in self.draining.items():
+                if capacities in live and worker in live[capacities].value:
+                    self.violation(f"{process.name} drains, and is listed as a worker that takes jobs")
 
     def on_move(self, process: Process) -> None:
         """A worker begins to move to another partition."""
@@ -286,6 +314,7 @@ class Oracle:
         if self.world.server.process.is_alive:
             self._check_keys()
             self._check_counters()
+            self._check_draining()
             if self.is_whole:
                 for text in wrong_jobs(self.world.server.live(), self.world.server.now * 1000):
                     self.violation(text)
@@ -309,9 +338,12 @@ class Oracle:
         """Every key without a lifetime is on the list of `docs/design/wire.md`."""
         live = self.world.server.live()
         endless = {key for key, item in live.items() if item.expireat is None and not _ENDLESS.fullmatch(key)}
-        for key in endless & self._endless:  # A key gets its lifetime with the next command of its writer.
-            self.violation(f"{key!r} has no lifetime")
-        self._endless = endless
+        # A key gets its lifetime with the next command of its writer, which a fault may delay or end.
+        now, bound_s = self.world.loop.time(), 0 if self.world.plan.is_gentle else self.world.plan.lease_s
+        self._endless = {key: self._endless.get(key, now) for key in endless}
+        for key, since in self._endless.items():
+            if since < now - bound_s:
+                self.violation(f"{key!r} has no lifetime")
 
     def _check_counters(self) -> None:
         """The counters of lanes and capacities are what a count of their members gives."""

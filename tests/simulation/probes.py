@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmpool.broker import scripts
@@ -10,8 +10,10 @@ from lmpool.producer.client.requests import Stage
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import decode_ids
+from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.membership.partitions import PartitionMover
 from lmpool.workers.membership.versions import VersionKeeper
+from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import JobReader
 from tests.simulation.loop import PROCESS
 from tests.simulation.workers import MAX_DELIVERIES
@@ -30,6 +32,7 @@ def install(oracle: Oracle) -> None:
     _notice_lost_messages(oracle)
     _notice_changes(oracle)
     _notice_last_deliveries(oracle)
+    _notice_drains(oracle)
 
 
 def _count_deliveries(oracle: Oracle) -> None:
@@ -126,3 +129,21 @@ def _notice_last_deliveries(oracle: Oracle) -> None:
         return reply
 
     scripts.Script.__call__ = script  # type: ignore[method-assign]
+
+
+def _notice_drains(oracle: Oracle) -> None:
+    """Note the workers that drain: they must not be listed as workers that take jobs, and get no more jobs."""
+    send, close_lane = Heartbeat.send, Consumer.close_lane
+
+    async def send_and_note(self: Heartbeat, counters: Mapping[str, Any], **options: Any) -> Any:
+        beat = await send(self, counters, **options)
+        is_draining = counters.get("state") == "draining"
+        oracle.on_heartbeat(PROCESS.get(), self._model.capacity, self.worker_id, is_draining=is_draining)
+        return beat
+
+    async def check_and_close(self: Consumer) -> None:
+        oracle.before_closing(PROCESS.get(), self._keys.lane(self._worker_id))
+        await close_lane(self)
+
+    Heartbeat.send = send_and_note  # type: ignore[method-assign]
+    Consumer.close_lane = check_and_close  # type: ignore[method-assign]

@@ -192,8 +192,7 @@ class VersionRegistry:
             if "equal or smaller" not in str(error):
                 raise
             return False
-        # If no worker serves the model, nobody else limits the registry's lifetime.
-        await self.redis.pexpire(self.keys.versions, _REGISTRY_TTL_MS)
+        await self._limit(self.keys.versions)
         return True
 
     async def wait(self, reader: Redis, after: str, block_ms: int) -> None:
@@ -203,6 +202,7 @@ class VersionRegistry:
     async def decide(self, number: int, state: str) -> str:
         """Set the state of a version unless it has one; returns the state that it has now."""
         await self.redis.hsetnx(self.keys.version_states, str(number), state)
+        await self._limit(self.keys.version_states)
         return (await self._fields(str(number))).get(str(number), state.encode()).decode("utf-8", "replace")
 
     async def claim(self, lineage: str, tensors: bytes) -> bool:
@@ -223,7 +223,7 @@ class VersionRegistry:
         Returns the versions whose files lack a part.
         """
         for key in (self.keys.version_states, self.keys.versions):
-            await self.redis.pexpire(key, _REGISTRY_TTL_MS)
+            await self._limit(key)
         lost = []
         for version in chain:
             data = [self.keys.version_data(version.nonce, index) for index in range(version.parts)]
@@ -238,7 +238,13 @@ class VersionRegistry:
 
     async def count_try(self, number: int) -> int:
         """Count a worker that begins to load a version that no worker has served; returns the count."""
-        return int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
+        tries = int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
+        await self._limit(self.keys.version_states)
+        return tries
+
+    async def _limit(self, key: bytes) -> None:
+        """Limit the lifetime of a key that a command may have created: no later worker may renew it."""
+        await self.redis.pexpire(key, _REGISTRY_TTL_MS)
 
     async def take_turn(self, worker_id: str, slots: int, lease_ms: int) -> int | None:
         """Take one of the turns to change the version; returns the slot of the turn, or None if no turn is free."""
