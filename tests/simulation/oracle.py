@@ -390,8 +390,11 @@ class Oracle:
     def _check_members(self) -> None:
         """No worker is listed that has ended, and no connection of a client that has ended is open."""
         names = {worker.name.encode() for worker in self.world.workers if worker.process.is_alive}
+        # The members of a partition that no worker serves stay until the key expires.
+        served = {keys.base for worker in self.world.workers if (keys := worker.keys) is not None}
         for key, item in self.world.server.live().items():
-            is_list = re.fullmatch(rb"lmpool:\{[^}]*\}:(workers|lanes|capacity)", key) and self._is_served(key)
+            base, _, name = key.rpartition(b":")
+            is_list = base in served and name in (b"workers", b"lanes", b"capacity")
             if is_list and (ended := set(item.value) - names - {b""}):
                 self.violation(f"{key!r} lists {ended}, who have ended")
         for pipe in self.world.network.pipes:

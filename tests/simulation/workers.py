@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lmpool.broker.server import Server
 from lmpool.errors import LMPoolError
 from lmpool.protocol.job import decode_ids
+from lmpool.protocol.keys import ModelKeys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
 from lmpool.workers.execution.contract import Backend, Finished
@@ -104,6 +105,12 @@ class SimulatedWorker:
         """The info of the version that it serves."""
         serving = self.worker._serving if self.worker is not None and self.process.is_alive else None
         return serving.info if serving is not None else None
+
+    @property
+    def keys(self) -> ModelKeys | None:
+        """The keys of the partition that it serves."""
+        serving = self.worker._serving if self.worker is not None and self.process.is_alive else None
+        return serving.heartbeat._model if serving is not None else None
 
     def drain(self) -> None:
         """SIGTERM. Before the worker exists, the signal ends the process."""
