@@ -161,10 +161,10 @@ async def raise_in_step(world: World, draw: Random) -> None:
 
 
 async def slow_step(world: World, draw: Random) -> None:
-    """A step of a worker takes up to two leases."""
+    """A step of a worker takes up to three leases."""
     if workers := world.running_workers():
         worker = draw.choice(workers)
-        worker.next_step_s = draw.uniform(0.5, 2 * world.plan.lease_s)
+        worker.next_step_s = draw.uniform(0.5, 3 * world.plan.lease_s)
 
 
 FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {

@@ -134,9 +134,6 @@ _LANES: dict[str, Mutant] = {
         "place(waiting_for .. job.digest, entry, ",
         "local _ = worker or place(waiting_for .. job.digest, entry, ",
     ),
-    "a worker steals a job that its owner is about to take": lua(
-        "find_work", "if waited < LATE_MS and group.pending < batch then", "if false then"
-    ),
     "a worker steals a job that another worker holds": lua(
         "moving", "command, from, to = 'XREVRANGE', to, from", "command, from, to = 'XREVRANGE', '+', '-'"
     ),
@@ -175,9 +172,6 @@ _LANES: dict[str, Mutant] = {
         "deadline >= opened_at and redis.pcall('HEXISTS', capacities, worker) == 1 or false",
         "deadline >= opened_at",
     ),
-    "a new stream has no consumers": lua(
-        "keep_queue", "for _, consumer in ipairs(consumers) do", "for _ in ipairs({}) do"
-    ),
     "a worker does not claim from its own lane": lua(
         "claim_expired", "local is_full = scan_lane(consumer)", "local is_full = false"
     ),
@@ -206,11 +200,6 @@ _LANES: dict[str, Mutant] = {
         "notify",
         "local clients = sole and {sole} or redis.pcall('HRANDFIELD', waiting, MAX_NOTIFIED) or {}",
         "local clients = sole and {sole} or redis.pcall('HRANDFIELD', waiting, 2) or {}",
-    ),
-    "bulk prompts go before interactive ones": lua(
-        "fair_queue",
-        "for _, kind in ipairs({ROWS, CONTINUED, BULK}) do\n      local",
-        "for _, kind in ipairs({BULK, CONTINUED, ROWS}) do\n      local",
     ),
     "the backlog of one client delays the prompts of another": lua(
         "submit", "local member = kind == CONTINUED and reply .. TOKENS or reply", "local member = 'all'"

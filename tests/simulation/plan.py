@@ -17,7 +17,8 @@ _PROMPTS = 1.7  # Mean prompts of a request.
 _LEASES = (2.0, 4.0, 8.0)  # Seconds.
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12  # Faults of a simulation.
-_GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice.
+_GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
+_EVEN = 0.5  # Part of those in which the shares of the clients are compared: nothing else delays a prompt.
 _BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
@@ -119,15 +120,22 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     weights: dict[str, float] = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
     weights["row"] = KINDS["row"]
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
-    if draw.random() < _GENTLE:
-        kinds = list(GENTLE)
+    is_gentle, is_even = draw.random() < _GENTLE, draw.random() < _EVEN
+    if is_gentle:
+        kinds = [*GENTLE, *draw.choice(((), HARMLESS))]
     changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
+    bursts, deadly = draw.choice((0, 0, 150)), draw.choice((0, 0, 0, 1, 2))
+    if is_gentle and is_even:
+        changes, deadly = (0, 0), 0
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
     # Faults that could do nothing would count as an excuse for failures.
     unable = [*([] if is_supervised else ["kill supervisor"]), *([] if lines else ["kill run"])]
     kinds = [kind for kind in kinds if kind not in unable]
-    clients = tuple(draw.random() < 0.3 for _ in range(draw.randrange(1, _MAX_CLIENTS + 1)))
+    # Bulk clients send many prompts at once.
+    clients = tuple(
+        draw.random() < (0.7 if bursts and not number else 0.3) for number in range(draw.randrange(1, _MAX_CLIENTS + 1))
+    )
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
     lease_s = draw.choice(_LEASES)
     # A pool with few slots has short steps, so that it computes all prompts within `WORK_S`.
@@ -151,12 +159,12 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         clients=clients,
         weights=weights,
         pause_s=seconds * len(clients) / requests,
-        bursts=draw.choice((0, 0, 150)),
+        bursts=bursts,
         short=draw.choice((0.0, 0.05, 0.3)),
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,
         bad_versions=tuple(number for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS),
         lines=lines,
-        deadly=draw.choice((0, 0, 0, 1, 2)),
+        deadly=deadly,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),
     )
