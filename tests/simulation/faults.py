@@ -176,7 +176,9 @@ FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {
     )
 }  # fmt: skip
 """Name of a kind of fault -> its coroutine."""
-GENTLE = ("drain worker", "forget scripts", "jump worker clock")
+SILENT = ("forget scripts", "jump worker clock")
+"""Faults that change nothing for clients."""
+GENTLE = (*SILENT, "drain worker")
 """Faults that no client may notice."""
 HARMLESS = ("kill client", "stop client", "kill run", "slow step")
 """Faults after which no job is delivered again: workers renew their leases during a slow step."""

@@ -10,22 +10,28 @@ from typing import Any
 from lmpool.protocol.job import Job, decode_ids, digest_of, query_digest, unpack_job
 
 _STREAM = re.compile(rb"(lmpool:\{.*\}):(jobs|lane:(.*))", re.DOTALL)
+_PARTITION = re.compile(rb"\{\d+\}$")
 _LATER = re.compile(rb"(\d+),?\d* (\d+) ")
 
 
-def wrong_jobs(live: dict[bytes, Any], now_ms: float) -> Iterator[str]:
+def wrong_jobs(live: dict[bytes, Any], now_ms: float, *, agrees: bool) -> Iterator[str]:
     """Describe jobs that should not be there.
 
     Args:
         live: the keys of the server.
         now_ms: the server's clock.
+        agrees: whether clients can use all partitions, so that a prompt has one job in all of them together.
     """
+
+    def of_prompt(base: bytes, digest: bytes) -> tuple[bytes, bytes]:
+        return _PARTITION.sub(b"}", base) if agrees else base, digest
+
     seen = Counter[tuple[bytes, bytes]]()
     for key, item in live.items():
         if key.endswith(b"}:backlog:jobs"):
             for digest, stored in item.value.items():
                 if (found := _LATER.match(stored)) and int(found[1]) + int(found[2]) > now_ms:
-                    seen[key.removesuffix(b":backlog:jobs"), digest] += 1
+                    seen[of_prompt(key.removesuffix(b":backlog:jobs"), digest)] += 1
         elif found := _STREAM.fullmatch(key):
             worker = b" " + found[3] if found[3] else b""
             group = item.value._groups.get(b"workers")
@@ -39,7 +45,7 @@ def wrong_jobs(live: dict[bytes, Any], now_ms: float) -> Iterator[str]:
                     continue
                 digest = digest_of(job.ids, job.adapter)
                 digest = query_digest(digest, job.query) if job.query else digest
-                seen[found[1], digest] += 1
+                seen[of_prompt(found[1], digest)] += 1
                 if group is not None and entry > group.last_delivered_key:
                     named = _named(live.get(found[1] + b":waiting:" + digest))
                     if named != entry.encode() + worker:

@@ -42,6 +42,7 @@ _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps h
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
 _STREAM_BATCHES = 5  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
 _GENERATED = 4  # Steps of a continuation.
+_NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, and older jobs end.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
@@ -101,6 +102,7 @@ class Oracle:
         self.changing: dict[Process, None] = {}
         self.draining: dict[Process, tuple[bytes, bytes]] = {}
         self.closed = set[Process]()
+        self._joined: float | None = None  # When the last worker began to serve.
         self._endless: dict[bytes, float] = {}  # Keys without a lifetime, and when a check saw them first.
         self._loose = set[tuple[int, ...]]()  # Prompts of requests that ended without a result.
         self._pending: dict[Request, None] = {}
@@ -147,7 +149,7 @@ class Oracle:
     def _check_fairness(self, request: Request) -> None:
         """In a calm pool a client's prompt waits for as many prompts of each other client as the client itself has."""
         plan = self.world.plan
-        if request.client.is_bulk or not plan.is_gentle or plan.deadly or any(plan.changes):
+        if request.client.is_bulk or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         bound = share + _STREAM_BATCHES * plan.workers * plan.batch + _BULK
@@ -316,7 +318,13 @@ class Oracle:
             self._check_counters()
             self._check_draining()
             if self.is_whole:
-                for text in wrong_jobs(self.world.server.live(), self.world.server.now * 1000):
+                server, plan = self.world.server, self.world.plan
+                # No partition is full, and clients have noticed that each one has workers.
+                if self._joined is None and all(worker.name for worker in self.world.workers):
+                    self._joined = self.world.loop.time()
+                has_workers = plan.is_silent and self.world.loop.time() > (self._joined or math.inf) + _NOTICED_S
+                agrees = plan.is_even and has_workers and plan.queue_limit > plan.requests
+                for text in wrong_jobs(server.live(), server.now * 1000, agrees=agrees):
                     self.violation(text)
 
     def _check_requests(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tests.simulation.faults import FAULTS, GENTLE, HARMLESS
+from tests.simulation.faults import FAULTS, GENTLE, HARMLESS, SILENT
 
 REQUESTS = 500
 """Requests of a simulation, unless the caller chooses another number."""
@@ -19,6 +19,7 @@ _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
 _EVEN = 0.5  # Part of those in which the shares of the clients are compared: nothing else delays a prompt.
+_AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
 _BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
@@ -109,6 +110,16 @@ class Plan:
         return all(fault.kind in GENTLE for fault in self.faults)
 
     @property
+    def is_silent(self) -> bool:
+        """Whether no fault changes anything for clients."""
+        return all(fault.kind in SILENT for fault in self.faults)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether nothing but the other clients delays a prompt."""
+        return self.is_gentle and not self.deadly and not any(self.changes)
+
+    @property
     def can_end_steps(self) -> int:
         """Number of faults after which a job may be delivered again."""
         return sum(fault.kind not in GENTLE and fault.kind not in HARMLESS for fault in self.faults)
@@ -122,11 +133,15 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
     is_gentle, is_even = draw.random() < _GENTLE, draw.random() < _EVEN
     if is_gentle:
-        kinds = [*GENTLE, *draw.choice(((), HARMLESS))]
+        kinds = list(draw.choice((SILENT, GENTLE, GENTLE + HARMLESS)))
     changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
     bursts, deadly = draw.choice((0, 0, 150)), draw.choice((0, 0, 0, 1, 2))
     if is_gentle and is_even:
         changes, deadly = (0, 0), 0
+    partitions, queue_limit = draw.choice((1, 1, 2)), draw.choice((30, 1000, 100_000))
+    workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
+    if draw.random() < _AGREED:
+        kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 1000, max(2, workers)
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
     # Faults that could do nothing would count as an excuse for failures.
@@ -136,7 +151,6 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     clients = tuple(
         draw.random() < (0.7 if bursts and not number else 0.3) for number in range(draw.randrange(1, _MAX_CLIENTS + 1))
     )
-    workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
     lease_s = draw.choice(_LEASES)
     # A pool with few slots has short steps, so that it computes all prompts within `WORK_S`.
     step_s = min(draw.choice(_STEPS_S), lease_s / 5, WORK_S * workers * batch / (_PROMPTS * requests))
@@ -153,8 +167,8 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         batch=batch,
         step_s=(step_s / 2, 1.5 * step_s),
         vocab_size=draw.choice((16, 40)),
-        queue_limit=draw.choice((30, 1000, 100_000)),
-        partitions=draw.choice((1, 1, 2)),
+        queue_limit=queue_limit,
+        partitions=partitions,
         encoding=draw.choice(("f32", "bf16")),
         clients=clients,
         weights=weights,
