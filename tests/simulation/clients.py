@@ -27,7 +27,6 @@ LONG_S = 200.0
 ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
-_BAD_SEED = -1  # A seed that the backend refuses, as it refuses a NaN.
 _SHARED = 30  # Prompts that all clients request in the same seconds.
 _EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
 _BATCH = 6  # Prompts of a batch, at most one less.
@@ -333,7 +332,8 @@ async def publish_versions(world: World, draw: Random) -> None:
         is_bad = number in world.plan.bad_versions
         world.oracle.newest = world.oracle.newest if is_bad else number
         try:
-            await producer.publish_weights({"seed": np.array(_BAD_SEED if is_bad else seed_of(number))}, number)
+            weights = world.plan.bad_versions.get(number, seed_of(number))
+            await producer.publish_weights({"seed": np.array(weights)}, number)
             if is_bad:
                 world.oracle.violation(f"version {number} is served, although its weights are not those of a model")
             world.oracle.served = number

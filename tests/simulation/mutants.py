@@ -24,8 +24,7 @@ from lmpool.producer.client.submit import Submitter
 from lmpool.producer.client.versions import WeightVersions
 from lmpool.protocol import job
 from lmpool.protocol.model_info import ModelInfo
-from lmpool.protocol.version import PublishedVersions
-from lmpool.workers.dispatch import Dispatcher, FetchLoop
+from lmpool.workers.dispatch import FetchLoop
 from lmpool.workers.membership.heartbeat import Heartbeat
 from lmpool.workers.membership.partitions import PartitionMover
 from lmpool.workers.membership.versions import VersionKeeper
@@ -251,9 +250,6 @@ _WORKERS: dict[str, Mutant] = {
         ),
         python(FetchLoop._take, "not self.lifecycle.stopping.is_set() and ", ""),
     ),
-    "a worker that ends does not release its jobs": python(
-        Worker._leave, "await serving.leases.release_all(reason, entry_ids(serving.in_flight))", "False"
-    ),
     "a worker that ends does not wait for its prompts": both(
         python(
             Worker._drain,
@@ -286,7 +282,6 @@ _WORKERS: dict[str, Mutant] = {
         job.query_digest, "hashlib.blake2b(query,", "hashlib.blake2b(query[:1],"
     ),
     "the digest of a prompt ignores the adapter": python(job.digest_of, "if not adapter:", "if True:"),
-    "dropped prompts stay in the backend": python(Dispatcher.drop_unwanted, "if dropped:\n", "if False:\n"),
 }
 
 _PARTITIONS: dict[str, Mutant] = {
@@ -335,12 +330,6 @@ _VERSIONS: dict[str, Mutant] = {
     "the version of new clients is written at registrations only": python(
         Worker.send_heartbeat, "await self.versions.keep()", "pass"
     ),
-    "a sparse version may follow a version that another publisher added": python(
-        PublishedVersions.chain, "elif version.changes == (chain[-1].number if chain else 0):", "else:"
-    ),
-    "a slow worker replaces the decision about a version": python(
-        VersionRegistry.decide, "self.redis.hsetnx(", "self.redis.hset("
-    ),
     "the only worker of the newest version changes before the others": python(
         VersionKeeper._lets_others_go_first, "if now < self._waits_until:", "if False:"
     ),
@@ -350,7 +339,6 @@ _VERSIONS: dict[str, Mutant] = {
     "a worker does not load its weights again after it refused a version": python(
         VersionKeeper.change, "if not is_served and has_changed:", "if False:"
     ),
-    "the registry takes a number twice": python(VersionRegistry.add, "return False", "return True"),
     "a client does not send its requests again when its version is left": python(
         PendingRequests.restart, "for request in self._requests.values():", "for request in ():"
     ),

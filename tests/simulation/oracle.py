@@ -270,14 +270,24 @@ class Oracle:
         if self.most[prompt] < MAX_DELIVERIES and prompt not in self.world.deadly:
             self.violation(f"the job of {list(prompt)} was lost")
 
-    def on_change(self, process: Process) -> None:
+    def on_change(self, process: Process, version: int) -> None:
         """A worker begins to change the version of its weights."""
+        self._check_order(process, version)
         others = [other.name for other in self.changing if other.is_alive]
         if others and self.world.plan.is_gentle and not self.world.deadly:
             self.violation(f"{process.name} and {others} change their versions at once")
         self.changing[process] = None
         self.draining.pop(process, None)  # It has drained, and may take jobs again.
         self.closed.discard(process)
+
+    def _check_order(self, process: Process, version: int) -> None:
+        """The only worker of the version that clients use changes only after the workers of older versions."""
+        world = self.world
+        others = [worker.info.version for worker in world.workers if worker.info and worker.process is not process]
+        if not world.plan.is_silent or world.deadly or version != world.used_version or not others:
+            return
+        if max(others) < version:
+            self.violation(f"{process.name} leaves version {version}, which clients use, and others serve {others}")
 
     def on_heartbeat(self, process: Process, capacities: bytes, worker: str, *, is_draining: bool) -> None:
         """A worker has sent a heartbeat."""
@@ -301,6 +311,13 @@ class Oracle:
                 if capacities in live and worker in live[capacities].value:
                     self.violation(f"{process.name} drains, and is listed as a worker that takes jobs")
 
+    def after_move(self, process: Process, capacities: bytes, worker: str) -> None:
+        """A worker has moved to another partition; `capacities` is a key of the earlier one."""
+        live = self.world.server.live()
+        members = live[capacities].value if capacities in live else ()
+        if self.is_whole and self.world.plan.is_gentle and worker.encode() in members:
+            self.violation(f"{process.name} has moved, and is listed in its earlier partition")
+
     def on_move(self, process: Process) -> None:
         """A worker begins to move to another partition."""
         for worker in self.world.workers:
@@ -317,6 +334,7 @@ class Oracle:
             self._check_keys()
             self._check_counters()
             self._check_draining()
+            self._check_served()
             if self.is_whole:
                 server, plan = self.world.server, self.world.plan
                 # No partition is full, and clients have noticed that each one has workers.
@@ -374,6 +392,19 @@ class Oracle:
                 if total != sum(sizes.values()):
                     self.violation(f"the capacities {sizes} have the sum {total}")
 
+    def _check_served(self) -> None:
+        """No worker serves bad weights, and the infos of all live workers are on the server."""
+        world = self.world
+        models = world.server.live().get(b"lmpool:models")
+        for worker in world.workers:
+            if worker.info is None or worker.process in self.draining:
+                continue
+            if worker.info.version in world.plan.bad_versions:
+                self.violation(f"{worker.process.name} serves the bad version {worker.info.version}")
+            is_calm = self.is_whole and world.plan.is_gentle and not world.deadly and worker.name
+            if is_calm and (models is None or worker.info.name.encode() not in models.value):
+                self.violation(f"{worker.process.name} serves {worker.info.name!r}, which has no info")
+
     # The end
 
     def check_end(self) -> None:
@@ -398,13 +429,19 @@ class Oracle:
     def _check_members(self) -> None:
         """No worker is listed that has ended, and no connection of a client that has ended is open."""
         names = {worker.name.encode() for worker in self.world.workers if worker.process.is_alive}
+        live = self.world.server.live()
         # The members of a partition that no worker serves stay until the key expires.
         served = {keys.base for worker in self.world.workers if (keys := worker.keys) is not None}
-        for key, item in self.world.server.live().items():
+        for key, item in live.items():
             base, _, name = key.rpartition(b":")
             is_list = base in served and name in (b"workers", b"lanes", b"capacity")
             if is_list and (ended := set(item.value) - names - {b""}):
                 self.violation(f"{key!r} lists {ended}, who have ended")
+        for worker in self.world.workers:
+            if worker.keys is not None and worker.name:
+                lists = [live.get(key) for key in (worker.keys.workers, worker.keys.capacity)]
+                if not all(item is not None and worker.name.encode() in item.value for item in lists):
+                    self.violation(f"{worker.process.name} serves, and is not listed")
         for pipe in self.world.network.pipes:
             if pipe.process in {client.process for client in self.world.clients}:
                 self.violation(f"a connection of {pipe.process.name} is still open")

@@ -20,7 +20,7 @@ _MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
 _EVEN = 0.5  # Part of those in which the shares of the clients are compared: nothing else delays a prompt.
 _AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
-_BAD_VERSIONS = 0.2  # Part of all versions that workers refuse.
+_BAD_VERSIONS = 0.3  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
 _STEPS_S = (0.003, 0.03, 0.1, 0.4)  # Mean seconds of a step.
@@ -32,6 +32,9 @@ KINDS = {
     "adapter": 3, "version": 2,
 }  # fmt: skip
 """Kind of request -> its usual weight."""
+
+NO_WEIGHTS, BROKEN_WEIGHTS, FATAL_WEIGHTS = BAD_WEIGHTS = -1, 1, 2
+"""Weights that a worker refuses at the load, weights with which prompts fail, and weights that end the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,7 @@ class Plan:
         short: part of the requests with a deadline of less than a second.
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
-        bad_versions: numbers of versions whose weights every worker refuses.
+        bad_versions: number of a version that workers refuse -> its weights, one of `BAD_WEIGHTS`.
         lines: number of texts of a run over a file; 0 for no run.
         deadly: number of prompts that end each worker that computes them.
         faults: in the order of their times.
@@ -99,7 +102,7 @@ class Plan:
     short: float
     cancelled: float
     changes: tuple[int, int]
-    bad_versions: tuple[int, ...]
+    bad_versions: dict[int, int]
     lines: int
     deadly: int
     faults: tuple[Fault, ...] = ()
@@ -107,12 +110,17 @@ class Plan:
     @property
     def is_gentle(self) -> bool:
         """Whether no fault permits a slow request or a job that is delivered twice."""
-        return all(fault.kind in GENTLE for fault in self.faults)
+        return all(fault.kind in GENTLE for fault in self.faults) and not self.ends_loads
+
+    @property
+    def ends_loads(self) -> bool:
+        """Whether a version ends the workers that load it."""
+        return FATAL_WEIGHTS in self.bad_versions.values()
 
     @property
     def is_silent(self) -> bool:
         """Whether no fault changes anything for clients."""
-        return all(fault.kind in SILENT for fault in self.faults)
+        return all(fault.kind in SILENT for fault in self.faults) and not self.ends_loads
 
     @property
     def is_even(self) -> bool:
@@ -122,7 +130,8 @@ class Plan:
     @property
     def can_end_steps(self) -> int:
         """Number of faults after which a job may be delivered again."""
-        return sum(fault.kind not in GENTLE and fault.kind not in HARMLESS for fault in self.faults)
+        faults = sum(fault.kind not in GENTLE and fault.kind not in HARMLESS for fault in self.faults)
+        return faults + self.ends_loads
 
 
 def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
@@ -177,7 +186,9 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         short=draw.choice((0.0, 0.05, 0.3)),
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,
-        bad_versions=tuple(number for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS),
+        bad_versions={
+            number: draw.choice(BAD_WEIGHTS) for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS
+        },
         lines=lines,
         deadly=deadly,
         faults=tuple(sorted(faults, key=lambda fault: fault.at)),

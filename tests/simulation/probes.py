@@ -58,7 +58,12 @@ def _notice_lost_jobs(oracle: Oracle) -> None:
 
     async def call_script(self: Submitter, partition: Any, requests: Sequence[Any], homes: Any, again: str) -> bytes:
         jobs = partition.keys.jobs
-        waiting = {request for request in requests if request.stage is Stage.WAITING and queues.get(request) == jobs}
+        sent = {request for request in requests if request.stage is Stage.WAITING}
+        waiting = {request for request in sent if queues.get(request) == jobs}
+        if again.startswith("1") and len(self._connections.partitions.current) == 1:
+            for request in sent - waiting:
+                if request in queues:
+                    oracle.violation(f"a request was sent to {jobs!r} only after a silence: {request.prompt}")
         queues.update(dict.fromkeys(requests, jobs))
         outcome = await call(self, partition, requests, homes, again)
         if again.startswith("1") and oracle.is_whole and len(self._connections.partitions.current) == 1:
@@ -102,7 +107,7 @@ def _notice_changes(oracle: Oracle) -> None:
 
     async def change(self: VersionKeeper, opened: Any) -> Any:
         process = PROCESS.get()
-        oracle.on_change(process)
+        oracle.on_change(process, self.info.version)
         try:
             return await change_version(self, opened)
         finally:
@@ -113,7 +118,9 @@ def _notice_changes(oracle: Oracle) -> None:
 
     async def move(self: PartitionMover, number: int) -> None:
         oracle.on_move(PROCESS.get())
+        capacities, worker = self._heartbeat._model.capacity, self._heartbeat.worker_id
         await move_worker(self, number)
+        oracle.after_move(PROCESS.get(), capacities, worker)
 
     PartitionMover.move = move  # type: ignore[method-assign]
 

@@ -20,6 +20,7 @@ from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.simulation import threads
 from tests.simulation.loop import Process
+from tests.simulation.plan import BROKEN_WEIGHTS, FATAL_WEIGHTS
 from tests.simulation.server import PATH
 
 if TYPE_CHECKING:
@@ -158,11 +159,11 @@ class SimulatedBackend(SyntheticBackend):
             raise RuntimeError("the device is broken")
         threads.sleep(_FOREVER_S if how == "hang" else seconds)
         if any(prompt in worker.world.deadly for prompt in ids):
-            worker.world.log(f"{worker.process.name} computes a deadly prompt")
-            worker.world.disturbed_at = worker.world.loop.time()
-            worker.world.loop.kill(worker.process)
-            threads.sleep(_FOREVER_S)
-        return super().step()
+            self._end("computes a deadly prompt")
+        finished = super().step()
+        if self._seed == BROKEN_WEIGHTS:
+            return Finished([], {job.digest: "the weights are broken" for job in jobs}, None)
+        return finished
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
@@ -173,3 +174,13 @@ class SimulatedBackend(SyntheticBackend):
         """See `ChangesWeights.load_weights`."""
         self._wait(_MAX_LOAD_S)
         super().load_weights(full, sparse, held)
+        if self._seed == FATAL_WEIGHTS:
+            self._end("loads fatal weights")
+
+    def _end(self, why: str) -> None:
+        """End the process, as a crash does."""
+        worker = self._worker
+        worker.world.log(f"{worker.process.name} {why}")
+        worker.world.disturbed_at = worker.world.loop.time()
+        worker.world.loop.kill(worker.process)
+        threads.sleep(_FOREVER_S)
