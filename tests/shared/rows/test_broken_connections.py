@@ -13,7 +13,7 @@ from redis.asyncio.connection import AbstractConnection
 from lmpool.errors import ProtocolError
 from lmpool.rows import connection as connection_module
 from lmpool.rows.connection import RawRowReceiver
-from tests.shared.rows.wire import MAX_BYTES, Receiver, array, assert_broken, cuts, in_a_loop, plain
+from tests.shared.rows.wire import MAX_BYTES, Commands, Receiver, array, assert_broken, cuts, in_a_loop, plain
 
 BROKEN: dict[str, bytes] = {
     "text": b"hello\r\n",
@@ -90,6 +90,18 @@ async def test_a_value_of_exactly_the_limit_is_taken() -> None:
     reply = connection.mget(1)
     connection.feed(array([b"x" * 10]))
     assert plain(reply) == [b"x" * 10]
+
+
+@pytest.mark.parametrize("are_together", [True, False])
+async def test_a_small_value_that_lost_bytes_is_not_completed_with_the_next_reply(are_together: bool) -> None:
+    """hiredis does not check the line end of a value."""
+    connection = Commands()
+    replies = [connection.raw.call([b"MGET", key]) for key in (b"first", b"second")]
+    first = array([b"x" * 100])
+    first, second = first[:50] + first[58:], array([b"y" * 100])
+    for data in [first + second] if are_together else [first, second]:
+        connection.feed(data)
+    assert_broken(connection, replies, ProtocolError)
 
 
 @given(st.binary(min_size=1, max_size=200), cuts)
