@@ -176,6 +176,8 @@ FAULTS: dict[str, Callable[[World, Random], Awaitable[None]]] = {
     )
 }  # fmt: skip
 """Name of a kind of fault -> its coroutine."""
+DISCONNECTING = ("stop server", "restart empty", "restart old", "restart whole", "cut", "half open")
+"""Faults after which a command may have no reply."""
 SILENT = ("forget scripts", "jump worker clock")
 """Faults that change nothing for clients."""
 GENTLE = (*SILENT, "drain worker")

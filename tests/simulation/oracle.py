@@ -315,7 +315,7 @@ class Oracle:
         """A worker has moved to another partition; `capacities` is a key of the earlier one."""
         live = self.world.server.live()
         members = live[capacities].value if capacities in live else ()
-        if self.is_whole and self.world.plan.is_gentle and worker.encode() in members:
+        if self.is_whole and self.world.plan.is_connected and worker.encode() in members:
             self.violation(f"{process.name} has moved, and is listed in its earlier partition")
 
     def on_move(self, process: Process) -> None:
@@ -336,14 +336,17 @@ class Oracle:
             self._check_draining()
             self._check_served()
             if self.is_whole:
-                server, plan = self.world.server, self.world.plan
-                # No partition is full, and clients have noticed that each one has workers.
-                if self._joined is None and all(worker.name for worker in self.world.workers):
-                    self._joined = self.world.loop.time()
-                has_workers = plan.is_silent and self.world.loop.time() > (self._joined or math.inf) + _NOTICED_S
-                agrees = plan.is_even and has_workers and plan.queue_limit > plan.requests
-                for text in wrong_jobs(server.live(), server.now * 1000, agrees=agrees):
+                server = self.world.server
+                for text in wrong_jobs(server.live(), server.now * 1000, agrees=self._clients_agree()):
                     self.violation(text)
+
+    def _clients_agree(self) -> bool:
+        """Whether clients can use all partitions: none is full, and they have noticed that each one has workers."""
+        plan, now = self.world.plan, self.world.loop.time()
+        if self._joined is None and all(worker.name for worker in self.world.workers):
+            self._joined = now
+        has_workers = plan.is_silent and now > (self._joined or math.inf) + _NOTICED_S
+        return plan.is_even and has_workers and plan.queue_limit > plan.requests
 
     def _check_requests(self) -> None:
         now, lease_s = self.world.loop.time(), self.world.plan.lease_s

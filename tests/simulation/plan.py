@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tests.simulation.faults import FAULTS, GENTLE, HARMLESS, SILENT
+from tests.simulation.faults import DISCONNECTING, FAULTS, GENTLE, HARMLESS, SILENT
 
 REQUESTS = 500
 """Requests of a simulation, unless the caller chooses another number."""
@@ -116,6 +116,11 @@ class Plan:
     def ends_loads(self) -> bool:
         """Whether a version ends the workers that load it."""
         return FATAL_WEIGHTS in self.bad_versions.values()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether each command reaches the server, and each reply its sender."""
+        return not any(fault.kind in DISCONNECTING for fault in self.faults)
 
     @property
     def is_silent(self) -> bool:
