@@ -76,6 +76,8 @@ class SoakFleet(Fleet):
             "backend": "synthetic", "encoding": "bf16", "vocab-size": settings.vocab_size, "lease-s": settings.lease_s,
             "max-batch": settings.max_batch, "row-ttl-s": settings.row_ttl_s, "shm-bytes": settings.shm_bytes,
             "partitions": settings.partitions, "redis": self._url(number), "prefix": self._prefix,
+            # A cache that is full after minutes, so that later growth is a leak.
+            "trie-values-mb": 1,
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
         command = [sys.executable, "-m", "tests.soak.worker", "worker", MODEL, "--with-trie", *words]
