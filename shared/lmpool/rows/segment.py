@@ -37,7 +37,8 @@ _NONCE_SIZE = 8  # Bytes of the random part of a segment's name, so that all nam
 _MIN_SLOTS, _MAX_SLOTS = 64, 16_384  # Min and max rows per segment; fewer rows are overwritten before they are read.
 _NAME_CHECK_S = 1.0  # Seconds between two checks that the worker's socket still exists.
 _ORDERED = ("x86_64", "amd64")  # Processors that keep the order of stores and of loads.
-_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS = 1, 2, 1033  # Values of these constants in Linux's headers.
+# Values of these constants in Linux's headers.
+_MFD_CLOEXEC, _MFD_ALLOW_SEALING, _F_ADD_SEALS, _F_SEAL_SHRINK = 1, 2, 1033, 2
 _STEP_BYTES = 64 * 2**20  # Bytes to allocate between two checks that the segment is wanted and fits into free memory.
 _RESERVE_SHARE = 16  # 1/16 of the free memory stays free, even if many workers create segments at once.
 _DEFAULT_SHARE = 8  # A segment takes 1/8 of the free memory by default: other programs need memory too.
@@ -365,6 +366,10 @@ def make_segment(
             if missing > free - reserve:
                 raise OSError(errno.ENOSPC, f"{missing} bytes more are needed, and {free} are free")
             os.posix_fallocate(fd, at, min(_STEP_BYTES, missing))
+        # Seal the size first: an access to memory that another process has shrunk would end this process (SIGBUS).
+        fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
+        if os.fstat(fd).st_size < layout.size:
+            raise OSError(errno.EIO, "another process has shrunk the memory")
         memory = mmap.mmap(fd, layout.size)
         before_sealing(fd, memory)  # No process can map sealed memory for writing.
         fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)

@@ -173,6 +173,21 @@ def test_files_that_are_no_segments_are_ignored(place: Path) -> None:
     assert reader.read(Reference(host_token(), bytes(8), 1), prompt(1), V) is None
 
 
+def test_memory_that_another_process_shrinks_before_it_is_sealed_is_not_used(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = os.posix_fallocate
+
+    def allocate_and_shrink(fd: int, at: int, size: int) -> None:
+        allocate(fd, at, size)
+        os.ftruncate(fd, SLOT)
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate_and_shrink)
+    with pytest.raises(OSError, match="another process has shrunk the memory"):
+        make_segment("fp", V, 64 * SLOT, lambda: True)
+    assert list(place.iterdir()) == []
+
+
 def test_a_segment_that_is_too_small_or_too_large_is_not_created(place: Path) -> None:
     assert make_segment("fp", V, 63 * SLOT, lambda: True) is None
     assert make_segment("fp", V, 64 * SLOT, lambda: False) is None
