@@ -76,5 +76,5 @@ def unread_jobs(stream: Any) -> list[bytes]:
     return [
         entry.encode()
         for entry, fields in stream._values_dict.items()
-        if b"m" in fields and (after is None or entry > after)
+        if b"m" in fields[::2] and (after is None or entry > after)
     ]

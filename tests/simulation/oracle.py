@@ -42,6 +42,8 @@ _GENERATED_FIRST = 4  # First token of prompts that are continued: their steps h
 _OF_WORKERS = 0  # First token of prompts that workers compute to test their weights.
 _STREAM_BATCHES = 5  # Batches of each worker that are in the streams or in its backend, ahead of the backlog.
 _GENERATED = 4  # Steps of a continuation.
+_LONG_LEASE_S = 4.0  # Min lease in which a worker drains, loads a version and joins the pool.
+_RENEWAL_LEASES = 5  # Leases within which another worker renews the keys of a worker that was killed.
 _NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, and older jobs end.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
@@ -281,10 +283,14 @@ class Oracle:
         self.closed.discard(process)
 
     def _check_order(self, process: Process, version: int) -> None:
-        """The only worker of the version that clients use changes only after the workers of older versions."""
+        """The only worker of the version that clients use changes after the workers of older versions.
+
+        It waits for them for one lease, which is short in some pools.
+        """
         world = self.world
         others = [worker.info.version for worker in world.workers if worker.info and worker.process is not process]
-        if not world.plan.is_silent or world.deadly or version != world.used_version or not others:
+        is_short = world.plan.lease_s < _LONG_LEASE_S
+        if is_short or not world.plan.is_silent or world.deadly or version != world.used_version or not others:
             return
         if max(others) < version:
             self.violation(f"{process.name} leaves version {version}, which clients use, and others serve {others}")
@@ -296,7 +302,7 @@ class Oracle:
             self._check_draining()
 
     def before_closing(self, process: Process, lane: bytes) -> None:
-        """A worker closes its lane. It does so twice: when it begins to drain, and at its end."""
+        """A worker closes its lane: first when it begins to drain, and again at its end."""
         found = self.world.server.live().get(lane)
         if process in self.closed and self.is_whole and found is not None and unread_jobs(found.value):
             self.violation(f"{process.name} drains, and got new jobs")
@@ -346,7 +352,7 @@ class Oracle:
         if self._joined is None and all(worker.name for worker in self.world.workers):
             self._joined = now
         has_workers = plan.is_silent and now > (self._joined or math.inf) + _NOTICED_S
-        return plan.is_even and has_workers and plan.queue_limit > plan.requests
+        return plan.is_even and has_workers and plan.queue_limit > 3 * plan.requests
 
     def _check_requests(self) -> None:
         now, lease_s = self.world.loop.time(), self.world.plan.lease_s
@@ -367,8 +373,9 @@ class Oracle:
         """Every key without a lifetime is on the list of `docs/design/wire.md`."""
         live = self.world.server.live()
         endless = {key for key, item in live.items() if item.expireat is None and not _ENDLESS.fullmatch(key)}
-        # A key gets its lifetime with the next command of its writer, which a fault may delay or end.
-        now, bound_s = self.world.loop.time(), 0 if self.world.plan.is_gentle else self.world.plan.lease_s
+        # A key gets its lifetime with the next command of its writer, or if a fault prevents this from another worker.
+        plan = self.world.plan
+        now, bound_s = self.world.loop.time(), 0 if plan.is_gentle else _RENEWAL_LEASES * plan.lease_s
         self._endless = {key: self._endless.get(key, now) for key in endless}
         for key, since in self._endless.items():
             if since < now - bound_s:
@@ -400,7 +407,7 @@ class Oracle:
         world = self.world
         models = world.server.live().get(b"lmpool:models")
         for worker in world.workers:
-            if worker.info is None or worker.process in self.draining:
+            if worker.info is None or worker.process in self.draining or worker.process in self.changing:
                 continue
             if worker.info.version in world.plan.bad_versions:
                 self.violation(f"{worker.process.name} serves the bad version {worker.info.version}")

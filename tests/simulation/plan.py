@@ -18,7 +18,7 @@ _LEASES = (2.0, 4.0, 8.0)  # Seconds.
 _MAX_WORKERS, _MAX_CLIENTS, _MAX_BATCH = 4, 5, 8
 _MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
-_EVEN = 0.5  # Part of those in which the shares of the clients are compared: nothing else delays a prompt.
+_EVEN = 0.5  # Part of the gentle simulations in which the shares of the clients are compared.
 _AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
 _BAD_VERSIONS = 0.3  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
@@ -33,8 +33,10 @@ KINDS = {
 }  # fmt: skip
 """Kind of request -> its usual weight."""
 
-NO_WEIGHTS, BROKEN_WEIGHTS, FATAL_WEIGHTS = BAD_WEIGHTS = -1, 1, 2
-"""Weights that a worker refuses at the load, weights with which prompts fail, and weights that end the worker."""
+REFUSED_WEIGHTS, BROKEN_WEIGHTS, FATAL_WEIGHTS = BAD_WEIGHTS = -1, 1, 2
+"""Weights that a worker refuses at the load, weights with which prompts fail, and weights that end the worker.
+
+The weights of good versions are 1001, 1002 and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +131,14 @@ class Plan:
 
     @property
     def is_even(self) -> bool:
-        """Whether nothing but the other clients delays a prompt."""
+        """Whether only other prompts, and workers that drain, delay a prompt."""
         return self.is_gentle and not self.deadly and not any(self.changes)
 
     @property
     def can_end_steps(self) -> int:
         """Number of faults after which a job may be delivered again."""
         faults = sum(fault.kind not in GENTLE and fault.kind not in HARMLESS for fault in self.faults)
-        return faults + self.ends_loads
+        return faults + int(self.ends_loads)
 
 
 def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
@@ -155,7 +157,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     partitions, queue_limit = draw.choice((1, 1, 2)), draw.choice((30, 1000, 100_000))
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
     if draw.random() < _AGREED:
-        kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 1000, max(2, workers)
+        kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 100_000, max(2, workers)
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
     # Faults that could do nothing would count as an excuse for failures.

@@ -111,8 +111,8 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
             if self.received > self._max_reply:
                 raise ProtocolError(f"a reply has more than {self._max_reply} bytes")
             self._reader.feed(data)
-            # hiredis checks no line ends: if bytes of a reply were lost, it completes the reply with bytes of the next
-            # reply, and finds the error only in the rest of these bytes. So return no reply before all are parsed.
+            # hiredis checks no line ends: if a faulty proxy has lost bytes of a reply, hiredis completes the reply with
+            # bytes of the next reply, and usually finds the rest of these bytes invalid. So parse all bytes first.
             replies: list[Any] = []
             while (reply := self._reader.gets()) is not False:
                 replies.append(reply)

@@ -191,9 +191,11 @@ class VersionRegistry:
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise
-            return False
-        await self._limit(self.keys.versions)
-        return True
+            is_added = False
+        else:
+            is_added = True
+        await self._limit(self.keys.versions)  # An earlier call may have lost the connection after it added the entry.
+        return is_added
 
     async def wait(self, reader: Redis, after: str, block_ms: int) -> None:
         """Wait with the client `reader` until the registry has a later entry than `after`, or for `block_ms`."""
@@ -243,7 +245,7 @@ class VersionRegistry:
         return tries
 
     async def _limit(self, key: bytes) -> None:
-        """Limit the lifetime of a key that a command may have created: no later worker may renew it."""
+        """Let a key that a command may have created expire after a week, unless a worker renews it before."""
         await self.redis.pexpire(key, _REGISTRY_TTL_MS)
 
     async def take_turn(self, worker_id: str, slots: int, lease_ms: int) -> int | None:

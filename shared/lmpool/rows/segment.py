@@ -368,8 +368,8 @@ def make_segment(
             os.posix_fallocate(fd, at, min(_STEP_BYTES, missing))
         # Seal the size first: an access to memory that another process has shrunk would end this process (SIGBUS).
         fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK)
-        if os.fstat(fd).st_size < layout.size:
-            raise OSError(errno.EIO, "another process has shrunk the memory")
+        if (left := os.fstat(fd).st_size) < layout.size:
+            raise OSError(errno.EIO, f"another process has shrunk the memory from {layout.size} to {left} bytes")
         memory = mmap.mmap(fd, layout.size)
         before_sealing(fd, memory)  # No process can map sealed memory for writing.
         fcntl.fcntl(fd, _F_ADD_SEALS, shared_memory.SEALS)
