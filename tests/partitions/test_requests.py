@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import numpy as np
+import pytest
 from redis.asyncio import Redis
 
 from lmpool.admin.heartbeats import read_heartbeats
+from lmpool.broker import scripts
 from lmpool.broker.scripts import Load, read_alive, read_loads
 from lmpool.broker.server import Server
 from lmpool.producer import Producer
@@ -96,6 +99,27 @@ async def test_clients_that_choose_at_the_same_moment_meet_in_one_partition(pool
     finally:
         for producer in producers:
             await producer.close()
+
+
+async def test_a_reply_to_another_command_is_no_partition(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a faulty proxy has lost a whole reply: the client sends the prompts on a new connection."""
+    for _ in range(2):
+        pool.start("--partitions", 2)
+    await until_spread(pool, 1, 1)
+    meet, wrong = scripts.Script.on, list[object]()
+
+    async def on(script: scripts.Script, *args: Any) -> Any:
+        reply = await meet(script, *args)
+        if script is scripts.MEET:
+            wrong.append(reply)
+            return [[number] for number in reply]
+        return reply
+
+    monkeypatch.setattr(scripts.Script, "on", on)
+    async with pool.producer(cache_bytes=0) as producer:
+        await ask_all(producer, [[i] for i in range(20)])
+        await ask_all(producer, [[i, 7] for i in range(20)])
+    assert wrong
 
 
 async def test_a_worker_with_more_partitions_adds_them_while_clients_and_workers_run(pool: Pool) -> None:

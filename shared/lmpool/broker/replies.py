@@ -59,16 +59,18 @@ _CLASSES = {
     exceptions.NoScriptError: "NOSCRIPT",
 }
 # Texts of refusals without a code. Redis 7.0 and newer uses the first two texts for refusals within a script.
-_AUTH_WORDS = {
+_CODES_BY_TEXT = {
     "The user executing the script can't": "NOPERM",
     "ACL failure in script": "NOPERM",
     "invalid username-password pair": "WRONGPASS",
     "HELLO must be called with the client already authenticated": "NOAUTH",
     "Authentication required": "NOAUTH",
+    # A command lost bytes on the way; the server closes the connection.
+    "Protocol error: ": "PROTOCOL",
 }
 # Codes of errors after which the command must be repeated soon on a new connection.
 NOT_NOW = {"MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING", "MASTERDOWN", "BUSY", "MISCONF",
-           "NOREPLICAS", "UNBLOCKED"}  # fmt: skip
+           "NOREPLICAS", "UNBLOCKED", "PROTOCOL"}  # fmt: skip
 _REFUSED = {"NOAUTH", "WRONGPASS", "NOPERM"}
 # Patterns in the texts of connection errors: some exceptions of redis-py have no cause. Some texts have only the error
 # number, of Linux or macOS. CUT: the other side closed the connection.
@@ -111,7 +113,7 @@ def code_of(error: BaseException) -> str:
     text = words(error)
     found = _CODE.match(text)
     code = found[0] if found and found[0] != "ERR" else ""
-    return next((code for begin, code in _AUTH_WORDS.items() if begin in text), code)
+    return next((code for begin, code in _CODES_BY_TEXT.items() if begin in text), code)
 
 
 def is_refusal(error: BaseException) -> bool:

@@ -80,6 +80,15 @@ def test_a_refusal_is_a_sentence_with_the_server_s_text_in_and_outside_of_script
         assert "user_script" not in str(error)
 
 
+def test_a_command_that_lost_bytes_may_be_repeated_on_a_new_connection(own: EmbeddedServer) -> None:
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(own.url.removeprefix("unix://"))
+        connection.sendall(b"*1\r\nPING\r\n")
+        text = connection.recv(1000).decode()
+    assert "Protocol error" in text
+    assert replies.code_of(ResponseError(text.removeprefix("-").strip())) in replies.NOT_NOW
+
+
 def test_missing_rights_and_wrong_passwords_have_different_errors(own: EmbeddedServer) -> None:
     server = Server(own.url)
     with redis_sync.Redis.from_url(own.url, **PATIENCE) as client:

@@ -247,7 +247,7 @@ class Partitions:
                 ]
                 try:
                     numbers = await scripts.MEET.on(record.commands.call, keys, args)
-                    if not isinstance(numbers, list) or len(numbers) != len(part):
+                    if not isinstance(numbers, list) or [bytes] * len(part) != list(map(type, numbers)):
                         raise record.commands.distrust(numbers)
                 except LMPoolError:
                     # Without the record, another client may send a prompt to another partition: it is computed twice.
