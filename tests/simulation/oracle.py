@@ -151,7 +151,8 @@ class Oracle:
     def _check_fairness(self, request: Request) -> None:
         """In a calm pool a client's prompt waits for as many prompts of each other client as the client itself has."""
         plan = self.world.plan
-        if request.client.is_bulk or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
+        yields = request.client.is_bulk or request.kind == "generate"
+        if yields or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         bound = share + _STREAM_BATCHES * plan.workers * plan.batch + _BULK

@@ -122,10 +122,8 @@ class RawCommandConnection(RawConnection, asyncio.Protocol):
                     raise ProtocolError(f"a reply without a command: {reply!r:.80}")
                 if (future := self._pending.popleft()).done():
                     continue
-                if isinstance(reply, Exception):
-                    future.set_exception(reply)
-                else:
-                    future.set_result(reply)
+                settle = future.set_exception if isinstance(reply, Exception) else future.set_result
+                settle(reply)
         except ProtocolError as error:
             self.close(error)
 

@@ -186,14 +186,13 @@ class VersionRegistry:
 
     async def add(self, version: Version) -> bool:
         """Add a version; False if the registry has a version with this number or a larger one."""
+        is_added = True
         try:
             await self.redis.xadd(self.keys.versions, {_ENTRY_FIELD: version.pack()}, id=version.entry)
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise
             is_added = False
-        else:
-            is_added = True
         await self._limit(self.keys.versions)  # An earlier call may have lost the connection after it added the entry.
         return is_added
 
@@ -240,9 +239,7 @@ class VersionRegistry:
 
     async def count_try(self, number: int) -> int:
         """Count a worker that begins to load a version that no worker has served; returns the count."""
-        tries = int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
-        await self._limit(self.keys.version_states)
-        return tries
+        return int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
 
     async def _limit(self, key: bytes) -> None:
         """Let a key that a command may have created expire after a week, unless a worker renews it before."""
