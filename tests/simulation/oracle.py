@@ -45,6 +45,7 @@ _GENERATED = 4  # Steps of a continuation.
 _LONG_LEASE_S = 4.0  # Min lease in which a worker drains, loads a version and joins the pool.
 _RENEWAL_LEASES = 5  # Leases within which another worker renews the keys of a worker that was killed.
 _NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, and older jobs end.
+_TRAVEL_S = 0.01  # Seconds in which a request reaches the queue while workers compute other prompts.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
@@ -155,9 +156,10 @@ class Oracle:
         if yields or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
-        bound = share + _STREAM_BATCHES * plan.workers * plan.batch + _BULK
+        slots = plan.workers * plan.batch
+        bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / plan.step_s[0]
         if (count := self.steps.total() - request.steps) > bound:
-            self.violation(f"{request} waited for {count} prompts, more than {bound}")
+            self.violation(f"{request} waited for {count} prompts, more than {bound:.0f}")
 
     def _row(self, version: int, revision: str, ids: Sequence[int]) -> NDArray[np.float32]:
         size = self.world.plan.vocab_size
