@@ -69,12 +69,9 @@ def _named(item: Any) -> bytes:
     return value.partition(b"\n")[2] if isinstance(value, bytes) else value.get(b"job", b"")
 
 
-def unread_jobs(stream: Any) -> list[bytes]:
-    """The jobs of a stream that no worker has read."""
+def has_unread_jobs(stream: Any) -> bool:
+    """Whether a stream has a job that no worker has read."""
     group = stream._groups.get(b"workers")
     after = group.last_delivered_key if group is not None else None
-    return [
-        entry.encode()
-        for entry, fields in stream._values_dict.items()
-        if b"m" in fields[::2] and (after is None or entry > after)
-    ]
+    jobs = (entry for entry, fields in stream._values_dict.items() if b"m" in fields[::2])
+    return any(after is None or entry > after for entry in jobs)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,10 +26,11 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
+from lmpool.protocol.keys import ModelKeys
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
-from tests.simulation.jobs import unread_jobs, wrong_jobs
+from tests.simulation.jobs import has_unread_jobs, wrong_jobs
 from tests.simulation.loop import Process
 from tests.simulation.plan import WORK_S
 from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES
@@ -44,8 +46,9 @@ _STREAM_BATCHES = 5  # Batches of each worker that are in the streams or in its 
 _GENERATED = 4  # Steps of a continuation.
 _LONG_LEASE_S = 4.0  # Min lease in which a worker drains, loads a version and joins the pool.
 _RENEWAL_LEASES = 5  # Leases within which another worker renews the keys of a worker that was killed.
+_LIMITED_LATER = (b"}:versions", b"}:versions:state", b"}:moved")  # Keys whose lifetime a second command sets.
 _NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, and older jobs end.
-_TRAVEL_S = 0.01  # Seconds in which a request reaches the queue while workers compute other prompts.
+_TRAVEL_S = 0.005  # Seconds in which a request reaches the queue while workers compute other prompts.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
@@ -105,7 +108,7 @@ class Oracle:
         self.changing: dict[Process, None] = {}
         self.draining: dict[Process, tuple[bytes, bytes]] = {}
         self.closed = set[Process]()
-        self._joined: float | None = None  # When the last worker began to serve.
+        self._joined = math.inf  # When the last worker began to serve.
         self._endless: dict[bytes, float] = {}  # Keys without a lifetime, and when a check saw them first.
         self._loose = set[tuple[int, ...]]()  # Prompts of requests that ended without a result.
         self._pending: dict[Request, None] = {}
@@ -157,7 +160,7 @@ class Oracle:
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         slots = plan.workers * plan.batch
-        bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / plan.step_s[0]
+        bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / mean(plan.step_s)
         if (count := self.steps.total() - request.steps) > bound:
             self.violation(f"{request} waited for {count} prompts, more than {bound:.0f}")
 
@@ -307,7 +310,7 @@ class Oracle:
     def before_closing(self, process: Process, lane: bytes) -> None:
         """A worker closes its lane: first when it begins to drain, and again at its end."""
         found = self.world.server.live().get(lane)
-        if process in self.closed and self.is_whole and found is not None and unread_jobs(found.value):
+        if process in self.closed and self.is_whole and found is not None and has_unread_jobs(found.value):
             self.violation(f"{process.name} drains, and got new jobs")
         if process in self.draining:
             self.closed.add(process)
@@ -320,12 +323,15 @@ class Oracle:
                 if capacities in live and worker in live[capacities].value:
                     self.violation(f"{process.name} drains, and is listed as a worker that takes jobs")
 
-    def after_move(self, process: Process, capacities: bytes, worker: str) -> None:
-        """A worker has moved to another partition; `capacities` is a key of the earlier one."""
+    def after_move(self, process: Process, earlier: ModelKeys, worker: str) -> None:
+        """A worker has moved to another partition; `earlier` are the keys of its earlier one."""
+        if self.is_whole and self.world.plan.is_connected and (lists := self._lists_with(earlier, worker)):
+            self.violation(f"{process.name} has moved, and is still in {lists}")
+
+    def _lists_with(self, keys: ModelKeys, worker: str) -> list[bytes]:
+        """The lists of workers of a partition that contain a worker."""
         live = self.world.server.live()
-        members = live[capacities].value if capacities in live else ()
-        if self.is_whole and self.world.plan.is_connected and worker.encode() in members:
-            self.violation(f"{process.name} has moved, and is listed in its earlier partition")
+        return [key for key in (keys.workers, keys.capacity) if key in live and worker.encode() in live[key].value]
 
     def on_move(self, process: Process) -> None:
         """A worker begins to move to another partition."""
@@ -352,9 +358,9 @@ class Oracle:
     def _clients_agree(self) -> bool:
         """Whether clients can use all partitions: none is full, and they have noticed that each one has workers."""
         plan, now = self.world.plan, self.world.loop.time()
-        if self._joined is None and all(worker.name for worker in self.world.workers):
+        if self._joined == math.inf and all(worker.name for worker in self.world.workers):
             self._joined = now
-        has_workers = plan.is_silent and now > (self._joined or math.inf) + _NOTICED_S
+        has_workers = plan.is_silent and now > self._joined + _NOTICED_S
         return plan.is_even and has_workers and plan.queue_limit > 3 * plan.requests
 
     def _check_requests(self) -> None:
@@ -376,12 +382,12 @@ class Oracle:
         """Every key without a lifetime is on the list of `docs/design/wire.md`."""
         live = self.world.server.live()
         endless = {key for key, item in live.items() if item.expireat is None and not _ENDLESS.fullmatch(key)}
-        # A key gets its lifetime with the next command of its writer, or if a fault prevents this from another worker.
-        plan = self.world.plan
-        now, bound_s = self.world.loop.time(), 0 if plan.is_gentle else _RENEWAL_LEASES * plan.lease_s
+        # Some keys get their lifetime with a second command. If a fault prevents this command, other workers send one.
+        now, plan = self.world.loop.time(), self.world.plan
+        renewal_s = 0 if plan.is_gentle else _RENEWAL_LEASES * plan.lease_s
         self._endless = {key: self._endless.get(key, now) for key in endless}
         for key, since in self._endless.items():
-            if since < now - bound_s:
+            if since < now - (renewal_s if key.endswith(_LIMITED_LATER) else 0):
                 self.violation(f"{key!r} has no lifetime")
 
     def _check_counters(self) -> None:
@@ -442,19 +448,17 @@ class Oracle:
     def _check_members(self) -> None:
         """No worker is listed that has ended, and no connection of a client that has ended is open."""
         names = {worker.name.encode() for worker in self.world.workers if worker.process.is_alive}
-        live = self.world.server.live()
         # The members of a partition that no worker serves stay until the key expires.
         served = {keys.base for worker in self.world.workers if (keys := worker.keys) is not None}
-        for key, item in live.items():
+        for key, item in self.world.server.live().items():
             base, _, name = key.rpartition(b":")
             is_list = base in served and name in (b"workers", b"lanes", b"capacity")
             if is_list and (ended := set(item.value) - names - {b""}):
-                self.violation(f"{key!r} lists {ended}, who have ended")
+                self.violation(f"{key!r} lists {ended}, although they have ended")
         for worker in self.world.workers:
-            if worker.keys is not None and worker.name:
-                lists = [live.get(key) for key in (worker.keys.workers, worker.keys.capacity)]
-                if not all(item is not None and worker.name.encode() in item.value for item in lists):
-                    self.violation(f"{worker.process.name} serves, and is not listed")
+            lists = self._lists_with(worker.keys, worker.name) if worker.keys is not None and worker.name else None
+            if lists is not None and len(lists) < 2:
+                self.violation(f"{worker.process.name} serves, and is only in the lists {lists}")
         for pipe in self.world.network.pipes:
             if pipe.process in {client.process for client in self.world.clients}:
                 self.violation(f"a connection of {pipe.process.name} is still open")

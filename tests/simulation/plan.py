@@ -147,12 +147,12 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     weights: dict[str, float] = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
     weights["row"] = KINDS["row"]
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
-    is_gentle, is_even = draw.random() < _GENTLE, draw.random() < _EVEN
-    if is_gentle:
+    draws_gentle, draws_even = draw.random() < _GENTLE, draw.random() < _EVEN
+    if draws_gentle:
         kinds = list(draw.choice((SILENT, GENTLE, GENTLE + HARMLESS)))
     changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
     bursts, deadly = draw.choice((0, 0, 150)), draw.choice((0, 0, 0, 1, 2))
-    if is_gentle and is_even:
+    if draws_gentle and draws_even:
         changes, deadly = (0, 0), 0
     partitions, queue_limit = draw.choice((1, 1, 2)), draw.choice((30, 1000, 100_000))
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)

@@ -63,7 +63,8 @@ def _notice_lost_jobs(oracle: Oracle) -> None:
         if again.startswith("1") and len(self._connections.partitions.current) == 1:
             for request in sent - waiting:
                 if request in queues:
-                    oracle.violation(f"a request was sent to {jobs!r} only after a silence: {request.prompt}")
+                    ids = decode_ids(request.prompt.ids).tolist()
+                    oracle.violation(f"the request for {ids} was sent to {jobs!r} only after a silence")
         queues.update(dict.fromkeys(requests, jobs))
         outcome = await call(self, partition, requests, homes, again)
         if again.startswith("1") and oracle.is_whole and len(self._connections.partitions.current) == 1:
@@ -118,9 +119,9 @@ def _notice_changes(oracle: Oracle) -> None:
 
     async def move(self: PartitionMover, number: int) -> None:
         oracle.on_move(PROCESS.get())
-        capacities, worker = self._heartbeat._model.capacity, self._heartbeat.worker_id
+        earlier, worker = self._heartbeat._model, self._heartbeat.worker_id
         await move_worker(self, number)
-        oracle.after_move(PROCESS.get(), capacities, worker)
+        oracle.after_move(PROCESS.get(), earlier, worker)
 
     PartitionMover.move = move  # type: ignore[method-assign]
 

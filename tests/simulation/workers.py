@@ -104,14 +104,16 @@ class SimulatedWorker:
     @property
     def info(self) -> ModelInfo | None:
         """The info of the version that it serves."""
-        serving = self.worker._serving if self.worker is not None and self.process.is_alive else None
-        return serving.info if serving is not None else None
+        return self._serving.info if self._serving is not None else None
 
     @property
     def keys(self) -> ModelKeys | None:
         """The keys of the partition that it serves."""
-        serving = self.worker._serving if self.worker is not None and self.process.is_alive else None
-        return serving.heartbeat._model if serving is not None else None
+        return self._serving.heartbeat._model if self._serving is not None else None
+
+    @property
+    def _serving(self) -> Any:
+        return self.worker._serving if self.worker is not None and self.process.is_alive else None
 
     def drain(self) -> None:
         """SIGTERM. Before the worker exists, the signal ends the process."""

@@ -75,7 +75,7 @@ PERMITTED: Mapping[str, list[Permitted]] = {
     "AdapterRefused": [Permitted(ADAPTED, "terminated while it loaded this adapter", _WORKER_ENDS, 600.0)],
     # The deadline of a request ends the client's attempts to connect again.
     "ServerUnreachable": [Permitted(HURRIED, "no row within", _CUTS, 10.0)],
-    # The same after a reply that lost bytes.
+    # A reply that lost bytes closes the connection, and the deadline ends the attempts to connect again.
     "ProtocolError": [Permitted(HURRIED, "no row within", {Kind.DROP, Kind.TRUNCATE}, 10.0)],
 }
 """Exception -> the situations in which a request may end with it. `Client` counts the expired hurried requests."""

@@ -229,6 +229,12 @@ async def test_a_version_without_workers_expires(pool: Pool) -> None:
         registry = VersionRegistry(client, pool.keys.model("syn"))
         assert await registry.add(Version(1, "1" * 16, source="/weights"))
         assert pool.redis.pttl(registry.keys.versions) > 0
+        # A publisher whose connection breaks after the first command adds the version again.
+        pool.redis.persist(registry.keys.versions)
+        assert not await registry.add(Version(1, "1" * 16, source="/weights"))
+        assert pool.redis.pttl(registry.keys.versions) > 0
+        await registry.decide(1, "served")
+        assert pool.redis.pttl(registry.keys.version_states) > 0
 
 
 async def test_only_the_owner_of_a_turn_renews_and_ends_it(pool: Pool) -> None:

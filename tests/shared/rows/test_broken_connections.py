@@ -94,7 +94,7 @@ async def test_a_value_of_exactly_the_limit_is_taken() -> None:
 
 @pytest.mark.parametrize("are_together", [True, False])
 async def test_a_small_value_that_lost_bytes_is_not_completed_with_the_next_reply(are_together: bool) -> None:
-    """hiredis does not check the line end of a value."""
+    """hiredis does not check the line end of a value. (As many lost bytes as `*1\\r\\n` has are not noticed.)"""
     connection = Commands()
     replies = [connection.raw.call([b"MGET", key]) for key in (b"first", b"second")]
     first = array([b"x" * 100])
