@@ -166,7 +166,11 @@ class World:
             await asyncio.sleep(_CHECK_S)
         self.all_sent.set()
         await asyncio.wait(clients)
-        await asyncio.sleep(_QUIET_LEASES * plan.lease_s + 5 + self.set_back_s)
+        await asyncio.sleep((_QUIET_LEASES - 1) * plan.lease_s + 5 + self.set_back_s)
+        # The prompts of crashed workers are computed one at a time, so many of them take longer than this.
+        computed = -1
+        while computed != (computed := self.oracle.steps.total()):  # noqa: ASYNC110
+            await asyncio.sleep(max(plan.lease_s, 3 * plan.step_s[1]))
         self.oracle.check_end()
         checking.cancel()
         for supervised in ups:

@@ -76,17 +76,28 @@ class Striker:
 
     async def end_clients(self) -> None:
         """End the clients. If no job was stolen yet, freeze a worker before, so that other workers steal its jobs."""
-        lanes = [] if self._observer.counted.stolen else await self._observer.full_lanes(START_S)
-        frozen = [worker for worker in self._fleet.workers if lanes and worker.pid == lanes[0].pid]
-        for worker in frozen:
-            worker.is_frozen = True
-            worker.signal(signal.SIGSTOP)
-        self._fleet.stop_clients()
         end = time.monotonic() + START_S
-        while frozen and not self._observer.counted.stolen and time.monotonic() < end:  # noqa: ASYNC110  polls a thread
+        is_frozen = False
+        while not is_frozen and not self._observer.counted.stolen and time.monotonic() < end:
+            is_frozen = await self._freeze_with_waiting_jobs(end - time.monotonic())
+        self._fleet.stop_clients()
+        while is_frozen and not self._observer.counted.stolen and time.monotonic() < end:  # noqa: ASYNC110  polls a thread
             await asyncio.sleep(_TICK_S)
         self._fleet.thaw()
         await asyncio.to_thread(self._fleet.end_clients)
+
+    async def _freeze_with_waiting_jobs(self, within_s: float) -> bool:
+        """Freeze a worker whose lane has jobs; returns False if the worker has read them before the signal came."""
+        lanes = await self._observer.full_lanes(within_s)
+        for worker in self._ready():
+            if lanes and worker.pid == lanes[0].pid:
+                worker.is_frozen = True
+                worker.signal(signal.SIGSTOP)
+                if worker.pid in [lane.pid for lane in await self._observer.full_lanes(_TICK_S)]:
+                    return True
+        self._fleet.thaw()
+        await asyncio.sleep(_TICK_S)
+        return False
 
     async def _strike(self, strike: Strike) -> None:
         hit = time.monotonic()

@@ -363,6 +363,21 @@ async def test_all_requests_are_submitted_if_the_queue_gets_a_single_partition_m
     await connections.end_tasks()
 
 
+async def test_a_reply_after_a_change_of_the_model_leaves_the_requests_unsent(table: Table) -> None:
+    class Changing(Answering):
+        async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
+            self.model = dataclasses.replace(self.model, fingerprint="g")
+            table.requests.restart("g")
+            return await super().call(command, sha, keys, *rest)
+
+    connections = Changing("Q")
+    request, _ = table.requests.add(prompt(1), Listener())
+    await submitter_of(table, connections).submit([request])
+    assert request.stage is Stage.UNSENT, "the next submission sends it to the changed model"
+    assert request.origin is None
+    await connections.end_tasks()
+
+
 @pytest.mark.parametrize("again", [False, True])
 async def test_only_requests_that_a_lost_partition_did_not_accept_are_sent_again(table: Table, again: bool) -> None:
     connections = Partitioned()

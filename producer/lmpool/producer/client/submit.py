@@ -330,7 +330,10 @@ class Submitter:
         """Submit requests in one script call; returns the digests whose rows are in the cache."""
         requests, homes = self.homes.arrange(requests)
         check = f" {partition.number}" if must_check else ""
+        fingerprint = self._connections.model.fingerprint
         outcome = await self._call_script(partition, requests, homes, f"{int(again)}{check}")
+        if fingerprint != self._connections.model.fingerprint:
+            return []  # The model has changed during the call, and `restart` has marked the requests as unsent.
         if not outcome:  # Other clients may wait for some of the prompts in another partition.
             placed = await self._connections.partitions.meet(dict.fromkeys(requests, partition))
             parts = [await self._try_to_submit(part, again) for part in placed]
@@ -400,10 +403,8 @@ class Submitter:
         args += [request.prompt.generated for request in requests if is_continued]
         try:
             outcome = await scripts.SUBMIT.on(partition.commands.call, keys, args)
-            if not isinstance(outcome, bytes) or len(outcome) not in {
-                len(requests),
-                0 if len(again) > 1 else len(requests),
-            }:
+            lengths = (len(requests), 0) if len(again) > 1 else (len(requests),)
+            if not isinstance(outcome, bytes) or len(outcome) not in lengths:
                 raise partition.commands.distrust(outcome)
         except TROUBLE:
             connections.partitions.refuse(partition)
