@@ -116,8 +116,9 @@ class World:
         return int(models.value.get(b"model@", b"0")) if models is not None else 0
 
     def log(self, text: str) -> None:
-        """Add a line to the log."""
-        self.lines.append(f"{self.loop.time():10.4f} {PROCESS.get().name}: {text}")
+        """Add a line to the log, without the name of the folder, which each run draws."""
+        line = f"{self.loop.time():10.4f} {PROCESS.get().name}: {text}"
+        self.lines.append(line.replace(self.folder, "FOLDER") if self.folder else line)
 
     def _on_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")

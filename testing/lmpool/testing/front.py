@@ -71,7 +71,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self.transport = cast(asyncio.Transport, transport)
-        self._front.clients.add(self)
+        self._front.clients[self] = None
 
     def data_received(self, data: bytes) -> None:
         """Run the commands in `data`."""
@@ -80,7 +80,7 @@ class FakeClient(AsyncFakeSocket, asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        self._front.clients.discard(self)
+        self._front.clients.pop(self, None)
         self._stop_waiting()
         self.close()
 
@@ -154,7 +154,7 @@ class Front:
 
     Attributes:
         engine: stores the keys and runs the commands.
-        clients: the connected clients.
+        clients: the connected clients, the oldest first.
         waiting: client -> function that runs its blocking command again and replies if there is a result; oldest first.
     """
 
@@ -162,7 +162,7 @@ class Front:
         self._path = path
         self._is_retrying = False
         self.engine = FakeServer(version=(7, 4))
-        self.clients: set[FakeClient] = set()
+        self.clients: dict[FakeClient, None] = {}
         self.waiting: dict[FakeClient, Callable[[], None]] = {}
 
     async def __aenter__(self) -> None:

@@ -456,22 +456,22 @@ class DeadlineTimers:
     def __init__(self, loop: asyncio.AbstractEventLoop, expire: Callable[[SingleWaiter], None]) -> None:
         self._loop = loop
         self._expire = expire
-        self._buckets: dict[int, tuple[set[SingleWaiter], asyncio.TimerHandle]] = {}
+        self._buckets: dict[int, tuple[dict[SingleWaiter, None], asyncio.TimerHandle]] = {}
 
     def add(self, waiter: SingleWaiter, until: float) -> None:
         """Call `expire` with the waiter at the loop time `until`; a waiter that was removed does not expire."""
         number = waiter.bucket = int(until * _BUCKETS_PER_S) + 1
         bucket = self._buckets.get(number)
         if bucket is None:
-            bucket = self._buckets[number] = set(), self._loop.call_at(number / _BUCKETS_PER_S, self._end, number)
-        bucket[0].add(waiter)
+            bucket = self._buckets[number] = {}, self._loop.call_at(number / _BUCKETS_PER_S, self._end, number)
+        bucket[0][waiter] = None
 
     def remove(self, waiter: SingleWaiter) -> None:
         """Remove a waiter that has ended."""
         bucket = self._buckets.get(waiter.bucket)
         if bucket is not None:
             waiters, timer = bucket
-            waiters.discard(waiter)
+            waiters.pop(waiter, None)
             if not waiters:
                 timer.cancel()
                 del self._buckets[waiter.bucket]

@@ -318,16 +318,17 @@ class Heartbeat:
 
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
-        if await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""]):
-            is_old = await self._is_old(model)
-            ttl_ms = _OLD_TTL_MS if is_old else _QUEUE_TTL_MS
-            if not is_old and split_name(model)[1] is None:
-                await self.redis.delete(self.keys.model(model).adapters)
-            for keys in self._partitions_of(model, seen):
-                # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
-                lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
-                for key in (*keys.queue, *lanes):
-                    await self.redis.pexpire(key, ttl_ms)  # A new worker removes the expiry (`keep_queue.lua`).
+        is_old = await self._is_old(model)
+        ttl_ms = _OLD_TTL_MS if is_old else _QUEUE_TTL_MS
+        # Remove the info last: if this worker ends before, another worker sees that the model has no workers.
+        for keys in self._partitions_of(model, seen):
+            # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
+            lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
+            for key in (*keys.queue, *lanes):
+                await self.redis.pexpire(key, ttl_ms)  # Workers that serve the model remove it (`keep_queue.lua`).
+        is_removed = await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""])
+        if is_removed and not is_old and split_name(model)[1] is None:
+            await self.redis.delete(self.keys.model(model).adapters)
 
     async def _is_old(self, model: str) -> bool:
         """Whether clients use a later version of a model's weights than the one with the name `model`."""
