@@ -87,7 +87,9 @@ async def _restart(world: World, draw: Random, contents: object) -> None:
         is_whole, clock_s = contents is server, server.process.clock_s
         kept = server.snapshot() if is_whole else contents
         server.kill()
-        world.lost_keys += not is_whole
+        if not is_whole:
+            world.lost_keys += 1
+            world.oracle.last.clear()  # The server has also lost how often it delivered a job.
         await asyncio.sleep(draw.uniform(0.01, _MAX_DOWN_S))
         await server.start(kept, clock_s)
 

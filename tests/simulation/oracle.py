@@ -158,6 +158,9 @@ class Oracle:
         yields = request.client.is_bulk or request.kind == "generate"
         if yields or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
+        # A client sends the prompts together that wait for a worker, and those in any order that a full queue refuses.
+        if request.began < self.world.served_at or plan.queue_limit < plan.requests:
+            return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         slots = plan.workers * plan.batch
         bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / mean(plan.step_s)

@@ -62,6 +62,7 @@ class World:
         disturbed_at: virtual time at which a worker last computed a deadly prompt, hung or raised.
         restarting: held while the server restarts.
         all_sent: set when all clients have sent their requests, and all changes are over.
+        served_at: virtual time at which a worker last began to serve.
         has_served: set when the first worker serves.
         adapters: number of adapters that were put in service.
     """
@@ -76,7 +77,7 @@ class World:
         self.lost_keys = self.adapters = 0
         self.set_back_s = 0.0
         self.healed_at: float | None = None
-        self.full_at = self.disturbed_at = -math.inf
+        self.full_at = self.disturbed_at = self.served_at = -math.inf
         self.lines: list[str] = []
         self.workers = [SimulatedWorker(self, number) for number in range(plan.workers)]
         self.file_run = FileRun(self)
