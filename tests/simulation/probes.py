@@ -91,11 +91,11 @@ def _notice_lost_messages(oracle: Oracle) -> None:
                     item = live.get(self._connections.model.rows.keys_of([request.prompt.digest])[0])
                     ttl = _ANSWER_TTL_S if request.prompt.query else _ROW_TTL_S
                     # A worker may store the row with another answer, while the job of the row still waits.
-                    is_told = self._connections.model.keys.waiting + request.prompt.digest not in live
+                    waiting = self._connections.partitions.current[0].keys.waiting + request.prompt.digest
                     is_old = (
                         item is not None and item.expireat is not None and item.expireat - server.now < ttl - _MESSAGE_S
                     )
-                    if is_told and is_old:
+                    if waiting not in live and is_old:
                         oracle.violation(f"no message about the row of {decode_ids(request.prompt.ids).tolist()}")
         await check(self)
 
