@@ -30,10 +30,12 @@ def test_no_defect_is_found_with_fixed_seeds(first: int) -> None:
 
 
 def test_a_seed_gives_the_same_log_every_time() -> None:
-    first, second = (simulate("--seed", 3, "--requests", 100) for _ in range(2))
-    assert first == second
-    assert re.search(r"log [0-9a-f]{32}$", first, re.MULTILINE)
-    assert simulate("--seed", 4, "--requests", 100) != first
+    # Deadlines expire together in the first run, and the second one serves adapters from a folder with a drawn name.
+    for seed in (1, 2):
+        first, second = (simulate("--seed", seed, "--requests", 100) for _ in range(2))
+        assert first == second
+        assert re.search(r"log [0-9a-f]{32}$", first, re.MULTILINE)
+    assert simulate("--seed", 1, "--requests", 100) != first
 
 
 @pytest.mark.parametrize("bug", ["a finished job stays in its stream", "a heartbeat has no lifetime"])
