@@ -327,6 +327,9 @@ _VERSIONS: dict[str, Mutant] = {
     "a worker starts with a version that no worker has tried": python(
         VersionKeeper.start, "chain(is_tried=False)", "chain()"
     ),
+    "a client takes a late reply to a submission to the version that it has left": python(
+        Submitter._submit_portion, "if fingerprint != self._connections.model.fingerprint:", "if False:"
+    ),
     "the version of new clients is written at registrations only": python(
         Worker.send_heartbeat, "await self.versions.keep()", "pass"
     ),
