@@ -440,7 +440,9 @@ class Oracle:
         self._check_members()
         for key, item in self.world.server.live().items():
             is_served, size = self._is_served(key), _queued(key, item.value)
-            if is_served and (size or b":waiting:" in key or b":partition:" in key):
+            # If the server has lost the job of a client that has ended, the keys of the prompt stay until they expire.
+            is_lost = bool(self.world.lost_keys) and item.expireat is not None
+            if is_served and (size or (not is_lost and (b":waiting:" in key or b":partition:" in key))):
                 self.violation(f"{key!r} is left, with {size} entries")
             elif size and item.expireat is None and not self.world.lost_keys:
                 self.violation(f"{key!r} of a version that no worker serves has no lifetime")
