@@ -52,7 +52,7 @@ class Request:
         cancel_s: seconds after which the caller is cancelled; 0 for never.
         began: virtual time at which it was sent.
         oldest: the oldest version of the weights that it may see.
-        steps: number of prompts in all steps before it, less those that its client had sent.
+        steps: number of prompts of other clients in all steps before it.
         ahead: number of prompts that its client waits for, with its own.
     """
 

@@ -89,7 +89,7 @@ async def _restart(world: World, draw: Random, contents: object) -> None:
         server.kill()
         if not is_whole:
             world.lost_keys += 1
-            world.oracle.last.clear()  # The server has also lost how often it delivered a job.
+            world.oracle.last.clear()  # The server has lost the delivery counts too.
         await asyncio.sleep(draw.uniform(0.01, _MAX_DOWN_S))
         await server.start(kept, clock_s)
 

@@ -327,8 +327,8 @@ _VERSIONS: dict[str, Mutant] = {
     "a worker starts with a version that no worker has tried": python(
         VersionKeeper.start, "chain(is_tried=False)", "chain()"
     ),
-    "a client takes a late reply to a submission to the version that it has left": python(
-        Submitter._submit_portion, "if fingerprint != self._connections.model.fingerprint:", "if False:"
+    "a client accepts a late reply to a submission to the previous version": python(
+        Submitter._submit_portion, "if self._connections.model.rows is not rows:", "if False:"
     ),
     "the version of new clients is written at registrations only": python(
         Worker.send_heartbeat, "await self.versions.keep()", "pass"

@@ -104,7 +104,8 @@ class Oracle:
         self.steps: Counter[tuple[int, ...]] = Counter()
         self.outcomes: Counter[str] = Counter()
         self.plain: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
-        self._sent: Counter[SimulatedClient] = Counter()
+        self._senders: dict[tuple[int, ...], SimulatedClient] = {}  # The first client that sent each prompt.
+        self._steps_of: Counter[SimulatedClient | None] = Counter()
         self.last = set[bytes]()
         self.changing: dict[Process, None] = {}
         self.draining: dict[Process, tuple[bytes, bytes]] = {}
@@ -136,8 +137,9 @@ class Oracle:
 
     def begin(self, request: Request) -> None:
         """A client sends a request."""
-        self._sent[request.client] += len(request.prompts) * (_GENERATED if request.kind == "generate" else 1)
-        request.began, request.steps = self.world.loop.time(), self.steps.total() - self._sent[request.client]
+        for prompt in request.prompts:
+            self._senders.setdefault(prompt, request.client)
+        request.began, request.steps = self.world.loop.time(), self._steps_of_others(request.client)
         own = [other for other in self._pending if other.client is request.client]
         request.ahead = sum(len(other.prompts) for other in own) + len(request.prompts)
         request.oldest = max(request.oldest, request.client.version)
@@ -160,15 +162,20 @@ class Oracle:
         yields = request.client.is_bulk or request.kind == "generate"
         if yields or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
-        # A client sends the prompts together that wait for a worker, and those in any order that a full queue refuses.
+        # Prompts that wait for the first worker are sent together. Prompts that a full queue refused are sent again in
+        # any order.
         if request.began < self.world.served_at or plan.queue_limit < plan.requests:
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         slots = plan.workers * plan.batch
         bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / mean(plan.step_s)
-        # Later prompts of the client itself may come first: they go to other workers.
-        if (count := self.steps.total() - self._sent[request.client] - request.steps) > bound:
+        # Other workers may compute later prompts of this client first.
+        if (count := self._steps_of_others(request.client) - request.steps) > bound:
             self.violation(f"{request} waited for {count} prompts, more than {bound:.0f}")
+
+    def _steps_of_others(self, client: SimulatedClient) -> int:
+        """Number of prompts in all steps so far that another client has sent first."""
+        return self._steps_of.total() - self._steps_of[client]
 
     def _row(self, version: int, revision: str, ids: Sequence[int]) -> NDArray[np.float32]:
         size = self.world.plan.vocab_size
@@ -267,6 +274,7 @@ class Oracle:
     def on_step(self, prompts: Sequence[tuple[int, ...]]) -> None:
         """A worker begins a step."""
         self.steps.update(prompts)
+        self._steps_of.update(self._senders.get(prompt) for prompt in prompts)
 
     def _check_steps(self) -> None:
         """No prompt was computed more often than its job was delivered."""
@@ -442,7 +450,7 @@ class Oracle:
             is_served, size = self._is_served(key), _queued(key, item.value)
             # If the server has lost the job of a client that has ended, the keys of the prompt stay until they expire.
             is_lost = bool(self.world.lost_keys) and item.expireat is not None
-            if is_served and (size or (not is_lost and (b":waiting:" in key or b":partition:" in key))):
+            if is_served and (size or b":partition:" in key or (b":waiting:" in key and not is_lost)):
                 self.violation(f"{key!r} is left, with {size} entries")
             elif size and item.expireat is None and not self.world.lost_keys:
                 self.violation(f"{key!r} of a version that no worker serves has no lifetime")

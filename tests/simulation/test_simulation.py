@@ -30,7 +30,7 @@ def test_no_defect_is_found_with_fixed_seeds(first: int) -> None:
 
 
 def test_a_seed_gives_the_same_log_every_time() -> None:
-    # Deadlines expire together in the first run, and the second one serves adapters from a folder with a drawn name.
+    # Deadlines expire together in the first run, and the second one serves adapters from a folder with a random name.
     for seed in (1, 2):
         first, second = (simulate("--seed", seed, "--requests", 100) for _ in range(2))
         assert first == second

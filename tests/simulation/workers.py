@@ -99,7 +99,8 @@ class SimulatedWorker:
     def _on_ready(self, _: ModelInfo) -> None:
         assert self.worker is not None
         self.name = self.worker.worker_id
-        self.world.served_at = self.world.loop.time()
+        if not any(worker.info for worker in self.world.workers if worker is not self):
+            self.world.served_at = self.world.loop.time()
         self.world.has_served.set()
 
     @property

@@ -62,7 +62,7 @@ class World:
         disturbed_at: virtual time at which a worker last computed a deadly prompt, hung or raised.
         restarting: held while the server restarts.
         all_sent: set when all clients have sent their requests, and all changes are over.
-        served_at: virtual time at which a worker last began to serve.
+        served_at: virtual time at which a worker last began to serve while no other one served.
         has_served: set when the first worker serves.
         adapters: number of adapters that were put in service.
     """
@@ -169,7 +169,7 @@ class World:
         self.all_sent.set()
         await asyncio.wait(clients)
         await asyncio.sleep((_QUIET_LEASES - 1) * plan.lease_s + 5 + self.set_back_s)
-        # The prompts of crashed workers are computed one at a time, so many of them take longer than this.
+        # Workers compute the prompts of crashed workers one at a time, which can take longer than the quiet time.
         computed = -1
         while computed != (computed := self.oracle.steps.total()):  # noqa: ASYNC110
             await asyncio.sleep(max(plan.lease_s, 3 * plan.step_s[1]))

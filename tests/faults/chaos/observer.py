@@ -113,8 +113,10 @@ class Observer:
             for worker in filter(None, workers):
                 lane = model.lane(worker)
                 groups: Any = self._redis.xinfo_groups(lane) if self._redis.exists(lane) else []
-                held = sum(group["pending"] for group in groups if group["name"] == GROUP.encode())
-                if (waiting := int(self._redis.xlen(lane)) - held) > 0:
+                read = [group["last-delivered-id"] for group in groups if group["name"] == GROUP.encode()]
+                entries: Any = self._redis.xrange(lane, b"(" + read[0]) if read else []
+                # Entries without a message only wake the worker.
+                if waiting := sum(b"m" in fields for _, fields in entries):
                     # A worker's id ends with its process id and random characters.
                     lanes.append(FullLane(int(worker.rsplit(b"-", 2)[1]), waiting))
         return sorted(lanes, key=lambda lane: -lane.waiting)

@@ -24,6 +24,8 @@ from tests.support.servers.proxy import Proxy
 _TICK_S = 0.05
 _FULL_LANE_S = 2.0
 """Max seconds to wait for a full lane; clients send requests all the time, so a lane fills up soon."""
+_STEALING_S = 6.0
+"""Longer than the time between two pauses of all clients (`ChaosSettings.lulls_s`), in which workers become idle."""
 _PIECE = 65_536
 
 
@@ -75,29 +77,18 @@ class Striker:
             await asyncio.sleep(_TICK_S)
 
     async def end_clients(self) -> None:
-        """End the clients. If no job was stolen yet, freeze a worker before, so that other workers steal its jobs."""
+        """End the clients. Before, freeze workers until another worker has stolen a job, if none was stolen yet."""
         end = time.monotonic() + START_S
-        is_frozen = False
-        while not is_frozen and not self._observer.counted.stolen and time.monotonic() < end:
-            is_frozen = await self._freeze_with_waiting_jobs(end - time.monotonic())
+        while not self._observer.counted.stolen and time.monotonic() < end:
+            await self._freeze_for_thieves()
         self._fleet.stop_clients()
-        while is_frozen and not self._observer.counted.stolen and time.monotonic() < end:  # noqa: ASYNC110  polls a thread
-            await asyncio.sleep(_TICK_S)
-        self._fleet.thaw()
         await asyncio.to_thread(self._fleet.end_clients)
 
-    async def _freeze_with_waiting_jobs(self, within_s: float) -> bool:
-        """Freeze a worker whose lane has jobs; returns False if the worker has read them before the signal came."""
-        lanes = await self._observer.full_lanes(within_s)
-        for worker in self._ready():
-            if lanes and worker.pid == lanes[0].pid:
-                worker.is_frozen = True
-                worker.signal(signal.SIGSTOP)
-                if worker.pid in [lane.pid for lane in await self._observer.full_lanes(_TICK_S)]:
-                    return True
-        self._fleet.thaw()
-        await asyncio.sleep(_TICK_S)
-        return False
+    async def _freeze_for_thieves(self) -> None:
+        """Freeze a worker with jobs in its lane for some seconds. Other workers steal these jobs when they are idle."""
+        lanes, ready = {lane.pid for lane in await self._observer.full_lanes(_FULL_LANE_S)}, self._ready()
+        victims = [worker for worker in ready if worker.pid in lanes and len(ready) > 1]
+        await self._freeze_all(victims[:1], _STEALING_S if victims else _TICK_S)
 
     async def _strike(self, strike: Strike) -> None:
         hit = time.monotonic()

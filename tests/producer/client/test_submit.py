@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -366,7 +367,7 @@ async def test_all_requests_are_submitted_if_the_queue_gets_a_single_partition_m
 async def test_a_reply_after_a_change_of_the_model_leaves_the_requests_unsent(table: Table) -> None:
     class Changing(Answering):
         async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
-            self.model = dataclasses.replace(self.model, fingerprint="g")
+            self.model = dataclasses.replace(self.model, rows=copy.copy(self.model.rows))
             table.requests.restart("g")
             return await super().call(command, sha, keys, *rest)
 

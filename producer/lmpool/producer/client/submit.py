@@ -330,9 +330,9 @@ class Submitter:
         """Submit requests in one script call; returns the digests whose rows are in the cache."""
         requests, homes = self.homes.arrange(requests)
         check = f" {partition.number}" if must_check else ""
-        fingerprint = self._connections.model.fingerprint
+        rows = self._connections.model.rows
         outcome = await self._call_script(partition, requests, homes, f"{int(again)}{check}")
-        if fingerprint != self._connections.model.fingerprint:
+        if self._connections.model.rows is not rows:
             return []  # The model has changed during the call, and `restart` has marked the requests as unsent.
         if not outcome:  # Other clients may wait for some of the prompts in another partition.
             placed = await self._connections.partitions.meet(dict.fromkeys(requests, partition))

@@ -318,16 +318,20 @@ class Heartbeat:
 
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
-        is_old = await self._is_old(model)
-        ttl_ms = _OLD_TTL_MS if is_old else _QUEUE_TTL_MS
-        # Remove the info last: if this worker ends before, another worker sees that the model has no workers.
-        for keys in self._partitions_of(model, seen):
+        ttl_ms, queue = _OLD_TTL_MS if await self._is_old(model) else _QUEUE_TTL_MS, list[bytes]()
+        partitions = self._partitions_of(model, seen)
+        for keys in partitions:
             # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
-            lanes = [keys.lane(worker) for worker in await read_consumers(self.redis, keys)]
-            for key in (*keys.queue, *lanes):
-                await self.redis.pexpire(key, ttl_ms)  # Workers that serve the model remove it (`keep_queue.lua`).
-        is_removed = await scripts.SWAP(self.redis, [info_key(self.keys, model)], [field or model, seen, b""])
-        if is_removed and not is_old and split_name(model)[1] is None:
+            queue += [*keys.queue, *[keys.lane(worker) for worker in await read_consumers(self.redis, keys)]]
+        # Set the lifetimes first: if this worker crashes before it removes the info, another worker repeats all steps.
+        for key in queue:
+            await self.redis.pexpire(key, ttl_ms)
+        args = [field or model, seen, b""]
+        has_workers = (await read_alive_in(self.redis, partitions)).serving > 0
+        if has_workers or not await scripts.SWAP(self.redis, [info_key(self.keys, model)], args):
+            for key in queue:  # A worker has joined meanwhile.
+                await self.redis.persist(key)
+        elif split_name(model)[1] is None and not await self._is_old(model):
             await self.redis.delete(self.keys.model(model).adapters)
 
     async def _is_old(self, model: str) -> bool:
