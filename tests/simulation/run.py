@@ -24,6 +24,8 @@ from tests.simulation.world import Result, World
 MAX_CPU_S = 120
 """Seconds of the processor after which a simulation is ended, because it probably loops endlessly."""
 
+_SHOWN_EVERY = 500  # Seeds between two lines that show the progress of a long run.
+
 _forking = Lock()  # A child that is forked meanwhile would hold the pipe open.
 
 
@@ -112,6 +114,8 @@ def main(arguments: Sequence[str]) -> int:
             result = simulate(draw_plan(seed, given.requests))
             done += 1
             outcomes.update(result.outcomes)
+            if done % _SHOWN_EVERY == 0:
+                print(f"{done} seeds, {len(failed)} failed", flush=True)
             if result.violations:
                 failed.append(seed)
                 again = f"python -m tests.simulation --seed {seed} --requests {given.requests}"
