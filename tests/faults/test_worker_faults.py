@@ -197,6 +197,18 @@ async def test_a_crash_during_leave_keeps_the_info_until_the_queue_has_a_lifetim
         await redis.aclose()
 
 
+async def test_the_last_worker_of_all_versions_removes_the_adapters(pool: Pool) -> None:
+    redis, adapters = Server(pool.url).client(), pool.keys.model("syn").adapters
+    try:
+        workers = [await joined(redis, pool.keys, info_of(1, name=f"syn@{number}"), f"w{number}") for number in (2, 3)]
+        await redis.hset(adapters, "poet", "an adapter")
+        for worker, is_kept in zip(workers, (True, False), strict=True):
+            await worker.leave()
+            assert bool(await redis.exists(adapters)) == is_kept
+    finally:
+        await redis.aclose()
+
+
 async def test_a_sweep_removes_only_the_keys_of_dead_workers(pool: Pool) -> None:
     redis, keys = Server(pool.url).client(), pool.keys
     try:

@@ -331,8 +331,11 @@ class Heartbeat:
         if has_workers or not await scripts.SWAP(self.redis, [info_key(self.keys, model)], args):
             for key in queue:  # A worker has joined meanwhile.
                 await self.redis.persist(key)
-        elif split_name(model)[1] is None and not await self._is_old(model):
-            await self.redis.delete(self.keys.model(model).adapters)
+        elif self.info.name != TRIE_SERVICE:  # Trie workers may not read infos of models.
+            base, infos = split_name(model)[0], await read_infos(self.redis, self.keys)
+            # The versions of a model share its adapters.
+            if base not in {split_name(name.decode("utf-8", "replace"))[0] for name in infos}:
+                await self.redis.delete(self.keys.model(base).adapters)
 
     async def _is_old(self, model: str) -> bool:
         """Whether clients use a later version of a model's weights than the one with the name `model`."""
