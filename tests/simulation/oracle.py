@@ -326,6 +326,9 @@ class Oracle:
         found = self.world.server.live().get(lane)
         if process in self.closed and self.is_whole and found is not None and has_unread_jobs(found.value):
             self.violation(f"{process.name} drains, and got new jobs")
+
+    def after_closing(self, process: Process) -> None:
+        """A worker has closed its lane."""
         if process in self.draining:
             self.closed.add(process)
 

@@ -152,6 +152,7 @@ def _notice_drains(oracle: Oracle) -> None:
     async def check_and_close(self: Consumer) -> None:
         oracle.before_closing(PROCESS.get(), self._keys.lane(self._worker_id))
         await close_lane(self)
+        oracle.after_closing(PROCESS.get())
 
     Heartbeat.send = send_and_note  # type: ignore[method-assign]
     Consumer.close_lane = check_and_close  # type: ignore[method-assign]
