@@ -147,14 +147,15 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     weights: dict[str, float] = {kind: weight for kind, weight in KINDS.items() if draw.random() < 0.6}
     weights["row"] = KINDS["row"]
     kinds = [kind for kind in FAULTS if draw.random() < 0.35]
-    draws_gentle, draws_even = draw.random() < _GENTLE, draw.random() < _EVEN
-    if draws_gentle:
+    is_gentle, is_even = draw.random() < _GENTLE, draw.random() < _EVEN
+    is_even = is_even and is_gentle
+    if is_gentle:
         kinds = list(draw.choice((SILENT, GENTLE, GENTLE + HARMLESS)))
     changes = draw.randrange(4) * ("adapter" in weights), draw.randrange(4) * ("version" in weights)
     bursts, deadly = draw.choice((0, 0, 150)), draw.choice((0, 0, 0, 1, 2))
-    if draws_gentle and draws_even:
-        changes, deadly = (0, 0), 0
     partitions, queue_limit = draw.choice((1, 1, 2)), draw.choice((30, 1000, 100_000))
+    if is_even:  # An interactive client sends many prompts at once, to a queue with one partition that takes them all.
+        changes, bursts, deadly, partitions, queue_limit = (0, 0), 150, 0, 1, 100_000
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
     if draw.random() < _AGREED:
         kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 100_000, max(2, workers)
@@ -164,9 +165,8 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     unable = [*([] if is_supervised else ["kill supervisor"]), *([] if lines else ["kill run"])]
     kinds = [kind for kind in kinds if kind not in unable]
     # Bulk clients send many prompts at once.
-    clients = tuple(
-        draw.random() < (0.7 if bursts and not number else 0.3) for number in range(draw.randrange(1, _MAX_CLIENTS + 1))
-    )
+    first = 0.0 if is_even else 0.7 if bursts else 0.3
+    clients = tuple(draw.random() < (0.3 if number else first) for number in range(draw.randrange(1, _MAX_CLIENTS + 1)))
     lease_s = draw.choice(_LEASES)
     # A pool with few slots has short steps, so that it computes all prompts within `WORK_S`.
     step_s = min(draw.choice(_STEPS_S), lease_s / 5, WORK_S * workers * batch / (_PROMPTS * requests))
