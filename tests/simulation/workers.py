@@ -153,6 +153,8 @@ class SimulatedBackend(SyntheticBackend):
         worker, plan = self._worker, self._worker.world.plan
         seconds = worker.next_step_s or worker.draw.uniform(*plan.step_s)
         how, worker.next_step, worker.next_step_s = worker.next_step, "", 0.0
+        if how == "hang" and not worker.name:  # Nothing distinguishes a first load that hangs from a long one.
+            how = ""
         jobs: list[Any] = list(self._jobs.values())[: self.batch]
         ids = [tuple(decode_ids(job.ids).tolist()) for job in jobs]
         worker.world.oracle.on_step(ids)

@@ -37,6 +37,8 @@ from tests.support.pool import until_async
 
 IN_STREAM = 3
 """Max prompts in the stream for a worker that computes one prompt at a time."""
+IN_STREAM_WITHOUT_WORKERS = 128
+"""Max prompts in the stream of a model without workers."""
 
 
 @pytest.fixture(autouse=True)
@@ -300,6 +302,15 @@ async def test_prompts_that_went_back_can_be_cancelled_and_joined(redis: redis_a
     assert sorted(await compute_all(redis)) == [*range(10), 60]
     assert sorted(message[b"d"] for message in await told(redis, B)) == sorted([digest(5), digest(60)])
     assert await nothing_is_left(redis)
+
+
+async def test_prompts_for_a_model_that_has_lost_its_workers_expire_with_its_queue(redis: redis_async.Redis) -> None:
+    await redis.delete(MODEL.capacity)
+    await redis.pexpire(JOBS, 60_000)
+    await submit(redis, *range(IN_STREAM_WITHOUT_WORKERS + 1), limit=1000)
+    assert await redis.zcard(MODEL.backlog) == 1
+    for key in (JOBS, MODEL.backlog, MODEL.backlog_jobs, MODEL.virtual_time):
+        assert 0 < await redis.pttl(key) <= 60_000, key
 
 
 async def test_the_key_of_a_client_that_asks_alone_is_renewed(redis: redis_async.Redis) -> None:

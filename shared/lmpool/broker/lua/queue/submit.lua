@@ -257,4 +257,9 @@ if last then
   redis.call('ZADD', virtual_time, last, member)
   move_up()
 end
+-- The queue of a model that has lost its workers expires, and keys that this call has created expire with it.
+local left = worker_count == 0 and redis.call('PTTL', jobs) or -1
+for _, key in ipairs(left > 0 and {backlog, backlog_jobs, virtual_time} or {}) do
+  redis.call('PEXPIRE', key, left)
+end
 return table.concat(outcome)
