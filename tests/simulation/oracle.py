@@ -223,7 +223,9 @@ class Oracle:
                 given_up = plan.can_end_steps and any(self.most[ids] >= MAX_DELIVERIES for ids in request.prompts)
                 return given_up or any(prompt in world.deadly for prompt in request.prompts)
             case ServerError():
-                is_full = "memory" in str(error) and world.full_at >= request.began
+                # While the server is stopped, the last error that it sent is still the reason.
+                full_at = now if world.server.process.resume_at > now and world.full_at > -math.inf else world.full_at
+                is_full = "memory" in str(error) and full_at >= request.began
                 return is_full or (self._may_lose_adapters and "has lost a change of the adapter" in str(error))
             case ProducerClosed():
                 return request.client.is_closing
