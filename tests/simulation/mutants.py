@@ -259,8 +259,9 @@ _WORKERS: dict[str, Mutant] = {
             "in_flight.clear()\n",
         ),
     ),
-    "the info of a model is removed when one of several workers ends": python(
-        Heartbeat.leave, "and not await self._serving(other, seen)", ""
+    "the info of a model is removed when one of several workers ends": both(
+        python(Heartbeat.leave, "and not await self._serving(other, seen)", ""),
+        python(Heartbeat._forget, "if has_workers or not await", "if not await"),
     ),
     "a worker that the server has lost does not register again": python(
         Heartbeat.send, "if is_lost or is_draining or self._beats % _REGISTER_BEATS == 0:", "if is_draining:"
