@@ -235,6 +235,9 @@ async def test_a_version_without_workers_expires(pool: Pool) -> None:
         assert pool.redis.pttl(registry.keys.versions) > 0
         await registry.decide(1, "served")
         assert pool.redis.pttl(registry.keys.version_states) > 0
+        pool.redis.delete(registry.keys.version_states)  # As an eviction does.
+        assert await registry.count_try(1) == 1
+        assert pool.redis.pttl(registry.keys.version_states) > 0
 
 
 async def test_only_the_owner_of_a_turn_renews_and_ends_it(pool: Pool) -> None:

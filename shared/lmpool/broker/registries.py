@@ -239,7 +239,9 @@ class VersionRegistry:
 
     async def count_try(self, number: int) -> int:
         """Count a worker that begins to load a version that no worker has served; returns the count."""
-        return int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
+        tries = int(await self.redis.hincrby(self.keys.version_states, f"{number}:tries", 1))
+        await self._limit(self.keys.version_states)
+        return tries
 
     async def _limit(self, key: bytes) -> None:
         """Let a key that a command may have created expire after a week, unless a worker renews it before."""

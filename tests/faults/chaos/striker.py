@@ -80,12 +80,12 @@ class Striker:
         """End the clients. Before, freeze workers until another worker has stolen a job, if none was stolen yet."""
         end = time.monotonic() + START_S
         while not self._observer.counted.stolen and time.monotonic() < end:
-            await self._freeze_for_thieves()
+            await self._let_others_steal()
         self._fleet.stop_clients()
         await asyncio.to_thread(self._fleet.end_clients)
 
-    async def _freeze_for_thieves(self) -> None:
-        """Freeze a worker with jobs in its lane for some seconds. Other workers steal these jobs when they are idle."""
+    async def _let_others_steal(self) -> None:
+        """Freeze a worker with jobs in its lane for some seconds, so that idle workers steal these jobs."""
         lanes, ready = {lane.pid for lane in await self._observer.full_lanes(_FULL_LANE_S)}, self._ready()
         victims = [worker for worker in ready if worker.pid in lanes and len(ready) > 1]
         await self._freeze_all(victims[:1], _STEALING_S if victims else _TICK_S)

@@ -329,7 +329,7 @@ class Heartbeat:
         args = [field or model, seen, b""]
         has_workers = (await read_alive_in(self.redis, partitions)).serving > 0
         if has_workers or not await scripts.SWAP(self.redis, [info_key(self.keys, model)], args):
-            for key in queue:  # A worker has joined meanwhile.
+            for key in queue:  # A worker has joined since the caller's check.
                 await self.redis.persist(key)
         elif self.info.name != TRIE_SERVICE:  # Trie workers may not read infos of models.
             base, infos = split_name(model)[0], await read_infos(self.redis, self.keys)
