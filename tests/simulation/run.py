@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -97,6 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--mutants", action="store_true", help="do so for each defect of mutants.py, and print a table")
     given = parser.parse_args(arguments)
     SimulatedClient.traced = given.trace.encode()
+    gc.freeze()  # Else each child would copy the memory of all imported modules when it collects garbage.
     if (given.seed is None and given.shrink) or (given.seed is not None and (given.mutant or given.mutants)):
         parser.error("--shrink needs --seed, and --seed excludes --mutant and --mutants")
     if given.seed is not None:
