@@ -54,6 +54,7 @@ class Request:
         oldest: the oldest version of the weights that it may see.
         steps: number of prompts of other clients in all steps before it.
         ahead: number of prompts that its client waits for, with its own.
+        was_connected: whether its client had found the model.
     """
 
     client: SimulatedClient
@@ -66,6 +67,7 @@ class Request:
     oldest: int = 0
     steps: int = 0
     ahead: int = 0
+    was_connected: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -174,6 +176,11 @@ class SimulatedClient:
         """The version of the weights that it uses; 0 before it is connected."""
         session = self.producer._sessions.session if self.producer is not None else None
         return session.info.version if session is not None else 0
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether it has found the model."""
+        return self.producer is not None and self.producer._sessions.session is not None
 
     # Requests
 
@@ -327,7 +334,7 @@ async def change_adapters(world: World, draw: Random) -> None:
 async def publish_versions(world: World, draw: Random) -> None:
     """Publish versions of the weights, one after the other."""
     for number in range(1, 1 + world.plan.changes[1]):
-        await asyncio.sleep(draw.uniform(0, 10))
+        await asyncio.sleep(draw.uniform(0, world.plan.gap_s))
         producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=LONG_S)
         is_bad = number in world.plan.bad_versions
         world.oracle.newest = world.oracle.newest if is_bad else number

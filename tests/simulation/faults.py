@@ -34,9 +34,10 @@ async def drain_worker(world: World, draw: Random) -> None:
 
 
 async def stop_worker(world: World, draw: Random) -> None:
-    """SIGSTOP of a worker, up to three leases."""
+    """SIGSTOP of a worker, up to three leases: of one that changes its version, if there is one."""
     if workers := world.running_workers():
-        await _pause(world, draw.choice(workers).process, draw.uniform(0.1, 3 * world.plan.lease_s))
+        changing = [worker for worker in workers if worker.process in world.oracle.changing]
+        await _pause(world, draw.choice(changing or workers).process, draw.uniform(0.1, 3 * world.plan.lease_s))
 
 
 async def kill_client(world: World, draw: Random) -> None:
@@ -157,9 +158,9 @@ async def hang_step(world: World, draw: Random) -> None:
 
 
 async def raise_in_step(world: World, draw: Random) -> None:
-    """A step of a worker raises."""
+    """A step of a worker raises, or fails its prompts after a pause of the process."""
     if workers := world.running_workers():
-        draw.choice(workers).next_step = "raise"
+        draw.choice(workers).next_step = draw.choice(("raise", "fail"))
 
 
 async def slow_step(world: World, draw: Random) -> None:
@@ -184,5 +185,7 @@ SILENT = ("forget scripts", "jump worker clock")
 """Faults that change nothing for clients."""
 GENTLE = (*SILENT, "drain worker")
 """Faults that no client may notice."""
+UPGRADING = ("kill worker", "stop worker", "restart empty", "restart old")
+"""Faults that may prevent the change to another version of the weights."""
 HARMLESS = ("kill client", "stop client", "kill run", "slow step")
 """Faults after which no job is delivered again: workers renew their leases during a slow step."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lmpool.protocol.job import Job, decode_ids, digest_of, query_digest, unpack_job
+from lmpool.protocol.keys import ModelKeys
 
 _STREAM = re.compile(rb"(lmpool:\{.*\}):(jobs|lane:(.*))", re.DOTALL)
 _PARTITION = re.compile(rb"\{\d+\}$")
@@ -67,6 +68,15 @@ def _named(item: Any) -> bytes:
     """The job that a key of waiting clients names."""
     value = item.value if item is not None else b""
     return value.partition(b"\n")[2] if isinstance(value, bytes) else value.get(b"job", b"")
+
+
+def is_held(live: dict[bytes, Any], keys: ModelKeys, job: bytes, worker: str) -> bool:
+    """Whether the server says that a worker holds a job: an entry of the shared stream, or "ENTRY OWNER" in a lane."""
+    entry, _, owner = job.partition(b" ")
+    stream = live.get(keys.lane(owner.decode()) if owner else keys.jobs)
+    group = stream.value._groups.get(b"workers") if stream is not None else None
+    held = group.pel.items() if group is not None else ()
+    return any(key.encode() == entry and one.consumer_name == worker.encode() for key, one in held)
 
 
 def has_unread_jobs(stream: Any) -> bool:

@@ -26,14 +26,16 @@ from lmpool.errors import (
     UnknownAdapter,
     WorkerError,
 )
+from lmpool.protocol.job import decode_ids
 from lmpool.protocol.keys import ModelKeys
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
+from lmpool.workers.execution.in_flight import InFlightPrompt
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
-from tests.simulation.jobs import has_unread_jobs, wrong_jobs
+from tests.simulation.jobs import has_unread_jobs, is_held, wrong_jobs
 from tests.simulation.loop import Process
-from tests.simulation.plan import WORK_S
-from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES
+from tests.simulation.plan import FATAL_WEIGHTS, WORK_S
+from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES, SimulatedWorker
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -49,7 +51,9 @@ _RENEWAL_LEASES = 5  # Leases within which another worker renews the keys of a w
 _LIMITED_LATER = (b"}:versions", b"}:versions:state", b"}:moved")  # Keys whose lifetime a second command sets.
 _NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, and older jobs end.
 _TRAVEL_S = 0.005  # Seconds in which a request reaches the queue while workers compute other prompts.
+_LAG = 1.3  # Prompts that all workers compute while one of them computes its lane, as a part of those on average.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
+_MAX_TRIES = 3  # Loads of a version that ends its workers, until it is refused.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
 
@@ -115,6 +119,9 @@ class Oracle:
         self._loose = set[tuple[int, ...]]()  # Prompts of requests that ended without a result.
         self._pending: dict[Request, None] = {}
         self._changes: list[AdapterChange] = []
+        self._failed = set[tuple[int, ...]]()  # Prompts of failed steps.
+        self._fatal_loads = 0
+        self._turns: dict[Process, float] = {}  # Process of a worker -> time until which it has the turn to change.
 
     @property
     def is_waiting(self) -> bool:
@@ -142,7 +149,7 @@ class Oracle:
         request.began, request.steps = self.world.loop.time(), self._steps_of_others(request.client)
         own = [other for other in self._pending if other.client is request.client]
         request.ahead = sum(len(other.prompts) for other in own) + len(request.prompts)
-        request.oldest = max(request.oldest, request.client.version)
+        request.oldest, request.was_connected = max(request.oldest, request.client.version), request.client.is_connected
         self._pending[request] = None
 
     def end(self, request: Request, checks: Sequence[Check]) -> None:
@@ -162,14 +169,16 @@ class Oracle:
         yields = request.client.is_bulk or request.kind == "generate"
         if yields or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
-        # Prompts that wait for the first worker are sent together. Prompts that a full queue refused are sent again in
-        # any order.
-        if request.began < self.world.served_at or plan.queue_limit < plan.requests:
+        # Prompts that wait for the first worker, or until their client has found the model, are sent together later.
+        # Prompts that a full queue refused are sent again in any order.
+        is_sent = request.was_connected and request.began >= self.world.served_at
+        if not is_sent or plan.queue_limit < plan.requests:
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         slots = plan.workers * plan.batch
         bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / mean(plan.step_s)
-        # Other workers may compute later prompts of this client first.
+        # Other workers may compute later prompts of this client first, and later prompts of other clients.
+        bound *= _LAG if plan.workers > 1 else 1
         if (count := self._steps_of_others(request.client) - request.steps) > bound:
             self.violation(f"{request} waited for {count} prompts, more than {bound:.0f}")
 
@@ -221,7 +230,7 @@ class Oracle:
                 return is_due and not self._must_end(request)
             case WorkerError():
                 given_up = plan.can_end_steps and any(self.most[ids] >= MAX_DELIVERIES for ids in request.prompts)
-                return given_up or any(prompt in world.deadly for prompt in request.prompts)
+                return given_up or any(prompt in world.deadly or self._has_failed(prompt) for prompt in request.prompts)
             case ServerError():
                 # While the server is stopped, the last error that it sent is still the reason.
                 full_at = now if world.server.process.resume_at > now and world.full_at > -math.inf else world.full_at
@@ -245,7 +254,8 @@ class Oracle:
 
     def check_failed_text(self, text: list[int], error: str, began: float) -> None:
         """A text of a run over a file has no result; the last process of the run began at `began`."""
-        if self.most[tuple(text)] < MAX_DELIVERIES and not (self.world.full_at >= began and "memory" in error):
+        is_full = self.world.full_at >= began and "memory" in error
+        if self.most[tuple(text)] < MAX_DELIVERIES and not is_full and not self._has_failed(tuple(text)):
             self.violation(f"the text {text} has the error {error!r}")
 
     # Adapters and versions
@@ -289,10 +299,44 @@ class Oracle:
         if len(entries) > 1 and any(entry in self.last for of_prompt in entries for entry in of_prompt):
             self.violation("a prompt that may have ended two workers is computed together with others")
 
+    def on_failed_step(self, worker: SimulatedWorker, prompts: Sequence[InFlightPrompt]) -> None:
+        """The prompts of a step fail; those that other workers have taken over since must not end."""
+        server, keys = self.world.server, worker.keys
+        live = server.live() if server.process.is_alive else None
+        for prompt in prompts:
+            if live is None or keys is None or any(is_held(live, keys, job, worker.name) for job in prompt.entries):
+                self._failed.add(tuple(decode_ids(prompt.ids).tolist()))
+
+    def _has_failed(self, prompt: tuple[int, ...]) -> bool:
+        """Whether the step of a prompt or of its continuation has failed."""
+        return any(failed[: len(prompt)] == prompt for failed in self._failed)
+
     def on_lost_job(self, prompt: tuple[int, ...]) -> None:
         """The job of a prompt has disappeared although a client waits for it."""
-        if self.most[prompt] < MAX_DELIVERIES and prompt not in self.world.deadly:
+        if self.most[prompt] < MAX_DELIVERIES and prompt not in self.world.deadly and not self._has_failed(prompt):
             self.violation(f"the job of {list(prompt)} was lost")
+
+    def on_steal(self, jobs: bytes, worker: bytes) -> None:
+        """A worker has taken jobs from the lane of another one: only workers that take new jobs may do so."""
+        capacities = self.world.server.live().get(jobs.removesuffix(b"jobs") + b"capacity")
+        if capacities is None or worker not in capacities.value:
+            self.violation(f"{worker!r} steals jobs, and is not listed as a worker that takes jobs")
+
+    def on_fatal_load(self) -> None:
+        """A version ends a worker that loads it; after some tries the version is refused."""
+        self._fatal_loads += 1
+        bad = list(self.world.plan.bad_versions.values())
+        if self.is_whole and self._fatal_loads > _MAX_TRIES * bad.count(FATAL_WEIGHTS):
+            self.violation(f"workers have loaded fatal weights {self._fatal_loads} times")
+
+    def on_turn(self, process: Process, until: float) -> None:
+        """A worker has the only turn to change its version until some time; 0.0: it gives the turn back."""
+        others = [
+            other.name for other, end in self._turns.items() if other is not process and end > self.world.loop.time()
+        ]
+        if until and others and self.is_whole:
+            self.violation(f"{process.name} and {others} have the turn to change their versions")
+        self._turns[process] = until
 
     def on_change(self, process: Process, version: int) -> None:
         """A worker begins to change the version of its weights."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tests.simulation.faults import DISCONNECTING, FAULTS, GENTLE, HARMLESS, SILENT
+from tests.simulation.faults import DISCONNECTING, FAULTS, GENTLE, HARMLESS, SILENT, UPGRADING
 
 REQUESTS = 500
 """Requests of a simulation, unless the caller chooses another number."""
@@ -20,6 +20,7 @@ _MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
 _EVEN = 0.5  # Part of the gentle simulations in which the shares of the clients are compared.
 _AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
+_UPGRADED = 0.15  # Part of all simulations in which versions follow one another quickly.
 _BAD_VERSIONS = 0.3  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
@@ -80,6 +81,7 @@ class Plan:
         short: part of the requests with a deadline of less than a second.
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
+        gap_s: max seconds before a version is published.
         bad_versions: number of a version that workers refuse -> its weights, one of `BAD_WEIGHTS`.
         lines: number of texts of a run over a file; 0 for no run.
         deadly: number of prompts that end each worker that computes them.
@@ -104,6 +106,7 @@ class Plan:
     short: float
     cancelled: float
     changes: tuple[int, int]
+    gap_s: float
     bad_versions: dict[int, int]
     lines: int
     deadly: int
@@ -157,8 +160,13 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     if is_even:  # An interactive client sends many prompts at once, to a queue with one partition that takes them all.
         changes, bursts, deadly, partitions, queue_limit = (0, 0), 150, 0, 1, 100_000
     workers, batch = draw.randrange(1, _MAX_WORKERS + 1), draw.randrange(1, _MAX_BATCH + 1)
+    workers = min(2, workers) if is_even else workers  # The streams of many workers take the prompts of all clients.
     if draw.random() < _AGREED:
         kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 100_000, max(2, workers)
+    gap_s = 10.0
+    if draw.random() < _UPGRADED:
+        kinds, changes, workers, gap_s = list(draw.choice((SILENT, UPGRADING, UPGRADING))), (0, 3), max(2, workers), 2.0
+        weights["version"] = KINDS["version"]
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
     # Faults that could do nothing would count as an excuse for failures.
@@ -193,6 +201,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         short=draw.choice((0.0, 0.05, 0.3)),
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,
+        gap_s=gap_s,
         bad_versions={
             number: draw.choice(BAD_WEIGHTS) for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS
         },

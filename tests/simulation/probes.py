@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lmpool.broker import scripts
+from lmpool.broker.registries import VersionRegistry
 from lmpool.producer.client.requests import Stage
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.submit import Submitter
@@ -16,6 +17,7 @@ from lmpool.workers.membership.versions import VersionKeeper
 from lmpool.workers.queue.consumer import Consumer
 from lmpool.workers.queue.jobs import JobReader
 from tests.simulation.loop import PROCESS
+from tests.simulation.server import SimulatedClient
 from tests.simulation.workers import MAX_DELIVERIES
 
 if TYPE_CHECKING:
@@ -33,6 +35,8 @@ def install(oracle: Oracle) -> None:
     _notice_changes(oracle)
     _notice_last_deliveries(oracle)
     _notice_drains(oracle)
+    _notice_turns(oracle)
+    _notice_stolen_jobs(oracle)
 
 
 def _count_deliveries(oracle: Oracle) -> None:
@@ -156,3 +160,44 @@ def _notice_drains(oracle: Oracle) -> None:
 
     Heartbeat.send = send_and_note  # type: ignore[method-assign]
     Consumer.close_lane = check_and_close  # type: ignore[method-assign]
+
+
+def _notice_turns(oracle: Oracle) -> None:
+    """Note how long each worker may change its version."""
+    take, renew, end = VersionRegistry.take_turn, VersionRegistry.renew_turn, VersionRegistry.end_turn
+
+    def note(lease_ms: int, began: float) -> None:
+        oracle.on_turn(PROCESS.get(), began + lease_ms / 1000)
+
+    async def take_and_note(self: VersionRegistry, worker_id: str, slots: int, lease_ms: int) -> int | None:
+        began = oracle.world.loop.time()
+        if (slot := await take(self, worker_id, slots, lease_ms)) is not None:
+            note(lease_ms, began)
+        return slot
+
+    async def renew_and_note(self: VersionRegistry, slot: int, worker_id: str, lease_ms: int) -> bool:
+        began = oracle.world.loop.time()
+        if has_turn := await renew(self, slot, worker_id, lease_ms):
+            note(lease_ms, began)
+        return has_turn
+
+    async def note_and_end(self: VersionRegistry, slot: int, worker_id: str) -> None:
+        oracle.on_turn(PROCESS.get(), 0.0)
+        await end(self, slot, worker_id)
+
+    VersionRegistry.take_turn = take_and_note  # type: ignore[method-assign]
+    VersionRegistry.renew_turn = renew_and_note  # type: ignore[method-assign]
+    VersionRegistry.end_turn = note_and_end  # type: ignore[method-assign]
+
+
+def _notice_stolen_jobs(oracle: Oracle) -> None:
+    """Check each theft of jobs at the moment at which the server runs it."""
+    evaluate, find_work = SimulatedClient.eval, scripts.FIND_WORK.source.encode()
+
+    def evaluate_and_check(self: SimulatedClient, script: bytes, numkeys: int, *args: bytes) -> Any:
+        reply = evaluate(self, script, numkeys, *args)
+        if script == find_work and reply[1]:
+            oracle.on_steal(args[0], args[1])
+        return reply
+
+    SimulatedClient.eval = evaluate_and_check  # type: ignore[method-assign]

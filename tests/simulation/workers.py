@@ -47,7 +47,7 @@ class SimulatedWorker:
         process: its present process.
         name: its id in the pool, once it serves; "" before.
         code: exit code of its last process; None while it runs, and after SIGKILL.
-        next_step: "hang" or "raise": what its next step does.
+        next_step: "hang", "raise" or "fail" (its prompts have no results): what its next step does.
         next_step_s: seconds of its next step; 0 to draw them.
     """
 
@@ -163,12 +163,18 @@ class SimulatedBackend(SyntheticBackend):
             worker.world.disturbed_at = worker.world.loop.time() + seconds
         if how == "raise":
             raise RuntimeError("the device is broken")
+        if how == "fail":  # Other workers may take over the prompts before they fail.
+            pause_s = worker.draw.uniform(0, 3 * plan.lease_s)
+            worker.world.disturbed_at += pause_s
+            worker.world.loop.pause(worker.process, pause_s)
         threads.sleep(_FOREVER_S if how == "hang" else seconds)
         if any(prompt in worker.world.deadly for prompt in ids):
             self._end("computes a deadly prompt")
         finished = super().step()
-        if self._seed == BROKEN_WEIGHTS:
-            return Finished([], {job.digest: "the weights are broken" for job in jobs}, None)
+        if how == "fail":
+            worker.world.oracle.on_failed_step(worker, [job for job in jobs if isinstance(job, InFlightPrompt)])
+        if how == "fail" or self._seed == BROKEN_WEIGHTS:
+            return Finished([], {job.digest: "the step has failed" for job in jobs}, None)
         return finished
 
     def load_adapter(self, name: str, source: str) -> str:
@@ -181,6 +187,7 @@ class SimulatedBackend(SyntheticBackend):
         self._wait(_MAX_LOAD_S)
         super().load_weights(full, sparse, held)
         if self._seed == FATAL_WEIGHTS:
+            self._worker.world.oracle.on_fatal_load()
             self._end("loads fatal weights")
 
     def _end(self, why: str) -> None:
