@@ -27,6 +27,7 @@ LONG_S = 200.0
 ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
+_PUBLISH_S = 60.0  # Deadline of a publication: a version that the server has lost is never served.
 _SHARED = 30  # Prompts that all clients request in the same seconds.
 _EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
 _BATCH = 6  # Prompts of a batch, at most one less.
@@ -133,7 +134,9 @@ class SimulatedClient:
             self.left -= 1
             if self.left == hangs_up_at:  # The program ends while it waits for results.
                 self.is_closing = True
+                waits = self._waits()
                 await producer.close()
+                self.world.oracle.after_close(self, waits)
                 await asyncio.wait(tasks or [asyncio.create_task(asyncio.sleep(0))])
                 return
             kind = draw.choices(list(plan.weights), list(plan.weights.values()))[0]
@@ -151,6 +154,16 @@ class SimulatedClient:
             self.world.oracle.violation(f"{self.process.name} keeps {kept} requests that have ended")
         await producer.close()
         self._is_over = True
+
+    def _waits(self) -> dict[bytes, bytes]:
+        """The keys of the prompts that it waits for -> the key of its reply stream there."""
+        session = self.producer._sessions.session if self.producer is not None else None
+        if session is None:
+            return {}
+        parts = session._connections.partitions.used
+        return {
+            part.keys.waiting + request.prompt.digest: part.reply for part in parts for request in session._requests
+        }
 
     async def _send(self, request: Request) -> None:
         oracle = self.world.oracle
@@ -335,7 +348,7 @@ async def publish_versions(world: World, draw: Random) -> None:
     """Publish versions of the weights, one after the other."""
     for number in range(1, 1 + world.plan.changes[1]):
         await asyncio.sleep(draw.uniform(0, world.plan.gap_s))
-        producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=LONG_S)
+        producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=_PUBLISH_S)
         is_bad = number in world.plan.bad_versions
         world.oracle.newest = world.oracle.newest if is_bad else number
         try:

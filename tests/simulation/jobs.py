@@ -70,6 +70,11 @@ def _named(item: Any) -> bytes:
     return value.partition(b"\n")[2] if isinstance(value, bytes) else value.get(b"job", b"")
 
 
+def waiting_in(value: Any) -> list[bytes]:
+    """The reply streams of the clients that a key of waiting clients names."""
+    return [value.partition(b"\n")[0]] if isinstance(value, bytes) else [name for name in value if name != b"job"]
+
+
 def is_held(live: dict[bytes, Any], keys: ModelKeys, job: bytes, worker: str) -> bool:
     """Whether the server says that a worker holds a job: an entry of the shared stream, or "ENTRY OWNER" in a lane."""
     entry, _, owner = job.partition(b" ")

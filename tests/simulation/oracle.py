@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from lmpool.workers.execution.in_flight import InFlightPrompt
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
-from tests.simulation.jobs import has_unread_jobs, is_held, wrong_jobs
+from tests.simulation.jobs import has_unread_jobs, is_held, waiting_in, wrong_jobs
 from tests.simulation.loop import Process
 from tests.simulation.plan import FATAL_WEIGHTS, WORK_S
 from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES, SimulatedWorker
@@ -121,6 +121,8 @@ class Oracle:
         self._changes: list[AdapterChange] = []
         self._failed = set[tuple[int, ...]]()  # Prompts of failed steps.
         self._fatal_loads = 0
+        self._left: dict[Process, object] = {}  # Process of a worker -> what it served before its last change.
+        self._used = 0, math.inf  # The version that clients use, and since when workers serve it.
         self._turns: dict[Process, float] = {}  # Process of a worker -> time until which it has the turn to change.
 
     @property
@@ -213,14 +215,36 @@ class Oracle:
             self._loose.update(request.prompts)
             del self._pending[request]
 
+    def after_close(self, client: SimulatedClient, waits: Mapping[bytes, bytes]) -> None:
+        """A client has closed its producer; `waits`: the prompts that it waited for, see `SimulatedClient._waits`."""
+        plan, live = self.world.plan, self.world.server.live()
+        for key, reply in waits.items() if plan.is_gentle and plan.is_connected else ():
+            if key in live and reply in waiting_in(live[key].value):
+                self.violation(f"{client.process.name} has closed its producer, and still waits for {key!r}")
+
     def _must_end(self, request: Request) -> bool:
         """Whether a request must get a result: it waits if the server has lost the version that its client uses."""
         world = self.world
         if not (world.lost_keys and self.newest and request.is_long):
             return request.is_long
+        used, since = self._used
         needed = max(request.oldest, request.client.version)
-        served = [worker.info.version for worker in world.workers if worker.info is not None]
-        return world.server.process.is_alive and needed <= world.used_version and world.used_version in served
+        return world.used_version == used >= needed and world.loop.time() > since + self._bound_s
+
+    @property
+    def _bound_s(self) -> float:
+        """Seconds in which a pool recovers and ends all requests that may end."""
+        leases = STEP_TIMEOUT_LEASES + 3
+        return leases * self.world.plan.lease_s + _RECOVERY_S + WORK_S + self.world.set_back_s
+
+    def _check_used(self) -> None:
+        """Note since when workers have served the version that clients use."""
+        used, world = self.world.used_version, self.world
+        is_served = any(worker.info is not None and worker.info.version == used for worker in world.workers)
+        if not is_served or not world.server.process.is_alive:
+            self._used = used, math.inf
+        elif self._used[0] != used or self._used[1] == math.inf:
+            self._used = used, world.loop.time()
 
     def _is_expected(self, request: Request, error: LMPoolError) -> bool:
         now, world, plan = self.world.loop.time(), self.world, self.world.plan
@@ -287,6 +311,8 @@ class Oracle:
         """A worker begins a step."""
         self.steps.update(prompts)
         self._steps_of.update(self._senders.get(prompt) for prompt in prompts)
+        if self.world.plan.partitions > 1 and self._clients_agree():
+            self._check_jobs()  # Two clients seldom wait for the same prompt for a second.
 
     def _check_steps(self) -> None:
         """No prompt was computed more often than its job was delivered."""
@@ -331,10 +357,11 @@ class Oracle:
 
     def on_turn(self, process: Process, until: float) -> None:
         """A worker has the only turn to change its version until some time; 0.0: it gives the turn back."""
-        others = [
-            other.name for other, end in self._turns.items() if other is not process and end > self.world.loop.time()
-        ]
-        if until and others and self.is_whole:
+        now = self.world.loop.time()
+        others = [other.name for other, end in self._turns.items() if other is not process and end > now]
+        if (
+            until > now and others and self.is_whole
+        ):  # The reply may reach a stopped process after the turn has expired.
             self.violation(f"{process.name} and {others} have the turn to change their versions")
         self._turns[process] = until
 
@@ -345,6 +372,7 @@ class Oracle:
         if others and self.world.plan.is_gentle and not self.world.deadly:
             self.violation(f"{process.name} and {others} change their versions at once")
         self.changing[process] = None
+        self._left |= {worker.process: worker.serving for worker in self.world.workers if worker.process is process}
         self.draining.pop(process, None)  # It has drained, and may take jobs again.
         self.closed.discard(process)
 
@@ -406,6 +434,7 @@ class Oracle:
 
     def check(self) -> None:
         """Check what must hold at any time."""
+        self._check_used()
         self._check_requests()
         self._check_steps()
         if self.world.server.process.is_alive:
@@ -413,10 +442,14 @@ class Oracle:
             self._check_counters()
             self._check_draining()
             self._check_served()
-            if self.is_whole:
-                server = self.world.server
-                for text in wrong_jobs(server.live(), server.now * 1000, agrees=self._clients_agree()):
-                    self.violation(text)
+            self._check_jobs()
+
+    def _check_jobs(self) -> None:
+        """Each prompt has one job."""
+        server = self.world.server
+        if self.is_whole and server.process.is_alive:
+            for text in wrong_jobs(server.live(), server.now * 1000, agrees=self._clients_agree()):
+                self.violation(text)
 
     def _clients_agree(self) -> bool:
         """Whether clients can use all partitions: none is full, and they have noticed that each one has workers."""
@@ -427,9 +460,8 @@ class Oracle:
         return plan.is_even and has_workers and plan.queue_limit > 3 * plan.requests
 
     def _check_requests(self) -> None:
-        now, lease_s = self.world.loop.time(), self.world.plan.lease_s
+        now = self.world.loop.time()
         healed = None if self.world.healed_at is None else max(self.world.healed_at, self.world.disturbed_at)
-        bound_s = (STEP_TIMEOUT_LEASES + 3) * lease_s + _RECOVERY_S + WORK_S + self.world.set_back_s
         for request in list(self._pending):
             stopped = max(0.0, request.client.process.resume_at)
             if now > max(request.began + request.timeout, stopped) + _LATE_S:
@@ -437,7 +469,7 @@ class Oracle:
                     f"{request} has not ended {now - request.began - request.timeout:.1f} s after its deadline"
                 )
                 del self._pending[request]
-            elif healed is not None and now > max(healed, request.began) + bound_s and self._must_end(request):
+            elif healed is not None and now > max(healed, request.began) + self._bound_s and self._must_end(request):
                 self.violation(f"{request} still waits {now - healed:.1f} s after the last fault")
                 del self._pending[request]
 
@@ -479,7 +511,9 @@ class Oracle:
         world = self.world
         models = world.server.live().get(b"lmpool:models")
         for worker in world.workers:
-            if worker.info is None or worker.process in self.draining or worker.process in self.changing:
+            # After a change, the worker first begins to serve again.
+            has_left = worker.process in self.draining or self._left.get(worker.process) is worker.serving
+            if worker.info is None or has_left:
                 continue
             if worker.info.version in world.plan.bad_versions:
                 self.violation(f"{worker.process.name} serves the bad version {worker.info.version}")
@@ -505,7 +539,7 @@ class Oracle:
                 self.violation(f"{key!r} of a version that no worker serves has no lifetime")
         for worker in self.world.workers:
             if worker.info is not None and worker.worker is not None:
-                engine = worker.worker._serving.engine_thread if worker.worker._serving is not None else None
+                engine = worker.serving.engine_thread if worker.serving is not None else None
                 held = len(worker.worker._in_flight), len(worker.worker.counters.queued_ms), engine and engine.owed
                 if any(held):
                     self.violation(f"{worker.process.name} holds {held} prompts, queueing times and rows at the end")

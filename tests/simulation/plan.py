@@ -20,7 +20,8 @@ _MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
 _EVEN = 0.5  # Part of the gentle simulations in which the shares of the clients are compared.
 _AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
-_UPGRADED = 0.15  # Part of all simulations in which versions follow one another quickly.
+_UPGRADED = 0.15  # Part of all simulations in which versions follow one another quickly, and faults hit their workers.
+_UPGRADE_S = 12.0  # Seconds in which these faults begin.
 _BAD_VERSIONS = 0.3  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
 _LOADS_S = (5.0, 30.0, 60.0)  # Seconds in which the clients send their requests.
@@ -163,10 +164,11 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     workers = min(2, workers) if is_even else workers  # The streams of many workers take the prompts of all clients.
     if draw.random() < _AGREED:
         kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 100_000, max(2, workers)
-    gap_s = 10.0
-    if draw.random() < _UPGRADED:
-        kinds, changes, workers, gap_s = list(draw.choice((SILENT, UPGRADING, UPGRADING))), (0, 3), max(2, workers), 2.0
-        weights["version"] = KINDS["version"]
+    gap_s, is_upgraded = 10.0, draw.random() < _UPGRADED
+    if is_upgraded:
+        # If two workers serve a model, clients use a new version as soon as one of them serves it.
+        kinds, changes, workers = list(draw.choice((SILENT, UPGRADING[:2], UPGRADING))), (0, 3), draw.choice((2, 2, 3))
+        gap_s, weights["version"] = draw.choice((0.3, 3.0)), KINDS["version"]
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
     # Faults that could do nothing would count as an excuse for failures.
@@ -181,7 +183,8 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     work_s = _PROMPTS * requests * step_s / (workers * batch)
     seconds = draw.choice(_LOADS_S) if draw.random() < _IDLE else min(60.0, max(3.0, work_s / draw.choice(_LOADS)))
     count = 0 if draw.random() < _CALM or not kinds else draw.randrange(1, _MAX_FAULTS + 1)
-    faults = [Fault(draw.uniform(0.3, 1.2 * seconds), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
+    fault_s = _UPGRADE_S if is_upgraded else 1.2 * seconds
+    faults = [Fault(draw.uniform(0.3, fault_s), draw.choice(kinds), draw.getrandbits(32)) for _ in range(count)]
     return Plan(
         seed=seed,
         requests=requests,

@@ -106,15 +106,16 @@ class SimulatedWorker:
     @property
     def info(self) -> ModelInfo | None:
         """The info of the version that it serves."""
-        return self._serving.info if self._serving is not None else None
+        return self.serving.info if self.serving is not None else None
 
     @property
     def keys(self) -> ModelKeys | None:
         """The keys of the partition that it serves."""
-        return self._serving.heartbeat._model if self._serving is not None else None
+        return self.serving.heartbeat._model if self.serving is not None else None
 
     @property
-    def _serving(self) -> Any:
+    def serving(self) -> Any:
+        """What it serves, as the package represents it; None while it serves nothing."""
         return self.worker._serving if self.worker is not None and self.process.is_alive else None
 
     def drain(self) -> None:
