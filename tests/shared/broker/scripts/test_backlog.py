@@ -294,6 +294,20 @@ async def test_jobs_beyond_the_capacity_go_back_when_another_client_submits(redi
     assert [message[b"d"] for message in await told(redis, B)] == [digest(60), digest(61), digest(62)]
 
 
+async def test_prompts_stay_in_the_backlog_while_no_worker_takes_jobs(redis: redis_async.Redis) -> None:
+    await submit(redis, *range(40))
+    await submit(redis, 60, reply=B)
+    assert await redis.zcard(MODEL.backlog) == 41 - IN_STREAM
+    await scripts.CLOSE_LANE(redis, [JOBS], ["w1"])
+    await cancel(redis, 39)
+    (first,) = await take(redis, count=1)
+    await finish(redis, (first, 0, b"", False))
+    assert await redis.zcard(MODEL.backlog) == 40 - IN_STREAM
+    await register(redis, "w2")
+    await submit(redis, 61, reply=C)
+    assert (await compute_all(redis)).index(61) <= 2 * IN_STREAM
+
+
 async def test_prompts_that_went_back_can_be_cancelled_and_joined(redis: redis_async.Redis) -> None:
     await submit(redis, *range(20))
     await submit(redis, 60, reply=B)

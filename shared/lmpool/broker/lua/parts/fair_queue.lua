@@ -180,9 +180,10 @@ local function move_kind(kind, free, budget)
 end
 
 -- Fill the streams from the backlog, after `ended` jobs have ended. Returns whether the next call may move more prompts.
+-- Prompts stay in the backlog while no worker takes jobs: prompts that come later have their turns among them.
 local function move_up(ended)
   local in_backlog = count_at('ZCARD', backlog)
-  if in_backlog == 0 then
+  if in_backlog == 0 or (tonumber(redis.pcall('HGET', capacities, '')) or 0) == 0 then
     return false
   end
   count_at('HLEN', backlog_jobs)
