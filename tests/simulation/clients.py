@@ -345,24 +345,35 @@ async def change_adapters(world: World, draw: Random) -> None:
 
 
 async def publish_versions(world: World, draw: Random) -> None:
-    """Publish versions of the weights, one after the other."""
+    """Publish versions of the weights; `Plan.overlap_s` after the begin of one, the next may begin."""
+    publishing = set[asyncio.Task[None]]()
+    await world.has_served.wait()
     for number in range(1, 1 + world.plan.changes[1]):
         await asyncio.sleep(draw.uniform(0, world.plan.gap_s))
-        producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=_PUBLISH_S)
-        is_bad = number in world.plan.bad_versions
-        world.oracle.newest = world.oracle.newest if is_bad else number
-        try:
-            weights = world.plan.bad_versions.get(number, seed_of(number))
-            await producer.publish_weights({"seed": np.array(weights)}, number)
-            if is_bad:
-                world.oracle.violation(f"version {number} is served, although its weights are not those of a model")
-            world.oracle.served = number
-        except WeightsRefused as error:
-            if not is_bad:
-                world.oracle.end_of_change(error)
-        except LMPoolError as error:
+        task = asyncio.create_task(_publish(world, number))
+        publishing.add(task)
+        await asyncio.wait([task], timeout=world.plan.overlap_s)
+    if publishing:
+        await asyncio.wait(publishing)
+
+
+async def _publish(world: World, number: int) -> None:
+    producer = Producer(MODEL, redis=URL, when_absent="wait", timeout=_PUBLISH_S)
+    is_bad = number in world.plan.bad_versions
+    world.oracle.newest = world.oracle.newest if is_bad else number
+    try:
+        weights = world.plan.bad_versions.get(number, seed_of(number))
+        await producer.publish_weights({"seed": np.array(weights)}, number)
+        # A version is over, too, when a later one is served.
+        if is_bad and world.oracle.newest < number:
+            world.oracle.violation(f"version {number} is served, although its weights are not those of a model")
+        world.oracle.served = max(world.oracle.served, 0 if is_bad else number)
+    except WeightsRefused as error:
+        if not is_bad:
             world.oracle.end_of_change(error)
-        await producer.close()
+    except LMPoolError as error:
+        world.oracle.end_of_change(error)
+    await producer.close()
 
 
 def seed_of(version: int) -> int:

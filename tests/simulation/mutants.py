@@ -17,7 +17,6 @@ from lmpool.broker.connection import Connection
 from lmpool.broker.registries import VersionRegistry
 from lmpool.producer.client import session as client_session
 from lmpool.producer.client.partitions import Partitions
-from lmpool.producer.client.receive import Receiver
 from lmpool.producer.client.requests import DeadlineTimers, PendingRequests
 from lmpool.producer.client.session import Session
 from lmpool.producer.client.submit import Submitter
@@ -206,9 +205,6 @@ _LANES: dict[str, Mutant] = {
     "jobs of dead workers are not claimed": python(
         FetchLoop.claim, "async with self.paused():", "return\n    async with self.paused():"
     ),
-    "a claim ends when nobody wants the claimed jobs": python(
-        FetchLoop.claim, "and not alone and claims >= others", "and not alone"
-    ),
     "jobs of a read without a reply are not claimed": both(
         python(
             Worker._beat,
@@ -322,9 +318,6 @@ _VERSIONS: dict[str, Mutant] = {
     "a worker registers for a version before the version is tried": python(
         VersionKeeper._decide, "return decided == SERVED and not reason", "return True"
     ),
-    "a client takes a late answer of the version that it leaves": python(
-        Receiver._on_message, 'if fields.get(b"f") != model.fingerprint.encode():', "if False:"
-    ),
     "a worker starts with a version that no worker has tried": python(
         VersionKeeper.start, "chain(is_tried=False)", "chain()"
     ),
@@ -377,9 +370,6 @@ _VERSIONS: dict[str, Mutant] = {
 
 _CLIENTS: dict[str, Mutant] = {
     "a client does not send lost requests again": python(Session._recheck, "silent = [", "silent = [] and ["),
-    "a client checks no row whose message was lost": python(
-        Session._recheck, "await self._submitter.fetch([request.prompt.digest for request in late])", "pass"
-    ),
     "deadlines of clients are not checked": python(DeadlineTimers._end, "self._expire(waiter)", "pass"),
     "a client whose submission failed does not send it again": python(
         Submitter._send, "        self.retry_soon()\n", ""

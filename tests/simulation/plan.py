@@ -21,6 +21,7 @@ _GENTLE = 0.25  # Part of all simulations that have only faults that no client m
 _EVEN = 0.5  # Part of the gentle simulations in which the shares of the clients are compared.
 _AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
 _UPGRADED = 0.15  # Part of all simulations in which versions follow one another quickly, and faults hit their workers.
+_NEVER_S = 1e6  # Longer than any publication.
 _UPGRADE_S = 12.0  # Seconds in which these faults begin.
 _BAD_VERSIONS = 0.3  # Part of all versions that workers refuse.
 _CALM = 0.15  # Part of all simulations that have no faults: no fault can explain a failure in them.
@@ -83,6 +84,7 @@ class Plan:
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
         gap_s: max seconds before a version is published.
+        overlap_s: seconds after which the next version may be published, although the pool does not serve the last one.
         bad_versions: number of a version that workers refuse -> its weights, one of `BAD_WEIGHTS`.
         lines: number of texts of a run over a file; 0 for no run.
         deadly: number of prompts that end each worker that computes them.
@@ -108,6 +110,7 @@ class Plan:
     cancelled: float
     changes: tuple[int, int]
     gap_s: float
+    overlap_s: float
     bad_versions: dict[int, int]
     lines: int
     deadly: int
@@ -164,11 +167,12 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     workers = min(2, workers) if is_even else workers  # The streams of many workers take the prompts of all clients.
     if draw.random() < _AGREED:
         kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 100_000, max(2, workers)
-    gap_s, is_upgraded = 10.0, draw.random() < _UPGRADED
+    gap_s, overlap_s, is_upgraded = 10.0, _NEVER_S, draw.random() < _UPGRADED
     if is_upgraded:
         # If two workers serve a model, clients use a new version as soon as one of them serves it.
         kinds, changes, workers = list(draw.choice((SILENT, UPGRADING[:2], UPGRADING))), (0, 3), draw.choice((2, 2, 3))
-        gap_s, weights["version"] = draw.choice((0.3, 3.0)), KINDS["version"]
+        gap_s, overlap_s = draw.choice(((0.1, 0.3), (3.0, _NEVER_S)))
+        deadly, weights["version"] = 0, KINDS["version"]
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4
     # Faults that could do nothing would count as an excuse for failures.
@@ -205,6 +209,7 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         cancelled=draw.choice((0.0, 0.05, 0.3)),
         changes=changes,
         gap_s=gap_s,
+        overlap_s=overlap_s,
         bad_versions={
             number: draw.choice(BAD_WEIGHTS) for number in range(1, 1 + changes[1]) if draw.random() < _BAD_VERSIONS
         },
