@@ -2,6 +2,12 @@
 
 Many are the rules that the models in `tests/models` break; the others are defects of earlier releases, or defects that
 a programmer could make in the parts of the package on which the promises of `docs/design/promises.md` rest.
+
+Some errors are left out. These only cost time: to steal a job that has just arrived; to end a claim when nobody wants
+the claimed jobs; and to check no row whose message was lost, because the request is sent again after a lease. Others
+need what the simulation does not have: a new stream without consumers needs ids of the future, three errors in the
+numbers of versions need two publishers or sparse versions, and a replaced decision about a version needs workers that
+decide differently. A late answer of the version that a client leaves must arrive in the same moment as the new version.
 """
 
 from __future__ import annotations
