@@ -27,6 +27,7 @@ LONG_S = 200.0
 ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
+_WITHDRAWN_S = 1.0  # Seconds in which the cancellation of a request reaches the server.
 _PUBLISH_S = 60.0  # Deadline of a publication: a version that the server has lost is never served.
 _SHARED = 30  # Prompts that all clients request in the same seconds.
 _EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
@@ -136,7 +137,7 @@ class SimulatedClient:
                 self.is_closing = True
                 waits = self._waits()
                 await producer.close()
-                self.world.oracle.after_close(self, waits)
+                self.world.oracle.after_end(self, waits)
                 await asyncio.wait(tasks or [asyncio.create_task(asyncio.sleep(0))])
                 return
             kind = draw.choices(list(plan.weights), list(plan.weights.values()))[0]
@@ -165,6 +166,22 @@ class SimulatedClient:
             part.keys.waiting + request.prompt.digest: part.reply for part in parts for request in session._requests
         }
 
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        """Cancel a caller; soon after, the server must not know of the prompts for which only this caller waits."""
+        before = self._waits()
+
+        def check(_: object) -> None:
+            after = self._waits()
+            ended = {key: reply for key, reply in before.items() if key not in after} if task.cancelled() else {}
+            task.get_loop().call_later(_WITHDRAWN_S, self._check_withdrawn, ended)
+
+        task.add_done_callback(check)
+        task.cancel()
+
+    def _check_withdrawn(self, ended: dict[bytes, bytes]) -> None:
+        again = self._waits()
+        self.world.oracle.after_end(self, {key: reply for key, reply in ended.items() if key not in again})
+
     async def _send(self, request: Request) -> None:
         oracle = self.world.oracle
         if self.world.adapters and request.kind == "adapter":
@@ -172,7 +189,7 @@ class SimulatedClient:
         oracle.begin(request)
         task = asyncio.ensure_future(request.ask({"timeout": request.timeout, **request.options}))
         if request.cancel_s:
-            asyncio.get_running_loop().call_later(request.cancel_s, task.cancel)
+            asyncio.get_running_loop().call_later(request.cancel_s, self._cancel, task)
         try:
             checks = await task
         except LMPoolError as error:

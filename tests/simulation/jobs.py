@@ -1,4 +1,4 @@
-"""Checks the jobs on the server: each prompt has one job, which the key of its waiting clients names."""
+"""Checks the jobs on the server: each prompt has one job, which the key of its waiting clients names; and counters."""
 
 from __future__ import annotations
 
@@ -68,6 +68,25 @@ def _named(item: Any) -> bytes:
     """The job that a key of waiting clients names."""
     value = item.value if item is not None else b""
     return value.partition(b"\n")[2] if isinstance(value, bytes) else value.get(b"job", b"")
+
+
+def wrong_counters(live: dict[bytes, Any], *, has_lost_keys: bool) -> Iterator[str]:
+    """Describe counters of lanes and capacities that are not what a count of their members gives."""
+    for key, item in live.items():
+        if key.endswith(b"}:lanes"):
+            counted = {member: item.value.get(member) for member in item.value}
+            total = counted.pop(b"", 0)
+            if total != sum(counted.values()):
+                yield f"the lanes {counted} have the sum {total}"
+            for worker, length in counted.items() if not has_lost_keys else ():
+                lane = live.get(key.removesuffix(b"s") + b":" + worker)
+                if length != (len(lane.value) if lane is not None else 0):
+                    yield f"the lane of {worker!r} is counted as {length}"
+        elif key.endswith(b"}:capacity"):
+            sizes = {name: float(size) for name, size in item.value.items()}
+            total = sizes.pop(b"", 0)
+            if total != sum(sizes.values()):
+                yield f"the capacities {sizes} have the sum {total}"
 
 
 def waiting_in(value: Any) -> list[bytes]:

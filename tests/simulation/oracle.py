@@ -32,7 +32,7 @@ from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from lmpool.workers.execution.in_flight import InFlightPrompt
 from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
-from tests.simulation.jobs import has_unread_jobs, is_held, waiting_in, wrong_jobs
+from tests.simulation.jobs import has_unread_jobs, is_held, waiting_in, wrong_counters, wrong_jobs
 from tests.simulation.loop import Process
 from tests.simulation.plan import FATAL_WEIGHTS, WORK_S
 from tests.simulation.workers import MAX_DELIVERIES, STEP_TIMEOUT_LEASES, SimulatedWorker
@@ -121,6 +121,7 @@ class Oracle:
         self._changes: list[AdapterChange] = []
         self._failed = set[tuple[int, ...]]()  # Prompts of failed steps.
         self._fatal_loads = 0
+        self._lacking: dict[Process, object] = {}  # Process of a worker -> what it served without an info.
         self._left: dict[Process, object] = {}  # Process of a worker -> what it served before its last change.
         self._used = 0, math.inf  # The version that clients use, and since when workers serve it.
         self._turns: dict[Process, float] = {}  # Process of a worker -> time until which it has the turn to change.
@@ -215,12 +216,12 @@ class Oracle:
             self._loose.update(request.prompts)
             del self._pending[request]
 
-    def after_close(self, client: SimulatedClient, waits: Mapping[bytes, bytes]) -> None:
-        """A client has closed its producer; `waits`: the prompts that it waited for, see `SimulatedClient._waits`."""
+    def after_end(self, client: SimulatedClient, waits: Mapping[bytes, bytes]) -> None:
+        """A client waits no more for some prompts; see `SimulatedClient._waits` for the keys."""
         plan, live = self.world.plan, self.world.server.live()
         for key, reply in waits.items() if plan.is_gentle and plan.is_connected else ():
             if key in live and reply in waiting_in(live[key].value):
-                self.violation(f"{client.process.name} has closed its producer, and still waits for {key!r}")
+                self.violation(f"{client.process.name} does not want {key!r}, and is registered there")
 
     def _must_end(self, request: Request) -> bool:
         """Whether a request must get a result: it waits if the server has lost the version that its client uses."""
@@ -439,7 +440,8 @@ class Oracle:
         self._check_steps()
         if self.world.server.process.is_alive:
             self._check_keys()
-            self._check_counters()
+            for text in wrong_counters(self.world.server.live(), has_lost_keys=bool(self.world.lost_keys)):
+                self.violation(text)
             self._check_draining()
             self._check_served()
             self._check_jobs()
@@ -485,27 +487,6 @@ class Oracle:
             if since < now - (renewal_s if key.endswith(_LIMITED_LATER) else 0):
                 self.violation(f"{key!r} has no lifetime")
 
-    def _check_counters(self) -> None:
-        """The counters of lanes and capacities are what a count of their members gives."""
-        live = self.world.server.live()
-        for key, item in live.items():
-            if key.endswith(b"}:lanes"):
-                counted = {member: item.value.get(member) for member in item.value}
-                total = counted.pop(b"", 0)
-                if total != sum(counted.values()):
-                    self.violation(f"the lanes {counted} have the sum {total}")
-                if self.world.lost_keys:
-                    continue
-                for worker, length in counted.items():
-                    lane = live.get(key.removesuffix(b"s") + b":" + worker)
-                    if length != (len(lane.value) if lane is not None else 0):
-                        self.violation(f"the lane of {worker!r} is counted as {length}")
-            elif key.endswith(b"}:capacity"):
-                sizes = {name: float(size) for name, size in item.value.items()}
-                total = sizes.pop(b"", 0)
-                if total != sum(sizes.values()):
-                    self.violation(f"the capacities {sizes} have the sum {total}")
-
     def _check_served(self) -> None:
         """No worker serves bad weights, and the infos of all live workers are on the server."""
         world = self.world
@@ -518,8 +499,11 @@ class Oracle:
             if worker.info.version in world.plan.bad_versions:
                 self.violation(f"{worker.process.name} serves the bad version {worker.info.version}")
             is_calm = self.is_whole and world.plan.is_gentle and not world.deadly and worker.name
-            if is_calm and (models is None or worker.info.name.encode() not in models.value):
+            lacks = is_calm and (models is None or worker.info.name.encode() not in models.value)
+            # A worker stores the info just after it has begun to serve.
+            if lacks and self._lacking.get(worker.process) is worker.serving:
                 self.violation(f"{worker.process.name} serves {worker.info.name!r}, which has no info")
+            self._lacking[worker.process] = worker.serving if lacks else None
 
     # The end
 
