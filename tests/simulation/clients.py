@@ -28,7 +28,11 @@ ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
 _WITHDRAWN_S = 1.0  # Seconds in which the cancellation of a request reaches the server.
-_PUBLISH_S = 60.0  # Deadline of a publication: a version that the server has lost is never served.
+# Deadline of a publication, in seconds: if the server loses the version, the publication ends only then.
+_PUBLISH_S = 60.0
+SHARED_FIRST = 1
+"""First token of prompts that several clients request."""
+
 _SHARED = 30  # Prompts that all clients request in the same seconds.
 _EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
 _BATCH = 6  # Prompts of a batch, at most one less.
@@ -56,7 +60,7 @@ class Request:
         oldest: the oldest version of the weights that it may see.
         steps: number of prompts of other clients in all steps before it.
         ahead: number of prompts that its client waits for, with its own.
-        was_connected: whether its client had found the model.
+        had_model: whether its client had found the model.
     """
 
     client: SimulatedClient
@@ -69,7 +73,7 @@ class Request:
     oldest: int = 0
     steps: int = 0
     ahead: int = 0
-    was_connected: bool = False
+    had_model: bool = False
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -150,20 +154,19 @@ class SimulatedClient:
         if tasks:
             await asyncio.wait(tasks)
         await self.world.all_sent.wait()
-        session = producer._sessions.session
-        if session is not None and (kept := len(session._requests)):
+        if self._session is not None and (kept := len(self._session._requests)):
             self.world.oracle.violation(f"{self.process.name} keeps {kept} requests that have ended")
         await producer.close()
         self._is_over = True
 
     def _waits(self) -> dict[bytes, bytes]:
-        """The keys of the prompts that it waits for -> the key of its reply stream there."""
-        session = self.producer._sessions.session if self.producer is not None else None
-        if session is None:
+        """Waiting key of each pending request -> this client's reply key in the request's partition."""
+        if (session := self._session) is None:
             return {}
-        parts = session._connections.partitions.used
+        requests = [request for request in session._requests if request.partition is not None]
+        parts = [session._connections.partitions[request.partition] for request in requests]
         return {
-            part.keys.waiting + request.prompt.digest: part.reply for part in parts for request in session._requests
+            part.keys.waiting + request.prompt.digest: part.reply for part, request in zip(parts, requests, strict=True)
         }
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
@@ -202,15 +205,18 @@ class SimulatedClient:
             oracle.end(request, checks)
 
     @property
-    def version(self) -> int:
-        """The version of the weights that it uses; 0 before it is connected."""
-        session = self.producer._sessions.session if self.producer is not None else None
-        return session.info.version if session is not None else 0
+    def _session(self) -> Any:
+        return self.producer._sessions.session if self.producer is not None else None
 
     @property
-    def is_connected(self) -> bool:
+    def version(self) -> int:
+        """The version of the weights that it uses; 0 before it has found the model."""
+        return self._session.info.version if self._session is not None else 0
+
+    @property
+    def has_model(self) -> bool:
         """Whether it has found the model."""
-        return self.producer is not None and self.producer._sessions.session is not None
+        return self._session is not None
 
     # Requests
 
@@ -229,7 +235,7 @@ class SimulatedClient:
             return list(self._deadly.pop())
         if draw.random() < 0.4:
             size = self.world.plan.vocab_size
-            return [1, draw.randrange(_SHARED) % size, int(self.world.loop.time() / _EPOCH_S) % size]
+            return [SHARED_FIRST, draw.randrange(_SHARED) % size, int(self.world.loop.time() / _EPOCH_S) % size]
         return self._new()
 
     def _new(self, first: int = 2) -> list[int]:
@@ -362,16 +368,15 @@ async def change_adapters(world: World, draw: Random) -> None:
 
 
 async def publish_versions(world: World, draw: Random) -> None:
-    """Publish versions of the weights; `Plan.overlap_s` after the begin of one, the next may begin."""
-    publishing = set[asyncio.Task[None]]()
+    """Publish versions; the next publication may begin `Plan.overlap_s` after the previous one began."""
+    publishing = list[asyncio.Task[None]]()
     await world.has_served.wait()
     for number in range(1, 1 + world.plan.changes[1]):
         await asyncio.sleep(draw.uniform(0, world.plan.gap_s))
         task = asyncio.create_task(_publish(world, number))
-        publishing.add(task)
+        publishing.append(task)
         await asyncio.wait([task], timeout=world.plan.overlap_s)
-    if publishing:
-        await asyncio.wait(publishing)
+    await asyncio.gather(*publishing)
 
 
 async def _publish(world: World, number: int) -> None:
@@ -381,7 +386,7 @@ async def _publish(world: World, number: int) -> None:
     try:
         weights = world.plan.bad_versions.get(number, seed_of(number))
         await producer.publish_weights({"seed": np.array(weights)}, number)
-        # A version is over, too, when a later one is served.
+        # The publication also returns when a worker serves a later version.
         if is_bad and world.oracle.newest < number:
             world.oracle.violation(f"version {number} is served, although its weights are not those of a model")
         world.oracle.served = max(world.oracle.served, 0 if is_bad else number)

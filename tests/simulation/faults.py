@@ -34,7 +34,7 @@ async def drain_worker(world: World, draw: Random) -> None:
 
 
 async def stop_worker(world: World, draw: Random) -> None:
-    """SIGSTOP of a worker, up to three leases: of one that changes its version, if there is one."""
+    """SIGSTOP of a worker for up to three leases; a worker that changes its version is preferred."""
     if workers := world.running_workers():
         changing = [worker for worker in workers if worker.process in world.oracle.changing]
         await _pause(world, draw.choice(changing or workers).process, draw.uniform(0.1, 3 * world.plan.lease_s))
@@ -185,7 +185,9 @@ SILENT = ("forget scripts", "jump worker clock")
 """Faults that change nothing for clients."""
 GENTLE = (*SILENT, "drain worker")
 """Faults that no client may notice."""
-UPGRADING = ("kill worker", "stop worker", "restart empty", "restart old")
-"""Faults that may prevent the change to another version of the weights."""
+WORKER_FAULTS = ("kill worker", "stop worker")
+"""Faults that may interrupt a worker while it changes its version of the weights."""
+LOSSES = ("restart empty", "restart old")
+"""Faults that may make the server forget a version."""
 HARMLESS = ("kill client", "stop client", "kill run", "slow step")
 """Faults after which no job is delivered again: workers renew their leases during a slow step."""

@@ -95,7 +95,7 @@ def waiting_in(value: Any) -> list[bytes]:
 
 
 def is_held(live: dict[bytes, Any], keys: ModelKeys, job: bytes, worker: str) -> bool:
-    """Whether the server says that a worker holds a job: an entry of the shared stream, or "ENTRY OWNER" in a lane."""
+    """Whether a worker holds a job: an entry of the shared stream, or "ENTRY OWNER" in a lane."""
     entry, _, owner = job.partition(b" ")
     stream = live.get(keys.lane(owner.decode()) if owner else keys.jobs)
     group = stream.value._groups.get(b"workers") if stream is not None else None

@@ -3,11 +3,12 @@
 Many are the rules that the models in `tests/models` break; the others are defects of earlier releases, or defects that
 a programmer could make in the parts of the package on which the promises of `docs/design/promises.md` rest.
 
-Some errors are left out. These only cost time: to steal a job that has just arrived; to end a claim when nobody wants
-the claimed jobs; and to check no row whose message was lost, because the request is sent again after a lease. Others
-need what the simulation does not have: a new stream without consumers needs ids of the future, three errors in the
-numbers of versions need two publishers or sparse versions, and a replaced decision about a version needs workers that
-decide differently. A late answer of the version that a client leaves must arrive in the same moment as the new version.
+Some defects are not planted. Three only cost time: a worker steals a job that has just arrived; a worker ends a claim
+although no client waits for the claimed jobs; a client does not check rows whose messages were lost, because it sends
+the requests again after a lease. Five need conditions that the simulation lacks: a new stream without consumers, with
+ids of a later time; three errors in the numbers of versions, which need sparse versions; and a decision about a version
+that is replaced, which needs workers that decide differently. The last one, a message of the previous version that a
+client accepts, needs a message that arrives at the same moment as the new version.
 """
 
 from __future__ import annotations
@@ -180,6 +181,7 @@ _LANES: dict[str, Mutant] = {
         "claim_expired", "local is_full = scan_lane(consumer)", "local is_full = false"
     ),
     # Other defects of the queue.
+    "prompts move up although no worker takes jobs": lua("fair_queue", " or worker_count == 0", ""),
     "a finished job stays in its stream": both(
         lua("finish", "redis.pcall('XDEL', stream, id or entry) == 1 and worker", "worker"),
         lua("finish", "remove_entries(entries, true)", "remove_entries({}, true)"),

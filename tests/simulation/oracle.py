@@ -31,7 +31,7 @@ from lmpool.protocol.keys import ModelKeys
 from lmpool.synthetic import synthetic_row
 from lmpool.workers.backends.lora import content_digest
 from lmpool.workers.execution.in_flight import InFlightPrompt
-from tests.simulation.clients import Check, Request, SimulatedClient, seed_of
+from tests.simulation.clients import SHARED_FIRST, Check, Request, SimulatedClient, seed_of
 from tests.simulation.jobs import has_unread_jobs, is_held, waiting_in, wrong_counters, wrong_jobs
 from tests.simulation.loop import Process
 from tests.simulation.plan import FATAL_WEIGHTS, WORK_S
@@ -51,9 +51,12 @@ _RENEWAL_LEASES = 5  # Leases within which another worker renews the keys of a w
 _LIMITED_LATER = (b"}:versions", b"}:versions:state", b"}:moved")  # Keys whose lifetime a second command sets.
 _NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, and older jobs end.
 _TRAVEL_S = 0.005  # Seconds in which a request reaches the queue while workers compute other prompts.
-_LAG = 1.3  # Prompts that all workers compute while one of them computes its lane, as a part of those on average.
+# Factor for several workers: while one computes its lane, others may compute more than their mean number of prompts.
+_LAG = 1.3
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
-_MAX_TRIES = 3  # Loads of a version that ends its workers, until it is refused.
+_MAX_TRIES = (
+    3  # Loads of a version that ends its workers, until it is refused: a copy, which a change of the package shows.
+)
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
 
@@ -121,8 +124,6 @@ class Oracle:
         self._changes: list[AdapterChange] = []
         self._failed = set[tuple[int, ...]]()  # Prompts of failed steps.
         self._fatal_loads = 0
-        self._lacking: dict[Process, object] = {}  # Process of a worker -> what it served without an info.
-        self._left: dict[Process, object] = {}  # Process of a worker -> what it served before its last change.
         self._used = 0, math.inf  # The version that clients use, and since when workers serve it.
         self._turns: dict[Process, float] = {}  # Process of a worker -> time until which it has the turn to change.
 
@@ -152,7 +153,7 @@ class Oracle:
         request.began, request.steps = self.world.loop.time(), self._steps_of_others(request.client)
         own = [other for other in self._pending if other.client is request.client]
         request.ahead = sum(len(other.prompts) for other in own) + len(request.prompts)
-        request.oldest, request.was_connected = max(request.oldest, request.client.version), request.client.is_connected
+        request.oldest, request.had_model = max(request.oldest, request.client.version), request.client.has_model
         self._pending[request] = None
 
     def end(self, request: Request, checks: Sequence[Check]) -> None:
@@ -174,7 +175,7 @@ class Oracle:
             return
         # Prompts that wait for the first worker, or until their client has found the model, are sent together later.
         # Prompts that a full queue refused are sent again in any order.
-        is_sent = request.was_connected and request.began >= self.world.served_at
+        is_sent = request.had_model and request.began >= self.world.served_at
         if not is_sent or plan.queue_limit < plan.requests:
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
@@ -219,7 +220,7 @@ class Oracle:
     def after_end(self, client: SimulatedClient, waits: Mapping[bytes, bytes]) -> None:
         """A client waits no more for some prompts; see `SimulatedClient._waits` for the keys."""
         plan, live = self.world.plan, self.world.server.live()
-        for key, reply in waits.items() if plan.is_gentle and plan.is_connected else ():
+        for key, reply in waits.items() if plan.is_gentle else ():
             if key in live and reply in waiting_in(live[key].value):
                 self.violation(f"{client.process.name} does not want {key!r}, and is registered there")
 
@@ -255,7 +256,8 @@ class Oracle:
                 return is_due and not self._must_end(request)
             case WorkerError():
                 given_up = plan.can_end_steps and any(self.most[ids] >= MAX_DELIVERIES for ids in request.prompts)
-                return given_up or any(prompt in world.deadly or self._has_failed(prompt) for prompt in request.prompts)
+                is_deadly = any(prompt in world.deadly for prompt in request.prompts)
+                return given_up or is_deadly or self._has_failed(request)
             case ServerError():
                 # While the server is stopped, the last error that it sent is still the reason.
                 full_at = now if world.server.process.resume_at > now and world.full_at > -math.inf else world.full_at
@@ -280,7 +282,7 @@ class Oracle:
     def check_failed_text(self, text: list[int], error: str, began: float) -> None:
         """A text of a run over a file has no result; the last process of the run began at `began`."""
         is_full = self.world.full_at >= began and "memory" in error
-        if self.most[tuple(text)] < MAX_DELIVERIES and not is_full and not self._has_failed(tuple(text)):
+        if self.most[tuple(text)] < MAX_DELIVERIES and not is_full and tuple(text) not in self._failed:
             self.violation(f"the text {text} has the error {error!r}")
 
     # Adapters and versions
@@ -312,8 +314,13 @@ class Oracle:
         """A worker begins a step."""
         self.steps.update(prompts)
         self._steps_of.update(self._senders.get(prompt) for prompt in prompts)
-        if self.world.plan.partitions > 1 and self._clients_agree():
-            self._check_jobs()  # Two clients seldom wait for the same prompt for a second.
+        # A shared prompt is rarely queued for a second, so the check once per second would miss most duplicate jobs.
+        if (
+            self.world.plan.partitions > 1
+            and any(prompt[0] == SHARED_FIRST for prompt in prompts)
+            and self._clients_agree()
+        ):
+            self._check_jobs()
 
     def _check_steps(self) -> None:
         """No prompt was computed more often than its job was delivered."""
@@ -331,16 +338,26 @@ class Oracle:
         server, keys = self.world.server, worker.keys
         live = server.live() if server.process.is_alive else None
         for prompt in prompts:
-            if live is None or keys is None or any(is_held(live, keys, job, worker.name) for job in prompt.entries):
-                self._failed.add(tuple(decode_ids(prompt.ids).tolist()))
+            # A server that is restarted with old keys may say again that the worker holds the job.
+            if (
+                live is None
+                or keys is None
+                or self.world.lost_keys
+                or any(is_held(live, keys, job, worker.name) for job in prompt.entries)
+            ):
+                ids = decode_ids(prompt.ids).tolist()
+                self._failed.add(tuple(ids[: len(ids) - len(prompt.drawn.tokens)] if prompt.drawn is not None else ids))
 
-    def _has_failed(self, prompt: tuple[int, ...]) -> bool:
-        """Whether the step of a prompt or of its continuation has failed."""
-        return any(failed[: len(prompt)] == prompt for failed in self._failed)
+    def _has_failed(self, request: Request) -> bool:
+        """Whether the step of a prompt of a request has failed: a score needs the prompt with further tokens."""
+        failed = self._failed
+        if request.kind == "score":
+            failed = {ids[: len(prompt)] for ids in failed for prompt in request.prompts}
+        return any(prompt in failed for prompt in request.prompts)
 
     def on_lost_job(self, prompt: tuple[int, ...]) -> None:
         """The job of a prompt has disappeared although a client waits for it."""
-        if self.most[prompt] < MAX_DELIVERIES and prompt not in self.world.deadly and not self._has_failed(prompt):
+        if self.most[prompt] < MAX_DELIVERIES and prompt not in self.world.deadly and prompt not in self._failed:
             self.violation(f"the job of {list(prompt)} was lost")
 
     def on_steal(self, jobs: bytes, worker: bytes) -> None:
@@ -357,7 +374,7 @@ class Oracle:
             self.violation(f"workers have loaded fatal weights {self._fatal_loads} times")
 
     def on_turn(self, process: Process, until: float) -> None:
-        """A worker has the only turn to change its version until some time; 0.0: it gives the turn back."""
+        """A worker has the only turn to change its version until some time; 0.0: it releases the turn."""
         now = self.world.loop.time()
         others = [other.name for other, end in self._turns.items() if other is not process and end > now]
         if (
@@ -373,7 +390,8 @@ class Oracle:
         if others and self.world.plan.is_gentle and not self.world.deadly:
             self.violation(f"{process.name} and {others} change their versions at once")
         self.changing[process] = None
-        self._left |= {worker.process: worker.serving for worker in self.world.workers if worker.process is process}
+        for worker in self.world.workers:
+            worker.ready = None if worker.process is process else worker.ready
         self.draining.pop(process, None)  # It has drained, and may take jobs again.
         self.closed.discard(process)
 
@@ -492,18 +510,13 @@ class Oracle:
         world = self.world
         models = world.server.live().get(b"lmpool:models")
         for worker in world.workers:
-            # After a change, the worker first begins to serve again.
-            has_left = worker.process in self.draining or self._left.get(worker.process) is worker.serving
-            if worker.info is None or has_left:
+            if worker.info is None or worker.ready is not worker.serving or worker.process in self.draining:
                 continue
             if worker.info.version in world.plan.bad_versions:
                 self.violation(f"{worker.process.name} serves the bad version {worker.info.version}")
-            is_calm = self.is_whole and world.plan.is_gentle and not world.deadly and worker.name
-            lacks = is_calm and (models is None or worker.info.name.encode() not in models.value)
-            # A worker stores the info just after it has begun to serve.
-            if lacks and self._lacking.get(worker.process) is worker.serving:
+            is_calm = self.is_whole and world.plan.is_gentle and not world.deadly
+            if is_calm and (models is None or worker.info.name.encode() not in models.value):
                 self.violation(f"{worker.process.name} serves {worker.info.name!r}, which has no info")
-            self._lacking[worker.process] = worker.serving if lacks else None
 
     # The end
 

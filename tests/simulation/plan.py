@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from tests.simulation.faults import DISCONNECTING, FAULTS, GENTLE, HARMLESS, SILENT, UPGRADING
+from tests.simulation.faults import DISCONNECTING, FAULTS, GENTLE, HARMLESS, LOSSES, SILENT, WORKER_FAULTS
 
 REQUESTS = 500
 """Requests of a simulation, unless the caller chooses another number."""
@@ -20,7 +20,7 @@ _MAX_FAULTS = 12  # Faults of a simulation.
 _GENTLE = 0.25  # Part of all simulations that have only faults that no client may notice, or that repeat no job.
 _EVEN = 0.5  # Part of the gentle simulations in which the shares of the clients are compared.
 _AGREED = 0.1  # Part of all simulations in which nothing prevents clients from sending a prompt to one partition.
-_UPGRADED = 0.15  # Part of all simulations in which versions follow one another quickly, and faults hit their workers.
+_UPGRADED = 0.15  # Part of all simulations in which versions follow one another quickly.
 _NEVER_S = 1e6  # Longer than any publication.
 _UPGRADE_S = 12.0  # Seconds in which these faults begin.
 _BAD_VERSIONS = 0.3  # Part of all versions that workers refuse.
@@ -84,7 +84,7 @@ class Plan:
         cancelled: part of the requests that are cancelled.
         changes: number of adapters that are put in service, and of versions that are published.
         gap_s: max seconds before a version is published.
-        overlap_s: seconds after which the next version may be published, although the pool does not serve the last one.
+        overlap_s: seconds after which the next version may be published, although the previous one is not served.
         bad_versions: number of a version that workers refuse -> its weights, one of `BAD_WEIGHTS`.
         lines: number of texts of a run over a file; 0 for no run.
         deadly: number of prompts that end each worker that computes them.
@@ -170,8 +170,9 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
     gap_s, overlap_s, is_upgraded = 10.0, _NEVER_S, draw.random() < _UPGRADED
     if is_upgraded:
         # If two workers serve a model, clients use a new version as soon as one of them serves it.
-        kinds, changes, workers = list(draw.choice((SILENT, UPGRADING[:2], UPGRADING))), (0, 3), draw.choice((2, 2, 3))
-        gap_s, overlap_s = draw.choice(((0.1, 0.3), (3.0, _NEVER_S)))
+        kinds = list(draw.choice((SILENT, WORKER_FAULTS, WORKER_FAULTS + LOSSES)))
+        changes, workers = (0, 3), draw.choice((2, 2, 3))
+        gap_s, overlap_s = draw.choice(((0.1, 0.3), (3.0, _NEVER_S)))  # Publications overlap, or follow one another.
         deadly, weights["version"] = 0, KINDS["version"]
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
     is_supervised = draw.random() < 0.4

@@ -142,7 +142,7 @@ def _apply() -> int:
                 os._exit(code)
         if os.waitpid(child, 0)[1]:
             return 1
-    print(f"{len(MUTANTS)} bugs can be planted")
+    print(f"{len(MUTANTS)} defects can be planted")
     return 0
 
 
@@ -160,7 +160,7 @@ def _find_mutants(names: Sequence[str], given: argparse.Namespace) -> int:
                 return seeds, violations[0]
         return None
 
-    print("| planted bug | seeds | first failure |", "| --- | --- | --- |", sep="\n")
+    print("| planted defect | seeds | first failure |", "| --- | --- | --- |", sep="\n")
     with ThreadPoolExecutor(given.jobs) as pool:
         for name, outcome in zip(names, pool.map(find, names), strict=True):
             seeds, failure = outcome or (f"not in {given.count}", "")

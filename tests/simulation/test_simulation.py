@@ -1,4 +1,4 @@
-"""Some fixed seeds find nothing, a seed gives the same log every time, and planted bugs are found."""
+"""Some fixed seeds find nothing, a seed gives the same log every time, and planted defects are found."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_a_seed_gives_the_same_log_every_time() -> None:
     assert simulate("--seed", 1, "--requests", 100) != first
 
 
-@pytest.mark.parametrize("bug", ["a finished job stays in its stream", "a heartbeat has no lifetime"])
-def test_a_planted_bug_is_found(bug: str) -> None:
-    printed = simulate("--mutant", bug, "--count", 2, "--requests", 50, "--jobs", 1)
-    assert re.search(rf"^\| {bug} \| [12] \| .+ \|$", printed, re.MULTILINE), printed
+@pytest.mark.parametrize("defect", ["a finished job stays in its stream", "a heartbeat has no lifetime"])
+def test_a_planted_defect_is_found(defect: str) -> None:
+    printed = simulate("--mutant", defect, "--count", 2, "--requests", 50, "--jobs", 1)
+    assert re.search(rf"^\| {defect} \| [12] \| .+ \|$", printed, re.MULTILINE), printed
 
 
-def test_each_bug_can_be_planted() -> None:
-    """The text that a bug replaces must occur in the package."""
+def test_each_defect_can_be_planted() -> None:
+    """The text that a defect replaces must occur in the package."""
     printed = simulate("--apply")
-    assert re.fullmatch(r"\d+ bugs can be planted\n", printed), printed
+    assert re.fullmatch(r"\d+ defects can be planted\n", printed), printed

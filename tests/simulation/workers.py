@@ -47,6 +47,7 @@ class SimulatedWorker:
         process: its present process.
         name: its id in the pool, once it serves; "" before.
         code: exit code of its last process; None while it runs, and after SIGKILL.
+        ready: what it serves, once it takes jobs (`serving`); None before, and while it changes its version.
         next_step: "hang", "raise" or "fail" (its prompts have no results): what its next step does.
         next_step_s: seconds of its next step; 0 to draw them.
     """
@@ -59,12 +60,14 @@ class SimulatedWorker:
         self.code: int | None = None
         self.next_step, self.next_step_s, self.starts = "", 0.0, 0
         self.is_wanted = True
+        self.ready: object = None
 
     def begin(self) -> asyncio.Event:
         """Start a process of the worker; returns an event for its end."""
         self.starts += 1
         self.process = process = Process(f"worker {self.number}.{self.starts}")
         self.next_step, self.next_step_s, self.name, self.code, self.worker = "", 0.0, "", None, None
+        self.ready = None
         ended = asyncio.Event()
         process.on_kill.append(ended.set)
         self.world.spawn(process, self._run(process), on_end=partial(self.world.loop.kill, process))
@@ -98,8 +101,9 @@ class SimulatedWorker:
 
     def _on_ready(self, _: ModelInfo) -> None:
         assert self.worker is not None
-        self.name = self.worker.worker_id
-        if not any(worker.info for worker in self.world.workers if worker is not self):
+        self.name, self.ready = self.worker.worker_id, self.serving
+        draining = self.world.oracle.draining
+        if not any(other.info for other in self.world.workers if other is not self and other.process not in draining):
             self.world.served_at = self.world.loop.time()
         self.world.has_served.set()
 
@@ -115,7 +119,7 @@ class SimulatedWorker:
 
     @property
     def serving(self) -> Any:
-        """What it serves, as the package represents it; None while it serves nothing."""
+        """The package's `Serving` of this worker; None while the worker serves nothing."""
         return self.worker._serving if self.worker is not None and self.process.is_alive else None
 
     def drain(self) -> None:
@@ -160,13 +164,12 @@ class SimulatedBackend(SyntheticBackend):
         ids = [tuple(decode_ids(job.ids).tolist()) for job in jobs]
         worker.world.oracle.on_step(ids)
         worker.world.oracle.on_last_deliveries([job.entries if isinstance(job, InFlightPrompt) else () for job in jobs])
+        pause_s = worker.draw.uniform(0, 3 * plan.lease_s) if how == "fail" else 0.0
         if how or seconds > plan.lease_s / 2:
-            worker.world.disturbed_at = worker.world.loop.time() + seconds
+            worker.world.disturbed_at = worker.world.loop.time() + seconds + pause_s
         if how == "raise":
             raise RuntimeError("the device is broken")
         if how == "fail":  # Other workers may take over the prompts before they fail.
-            pause_s = worker.draw.uniform(0, 3 * plan.lease_s)
-            worker.world.disturbed_at += pause_s
             worker.world.loop.pause(worker.process, pause_s)
         threads.sleep(_FOREVER_S if how == "hang" else seconds)
         if any(prompt in worker.world.deadly for prompt in ids):
@@ -174,8 +177,8 @@ class SimulatedBackend(SyntheticBackend):
         finished = super().step()
         if how == "fail":
             worker.world.oracle.on_failed_step(worker, [job for job in jobs if isinstance(job, InFlightPrompt)])
-        if how == "fail" or self._seed == BROKEN_WEIGHTS:
-            return Finished([], {job.digest: "the step has failed" for job in jobs}, None)
+        if reason := "the step has failed" if how else "the weights are broken" if self._seed == BROKEN_WEIGHTS else "":
+            return Finished([], {job.digest: reason for job in jobs}, None)
         return finished
 
     def load_adapter(self, name: str, source: str) -> str:

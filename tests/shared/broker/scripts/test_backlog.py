@@ -302,10 +302,24 @@ async def test_prompts_stay_in_the_backlog_while_no_worker_takes_jobs(redis: red
     await cancel(redis, 39)
     (first,) = await take(redis, count=1)
     await finish(redis, (first, 0, b"", False))
+    assert (await find_work(redis, "w2", 1))[0] == 0
     assert await redis.zcard(MODEL.backlog) == 40 - IN_STREAM
     await register(redis, "w2")
     await submit(redis, 61, reply=C)
     assert (await compute_all(redis)).index(61) <= 2 * IN_STREAM
+
+
+async def test_a_worker_whose_capacity_was_lost_checks_the_backlog_again_within_a_second(
+    redis: redis_async.Redis,
+) -> None:
+    await submit(redis, *range(40))
+    await submit(redis, 60, reply=B)
+    await take(redis)
+    await redis.delete(MODEL.capacity)  # As an eviction does.
+    moved_up, _, check_again_ms = await find_work(redis, "w1", 1)
+    assert (moved_up, check_again_ms) == (0, 1000)
+    await register(redis)
+    assert (await find_work(redis, "w1", 1))[0] > 0
 
 
 async def test_prompts_that_went_back_can_be_cancelled_and_joined(redis: redis_async.Redis) -> None:

@@ -179,12 +179,12 @@ local function move_kind(kind, free, budget)
   return tokens
 end
 
--- Fill the streams from the backlog, after `ended` jobs have ended. Returns whether the next call may move more prompts.
--- Prompts stay in the backlog while no worker takes jobs: prompts that come later have their turns among them.
+-- Fill the streams from the backlog, after `ended` jobs have ended. While no worker takes jobs, prompts stay in the backlog. Otherwise up
+-- to WITHOUT_WORKERS prompts of one client would go before prompts that other clients submit later.
 local function move_up(ended)
   local in_backlog = count_at('ZCARD', backlog)
-  if in_backlog == 0 or (tonumber(redis.pcall('HGET', capacities, '')) or 0) == 0 then
-    return false
+  if in_backlog == 0 or worker_count == 0 then
+    return
   end
   count_at('HLEN', backlog_jobs)
   count_at('ZCARD', virtual_time)
@@ -212,5 +212,5 @@ local function move_up(ended)
     end
     count_added()
   end
-  return not is_backlog_empty() and (budget.count <= 0 or budget.bytes <= 0)
+  is_backlog_empty()
 end

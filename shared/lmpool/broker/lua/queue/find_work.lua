@@ -62,6 +62,8 @@ if in_backlog then
   local moved = before - count_at('ZCARD', backlog)
   if moved > 0 then
     return {moved, 0, 0}
+  elseif worker_count == 0 then
+    return {0, 0, MAX_WATCH_MS} -- The server has lost the workers' capacities, which the next heartbeats restore.
   end
 end
 -- A worker that drains takes no jobs, and neither does a worker that other workers have removed as dead.
