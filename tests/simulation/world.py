@@ -116,6 +116,12 @@ class World:
         models = self.server.live().get(b"lmpool:models")
         return int(models.value.get(b"model@", b"0")) if models is not None else 0
 
+    @property
+    def registered_versions(self) -> list[int]:
+        """The numbers of the versions that are published, and not removed since."""
+        versions = self.server.live().get(b"lmpool:{model}:versions")
+        return [entry.ts for entry in versions.value._values_dict] if versions is not None else []
+
     def log(self, text: str) -> None:
         """Add a line to the log, without the name of the folder, which each run draws."""
         line = f"{self.loop.time():10.4f} {PROCESS.get().name}: {text}"
