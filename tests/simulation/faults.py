@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _MAX_DOWN_S = 6.0  # Max seconds that the server is down, full, or not reachable.
 _MAX_CLOCK_S = 3600.0  # Max seconds by which a worker's clock is set; the server's is set by up to three times as many.
+_CHANGE_CHECKS, _CHANGE_CHECK_S = 40, 0.05  # Checks whether a worker changes its version, and seconds between them.
 _MAX_SNAPSHOT_S = 10.0  # Max age of a snapshot.
 
 
@@ -34,10 +35,18 @@ async def drain_worker(world: World, draw: Random) -> None:
 
 
 async def stop_worker(world: World, draw: Random) -> None:
-    """SIGSTOP of a worker for up to three leases; a worker that changes its version is preferred."""
+    """SIGSTOP of a worker for up to three leases.
+
+    If a worker changes its version within seconds, that one is stopped, until soon after its turn has expired.
+    """
+    for _ in range(_CHANGE_CHECKS if world.plan.changes[1] else 0):
+        if world.oracle.changing:
+            break
+        await asyncio.sleep(_CHANGE_CHECK_S)
     if workers := world.running_workers():
         changing = [worker for worker in workers if worker.process in world.oracle.changing]
-        await _pause(world, draw.choice(changing or workers).process, draw.uniform(0.1, 3 * world.plan.lease_s))
+        leases = draw.uniform(1, 1.5) if changing else draw.uniform(0, 3)
+        await _pause(world, draw.choice(changing or workers).process, leases * world.plan.lease_s)
 
 
 async def kill_client(world: World, draw: Random) -> None:

@@ -169,9 +169,10 @@ def draw_plan(seed: int, requests: int = REQUESTS) -> Plan:
         kinds, changes, deadly, partitions, queue_limit, workers = list(SILENT), (0, 0), 0, 2, 100_000, max(2, workers)
     gap_s, overlap_s, is_upgraded = 10.0, _NEVER_S, draw.random() < _UPGRADED
     if is_upgraded:
-        # If two workers serve a model, clients use a new version as soon as one of them serves it.
-        kinds = list(draw.choice((SILENT, WORKER_FAULTS, WORKER_FAULTS + LOSSES)))
-        changes, workers = (0, 3), draw.choice((2, 2, 3))
+        kinds, changes = list(draw.choice((SILENT, WORKER_FAULTS, WORKER_FAULTS + LOSSES))), (0, 3)
+        # If two workers serve a model, clients use a new version as soon as one of them serves it. A third one can get
+        # the turn of a stopped one.
+        workers = 2 if kinds == list(SILENT) else 3
         gap_s, overlap_s = draw.choice(((0.1, 0.3), (3.0, _NEVER_S)))  # Publications overlap, or follow one another.
         deadly, weights["version"] = 0, KINDS["version"]
     lines = draw.choice((0, 0, 40)) if not changes[1] else 0  # A run is refused if the weights change.
