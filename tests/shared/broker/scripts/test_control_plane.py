@@ -395,6 +395,15 @@ async def test_large_jobs_beyond_the_capacity_after_a_worker_left_go_back_a_few_
     assert await redis.zcard(MODEL.backlog) == 64
 
 
+async def test_if_two_workers_remove_a_model_its_queue_expires(redis: redis_async.Redis) -> None:
+    await submit(redis, 1)
+    seen = INFO.pack()
+    await redis.hset(KEYS.models(), INFO.name, seen)
+    for worker in ("w1", "w2"):
+        await heartbeat(redis, worker)._forget(INFO.name, seen)
+        assert await redis.pttl(JOBS) > 0
+
+
 async def test_large_prompts_of_a_single_client_wait_in_the_backlog(redis: redis_async.Redis) -> None:
     await register(redis)
     digests = many(20)

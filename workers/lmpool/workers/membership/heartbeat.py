@@ -326,15 +326,16 @@ class Heartbeat:
         # Set the lifetimes first: if this worker crashes before it removes the info, another worker repeats all steps.
         for key in queue:
             await self.redis.pexpire(key, ttl_ms)
-        args = [field or model, seen, b""]
         has_workers = (await read_alive_in(self.redis, partitions)).serving > 0
-        if has_workers or not await scripts.SWAP(self.redis, [info_key(self.keys, model)], args):
-            for key in queue:  # A worker has joined since the caller's check.
+        infos = info_key(self.keys, model)
+        if has_workers or not await scripts.SWAP(self.redis, [infos], [field or model, seen, b""]):
+            # A worker has joined since the caller's check, or another worker has removed the info first.
+            for key in queue if has_workers or await self.redis.hstrlen(infos, field or model) else ():
                 await self.redis.persist(key)
         elif self.info.name != TRIE_SERVICE:  # Trie workers may not read infos of models.
-            base, infos = split_name(model)[0], await read_infos(self.redis, self.keys)
+            base, served = split_name(model)[0], await read_infos(self.redis, self.keys)
             # The versions of a model share its adapters.
-            if base not in {split_name(name.decode("utf-8", "replace"))[0] for name in infos}:
+            if base not in {split_name(name.decode("utf-8", "replace"))[0] for name in served}:
                 await self.redis.delete(self.keys.model(base).adapters)
 
     async def _is_old(self, model: str) -> bool:
