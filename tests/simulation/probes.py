@@ -59,6 +59,7 @@ def _count_deliveries(oracle: Oracle) -> None:
 def _notice_lost_jobs(oracle: Oracle) -> None:
     """A client submits a prompt again only if the server or a client's deadline has removed its job."""
     call, queues = Submitter._call_script, dict[Any, bytes]()  # Request -> the queue to which it was submitted last.
+    ends = dict[Any, float]()  # Request -> when its job expires: a caller that joins it later does not prolong its job.
 
     async def call_script(self: Submitter, partition: Any, requests: Sequence[Any], homes: Any, again: str) -> bytes:
         jobs = partition.keys.jobs
@@ -69,13 +70,16 @@ def _notice_lost_jobs(oracle: Oracle) -> None:
                 if request in queues:
                     ids = decode_ids(request.prompt.ids).tolist()
                     oracle.violation(f"the request for {ids} was sent to {jobs!r} only after a silence")
+        kept = {request for request in waiting if oracle.world.loop.time() < ends[request]}
         queues.update(dict.fromkeys(requests, jobs))
+        end = max(request.until for request in requests) + 2 * oracle.world.plan.lease_s
+        ends.update(dict.fromkeys(requests, end))
         outcome = await call(self, partition, requests, homes, again)
         if again.startswith("1") and oracle.is_whole and len(self._connections.partitions.current) == 1:
             for request, code in zip(requests, outcome.decode(), strict=False):
                 prompt = request.prompt
                 is_plain = not (request.damaged or prompt.query or prompt.adapter)
-                if code == "Q" and request in waiting and is_plain:
+                if code == "Q" and request in kept and is_plain:
                     oracle.on_lost_job(tuple(decode_ids(prompt.ids).tolist()))
         return outcome
 
