@@ -171,19 +171,26 @@ class SimulatedClient:
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
         """Cancel a caller; soon after, the server must not know of the prompts for which only this caller waits."""
-        before = self._waits()
+        before, version = self._waits(), self.version
 
         def check(_: object) -> None:
             after = self._waits()
             ended = {key: reply for key, reply in before.items() if key not in after} if task.cancelled() else {}
-            task.get_loop().call_later(_WITHDRAWN_S, self._check_withdrawn, ended)
+            task.get_loop().call_later(_WITHDRAWN_S, self._check_withdrawn, ended, version)
 
         task.add_done_callback(check)
         task.cancel()
 
-    def _check_withdrawn(self, ended: dict[bytes, bytes]) -> None:
+    def _check_withdrawn(self, ended: dict[bytes, bytes], version: int, *, is_last: bool = False) -> None:
         again = self._waits()
-        self.world.oracle.after_end(self, {key: reply for key, reply in ended.items() if key not in again})
+        left = {key: reply for key, reply in ended.items() if key not in again}
+        if self.version != version:  # Clients withdraw nothing from the queue of a version that they leave.
+            return
+        if is_last:
+            self.world.oracle.after_end(self, left)
+        elif left:  # Another request for the prompt may have ended just now: check once more.
+            check = partial(self._check_withdrawn, left, version, is_last=True)
+            asyncio.get_running_loop().call_later(_WITHDRAWN_S, check)
 
     async def _send(self, request: Request) -> None:
         oracle = self.world.oracle
