@@ -27,12 +27,11 @@ LONG_S = 200.0
 ADAPTER = "poet"
 """Name of the adapter that is replaced."""
 
-_WITHDRAWN_S = 1.0  # Seconds in which the cancellation of a request reaches the server.
-# Deadline of a publication, in seconds: if the server loses the version, the publication ends only then.
-_PUBLISH_S = 60.0
 SHARED_FIRST = 1
 """First token of prompts that several clients request."""
 
+_WITHDRAWN_S = 1.0  # Seconds in which the cancellation of a request reaches the server.
+_PUBLISH_S = 60.0  # Deadline of a publication: if the server loses the version, the publication ends only then.
 _SHARED = 30  # Prompts that all clients request in the same seconds.
 _EPOCH_S = 2.0  # Seconds after which they request others, which no cache has.
 _BATCH = 6  # Prompts of a batch, at most one less.
@@ -182,10 +181,10 @@ class SimulatedClient:
         task.cancel()
 
     def _check_withdrawn(self, ended: dict[bytes, bytes], version: int, *, is_last: bool = False) -> None:
-        again = self._waits()
-        left = {key: reply for key, reply in ended.items() if key not in again}
         if self.version != version:  # Clients withdraw nothing from the queue of a version that they leave.
             return
+        again = self._waits()
+        left = {key: reply for key, reply in ended.items() if key not in again}
         if is_last:
             self.world.oracle.after_end(self, left)
         elif left:  # Another request for the prompt may have ended just now: check once more.

@@ -1,4 +1,7 @@
-"""Checks the jobs on the server: each prompt has one job, which the key of its waiting clients names; and counters."""
+"""Checks the jobs on the server, and the counters of lanes and capacities.
+
+Each prompt has one job, which the key of its waiting clients names.
+"""
 
 from __future__ import annotations
 

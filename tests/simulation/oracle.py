@@ -54,9 +54,7 @@ _TRAVEL_S = 0.005  # Seconds in which a request reaches the queue while workers 
 # Factor for several workers: while one computes its lane, others may compute more than their mean number of prompts.
 _LAG = 1.3
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
-_MAX_TRIES = (
-    3  # Loads of a version that ends its workers, until it is refused: a copy, which a change of the package shows.
-)
+_MAX_TRIES = 3  # Workers that a version may end before it is refused.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
 _WIRE = Path(__file__).resolve().parents[2] / "docs/design/wire.md"
 
@@ -181,7 +179,7 @@ class Oracle:
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         slots = plan.workers * plan.batch
         bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / mean(plan.step_s)
-        # Other workers may compute later prompts of this client first, and later prompts of other clients.
+        # Other workers may first compute later prompts, of this client and of others.
         bound *= _LAG if plan.workers > 1 else 1
         if (count := self._steps_of_others(request.client) - request.steps) > bound:
             self.violation(f"{request} waited for {count} prompts, more than {bound:.0f}")
@@ -377,9 +375,8 @@ class Oracle:
         """A worker has the only turn to change its version until some time; 0.0: it releases the turn."""
         now = self.world.loop.time()
         others = [other.name for other, end in self._turns.items() if other is not process and end > now]
-        if (
-            until > now and others and self.is_whole
-        ):  # The reply may reach a stopped process after the turn has expired.
+        # A stopped process may read the reply only after its turn has expired.
+        if until > now and others and self.is_whole:
             self.violation(f"{process.name} and {others} have the turn to change their versions")
         self._turns[process] = until
 
@@ -581,7 +578,7 @@ class Oracle:
         used = world.used_version
         # If the server has lost the file of the version while no worker ran, clients wait until it is published again.
         has_lost_file = bool(world.lost_keys) and any("missing or damaged in the pool" in line for line in world.lines)
-        # It has lost the version, and a later number was published before a worker could restore it: numbers only grow.
+        # A version that the server has lost cannot be restored once a later one is published: numbers only grow.
         registered = world.registered_versions
         is_lost = world.lost_keys and used not in registered and any(version > used for version in registered)
         if any(version != used for version in served.values()) and not has_lost_file and not is_lost:

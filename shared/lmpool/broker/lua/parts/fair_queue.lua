@@ -212,5 +212,5 @@ local function move_up(ended)
     end
     count_added()
   end
-  is_backlog_empty()
+  is_backlog_empty() -- The virtual time starts again with an empty backlog.
 end
