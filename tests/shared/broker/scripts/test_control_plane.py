@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -348,6 +349,21 @@ async def test_infos_of_unserved_models_are_removed_by_workers_of_other_models(r
 
     await until_async(is_removed, "the info is removed")
     assert await redis.hexists(KEYS.models(), "m")
+
+
+async def test_info_and_adapters_stay_while_a_worker_loads_another_version(redis: redis_async.Redis) -> None:
+    worker, models = heartbeat(redis), ("m", "other")
+    await worker.join({})
+    for name in models:
+        await redis.hset(KEYS.models(), name, replace(INFO, name=name).pack())
+        await redis.hset(KEYS.model(name).adapters, "poet", b"an adapter")
+        await send_loading(redis, WorkerSettings(prefix="test"), f"w-{name}", f"{name}@1", 0.0)
+    for are_kept in (True, False):
+        await worker.sweep(is_complete=True)  # No worker serves the model "other".
+        await worker.leave()  # No other worker serves the model "m".
+        assert await redis.hlen(KEYS.models()) == 2 * are_kept
+        assert await redis.exists(*(KEYS.model(name).adapters for name in models)) == 2 * are_kept
+        await redis.delete(KEYS.loading())
 
 
 # Each call of a script does a bounded part of the work, and later calls continue

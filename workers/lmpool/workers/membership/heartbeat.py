@@ -318,6 +318,10 @@ class Heartbeat:
 
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
+        # A worker that changes to another version loads it now: the info and the adapters stay for it.
+        loading = await read_texts(self.redis, self.keys.loading())
+        if split_name(model)[0] in {split_name(name)[0] for name in loading.values()}:
+            return
         ttl_ms, queue = _OLD_TTL_MS if await self._is_old(model) else _QUEUE_TTL_MS, list[bytes]()
         partitions = self._partitions_of(model, seen)
         for keys in partitions:
