@@ -339,7 +339,7 @@ _VERSIONS: dict[str, Mutant] = {
         VersionKeeper._lets_others_go_first, "if now < self._waits_until:", "if False:"
     ),
     "workers try a version that ends them again and again": python(
-        VersionKeeper._check_turn, "and await self._registry.count_try(number) > _MAX_TRIES", "and False"
+        VersionKeeper.change, "await self._insist(count_try) > _MAX_TRIES", "False"
     ),
     "a worker does not load its weights again after it refused a version": python(
         VersionKeeper.change, "if not is_served and has_changed:", "if False:"

@@ -175,7 +175,9 @@ class VersionKeeper:
 
     async def _begin_change(self, registered: PublishedVersions) -> bool:
         """Take a turn if there is another version to serve; returns whether there is one."""
-        if (newest := registered.newest_usable) is None or newest.number <= self.info.version:
+        newest = registered.newest_usable
+        # A worker that ends leaves the turn to the others: its drain may take minutes.
+        if newest is None or newest.number <= self.info.version or self._is_ending():
             return False
         number = newest.number
         if registered.chain()[-1:] != (newest,):
@@ -214,12 +216,8 @@ class VersionKeeper:
 
     async def _check_turn(self, newest: Version) -> None:
         """Decide to change to a version, unless the registry has changed before this worker's turn."""
-        number, registered = newest.number, await self._registry.read()
-        if registered.newest_usable != newest:
-            return
-        if number not in registered.states and await self._registry.count_try(number) > _MAX_TRIES:
-            await self._registry.decide(number, f"{REFUSED}{_MAX_TRIES} workers ended while they loaded it")
-        else:
+        registered = await self._registry.read()
+        if registered.newest_usable == newest:
             self.next = registered.chain()
 
     async def _keep_turn(self) -> None:
@@ -260,9 +258,13 @@ class VersionKeeper:
         await self._engine.run("drop of adapters", partial(_drop_adapters, self._own_adapters))
         chain, self.next = self.next or (), None
         before, number = self._chain, chain[-1].number
-        _log.info("changing from version %d to version %d", self.info.version, number)
         reason, has_changed = "", True
         try:
+            count_try = partial(self._registry.count_try, number)
+            is_decided = number in (await self._insist(self._registry.read)).states
+            if not is_decided and await self._insist(count_try) > _MAX_TRIES:
+                raise SettingsError(f"{_MAX_TRIES} workers ended while they loaded it")
+            _log.info("changing from version %d to version %d", self.info.version, number)
             for version in chain:
                 await self._path(version)
             # The fetch may have taken longer than the turn lasts without a renewal, as while the server was silent.
