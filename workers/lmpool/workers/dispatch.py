@@ -231,7 +231,7 @@ class FetchLoop:
         """
         lifecycle = self.lifecycle
         async with self.paused():
-            alone, claims = False, 0
+            alone, claims, pause_s = False, 0, 0.0
             while True:
                 # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new jobs.
                 is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
@@ -252,7 +252,9 @@ class FetchLoop:
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
                     # Do not take the prompt: another worker may become empty sooner, or a later claim takes the prompt.
+                    pause_s = self._claim_wait_s
                     break
+        await asyncio.sleep(pause_s)  # The worker takes new prompts now, even if it gets the turn to claim again.
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, for at most `_DRAIN_SHARE` of a lease; return whether it holds."""

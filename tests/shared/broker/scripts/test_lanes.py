@@ -451,6 +451,18 @@ async def test_a_worker_that_leaves_moves_its_lane_to_the_shared_stream(lanes: r
     assert await lane(lanes, "w1") == []
 
 
+async def test_a_job_for_its_last_delivery_does_not_hide_other_lanes(lanes: redis_async.Redis) -> None:
+    await submit(lanes, 1, 2, homes=["w1", "w2"])
+    for worker in ("w1", "w2"):
+        await take(lanes, worker, 1)
+        await die(lanes, worker)
+    ((entry_id, _),) = await entries_of(lanes, MODEL.lane("w1"))
+    idle_ms = LEASE_MS + 1
+    await lanes.xclaim(MODEL.lane("w1"), GROUP, "w1", 0, [entry_id], idle=idle_ms, retrycount=2, justid=True)
+    alone, taken = await claim(lanes, consumer="w3", idle=False)
+    assert (alone, [job for _, job, _ in taken]) == (0, [b"job-2"])
+
+
 async def test_other_workers_get_the_lane_of_a_dead_worker(lanes: redis_async.Redis) -> None:
     await submit(lanes, *range(8), homes=["w1"] * 4 + [""] * 4)
     await take(lanes, "w1", 2)

@@ -113,6 +113,16 @@ async def test_a_job_for_its_last_delivery_is_not_claimed_with_other_jobs(redis:
     assert await claim(redis) == (1, [(second, b"job-2", 2)])
 
 
+async def test_a_busy_worker_claims_the_jobs_behind_one_for_its_last_delivery(redis: redis_async.Redis) -> None:
+    await submit(redis, 1, 2, 3)
+    first, second, third = await take(redis)
+    await fall_silent(redis, first, deliveries=2)
+    await fall_silent(redis, second, third, deliveries=1)
+    assert await claim(redis, idle=False) == (0, [(second, b"job-2", 1), (third, b"job-3", 1)])
+    assert await claim(redis, idle=False) == (1, [])
+    assert await claim(redis) == (1, [(first, b"job-1", 2)])
+
+
 async def test_a_job_without_deliveries_left_is_returned_among_other_jobs(redis: redis_async.Redis) -> None:
     await submit(redis, 1, 2)
     first, second = await take(redis)

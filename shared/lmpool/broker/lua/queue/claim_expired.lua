@@ -26,7 +26,7 @@ local MAX_LANES = 8 -- Max lanes of other workers that one call visits.
 local MAX_CLIENTS = 32 -- Max clients of a bulk prompt that are checked for an interactive client.
 local PART, FIRST = 500, '-' -- Max held jobs of a stream that one call visits. FIRST is Redis's name for the lowest id.
 local most = math.min(tonumber(ARGV[5]), MAX_TAKEN)
-local own, taken, is_alone, now = {}, {}, false, now_ms()
+local own, taken, is_alone, is_left, now = {}, {}, false, false, now_ms()
 for at = 10, #ARGV do
   own[ARGV[at]] = true
 end
@@ -81,11 +81,9 @@ local function take_expired(stream, suffix, held)
     local id, deliveries = job[1], job[4]
     if job[3] >= lease and not (job[2] == consumer and own[id .. suffix]) then
       local is_last = deliveries == max_deliveries - 1
-      if is_last and #taken == 0 and not is_idle then
-        is_alone = true
-        return id
-      end
-      if (not is_last or #taken == 0) and not take(stream, suffix, id, deliveries) then
+      if is_last and (#taken > 0 or not is_idle) then
+        is_left = true -- For a call of a worker that holds no job.
+      elseif not take(stream, suffix, id, deliveries) then
         return id
       end
       is_alone = is_last and #taken == 1 and taken[1][1] == id .. suffix
@@ -103,6 +101,10 @@ local function scan_lane(worker)
   return not held.err and take_expired(stream, ' ' .. worker, held) ~= nil
 end
 
+local function reply(calls)
+  return {(is_alone or is_left and #taken == 0) and 1 or 0, taken, calls}
+end
+
 local is_full = scan_lane(consumer)
 local gone = tonumber(redis.pcall('ZCOUNT', deadlines, '-inf', '(' .. now)) or 0
 -- In a long list of lanes, begin at a place that changes with the time: other workers may be busy with the first lanes.
@@ -111,7 +113,7 @@ for _, worker in ipairs(redis.pcall('ZRANGEBYSCORE', deadlines, '-inf', '(' .. n
   is_full = is_full or worker ~= consumer and scan_lane(worker)
 end
 if is_full then
-  return {is_alone and 1 or 0, taken, 0}
+  return reply(0)
 end
 local from = redis.pcall('GET', cursor)
 from = type(from) == 'string' and string.match(from, '^%(?%d+%-%d+$') or FIRST
@@ -128,4 +130,4 @@ for _, first in ipairs(from == FIRST and {FIRST} or {from, FIRST}) do
   end
 end
 redis.call('SET', cursor, from, 'PX', ARGV[9])
-return {is_alone and 1 or 0, taken, math.floor(pending / PART)}
+return reply(math.floor(pending / PART))
