@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from redis.exceptions import ReadOnlyError, ResponseError
+from redis.exceptions import OutOfMemoryError, ReadOnlyError, ResponseError
 
 from lmpool.errors import AdapterRefused
 from lmpool.protocol.adapter import Adapter, name_of
@@ -88,7 +88,11 @@ async def test_a_worker_without_slots_refuses_adapters(pool: Pool, tmp_path: Pat
 async def test_a_load_is_tried_again_after_a_refusal_that_passes(
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refusals = [ReadOnlyError("You can't write against a read only replica."), ResponseError("BUSY running a script")]
+    refusals = [
+        ReadOnlyError("You can't write against a read only replica."),
+        ResponseError("BUSY running a script"),
+        OutOfMemoryError("command not allowed when used memory > 'maxmemory'."),
+    ]
     write_note = AdapterCache._write_note
 
     async def refuse_at_first(cache: AdapterCache, content: str) -> None:
@@ -101,3 +105,25 @@ async def test_a_load_is_tried_again_after_a_refusal_that_passes(
     async with serving(pool, backend), pool.producer("syn") as producer:
         await check(producer, "poet", await producer.add_adapter("poet", write(tmp_path, "a", "1")))
     assert not refusals
+
+
+async def test_no_note_of_a_load_stays_if_the_server_is_away_at_its_end(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave, was_away = AdapterCache.leave, list[bytes]()
+
+    async def fail_at_first(cache: AdapterCache) -> None:
+        if cache._note and not was_away:
+            was_away.append(cache._note)
+            raise ConnectionResetError
+        await leave(cache)
+
+    monkeypatch.setattr(AdapterCache, "leave", fail_at_first)
+    folder = write(tmp_path, "a", "1")
+    revision = revision_in(folder)
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V))
+    async with serving(pool, backend), pool.producer("syn") as producer:
+        await put(pool, producer, "poet", Adapter(str(folder), revision))
+        await check(producer, "poet", revision)
+        assert was_away
+        assert not pool.redis.exists(*was_away)

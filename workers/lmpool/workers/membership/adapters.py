@@ -164,8 +164,8 @@ class AdapterCache:
             except (SettingsError, ProtocolError, RedisError, OSError) as error:
                 is_of_server = isinstance(error, (RedisError, OSError))
                 # A refusal such as READONLY passes, as after a failover; others, such as of a missing right, stay.
-                if is_of_server and (not isinstance(error, ResponseError) or code_of(error) in NOT_NOW):
-                    _log.warning("cannot read the registry of adapters, will try again: %s", sentence(error))
+                if is_of_server and (not isinstance(error, ResponseError) or code_of(error) in {*NOT_NOW, "OOM"}):
+                    _log.warning("the server cannot be used to load an adapter, will try again: %s", sentence(error))
                     await asyncio.sleep(_RETRY_S)
                     continue
                 _log.warning("cannot load the adapter %r: %s", name_of(adapter), error)
@@ -193,6 +193,7 @@ class AdapterCache:
             await asyncio.to_thread(check_size, self.settings, folder, entry.source)
             place = str(folder)
         async with self._slot:
+            await self.leave()  # The server may not have got the command at the end of the load before.
             if adapter in self._loaded:
                 return adapter
             await self._evict()
