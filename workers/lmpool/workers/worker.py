@@ -375,7 +375,9 @@ class Worker:
                 if lifecycle.broken is not None:
                     await self._results.join()
         except TimeoutError:
-            if lifecycle.broken is None:
+            if lifecycle.broken is None and engine_thread.owed:
+                await self._drain(serving, fetching)  # Prompts have waited for an adapter or for inputs meanwhile.
+            elif lifecycle.broken is None:
                 text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
                 if self.versions.next is None or self._is_ending:
                     raise ServerError(f"{text}; other workers take them over after a lease at the latest") from None

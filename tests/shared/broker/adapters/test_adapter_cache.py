@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +26,7 @@ from tests.shared.broker.adapters.adapter_changes import (
 )
 from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.gate import GatedBackend, OneByOne
-from tests.support.pool import DEADLINE_S, Pool
+from tests.support.pool import DEADLINE_S, Pool, until_async
 
 
 @pytest.mark.usefixtures("short_memory")
@@ -127,3 +128,35 @@ async def test_no_note_of_a_load_stays_if_the_server_is_away_at_its_end(
         await check(producer, "poet", revision)
         assert was_away
         assert not pool.redis.exists(*was_away)
+
+
+async def test_a_worker_that_ends_computes_a_prompt_whose_adapter_it_loads(pool: Pool, tmp_path: Path) -> None:
+    backend = _LoadsLater(SyntheticSettings(name="syn", vocab_size=V, step_ms=2500))
+    folder = write(tmp_path, "a", "1")
+    revision = revision_in(folder)
+    async with serving(pool, backend, lease_s=1.0) as worker, pool.producer("syn", timeout=DEADLINE_S) as producer:
+        await put(pool, producer, "poet", Adapter(str(folder), revision))
+        asked = asyncio.create_task(producer.logprobs([1], adapter="poet"))
+        await asyncio.to_thread(backend.is_loading.wait, DEADLINE_S)
+        worker.stop()
+
+        async def reads_no_jobs() -> bool:
+            return all(task.get_name() != "fetch" for task in asyncio.all_tasks())
+
+        await until_async(reads_no_jobs, "the worker only waits for the prompts that it holds")
+        backend.may_load.set()
+        assert np.array_equal(await asked, expected([1], revision))
+
+
+class _LoadsLater(SyntheticBackend):
+    """A backend that loads adapters when the test permits it."""
+
+    def __init__(self, settings: SyntheticSettings) -> None:
+        super().__init__(settings)
+        self.is_loading, self.may_load = threading.Event(), threading.Event()
+
+    def load_adapter(self, name: str, source: str) -> str:
+        """See `Backend.load_adapter`."""
+        self.is_loading.set()
+        assert self.may_load.wait(DEADLINE_S)
+        return super().load_adapter(name, source)
