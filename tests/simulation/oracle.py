@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from lmpool.aio import _MAX_DELAY_S
 from lmpool.errors import (
     AdapterChanged,
     AdapterRefused,
@@ -257,9 +258,9 @@ class Oracle:
                 is_deadly = any(prompt in world.deadly for prompt in request.prompts)
                 return given_up or is_deadly or self._has_failed(request)
             case ServerError():
-                # While the server is stopped, the last error that it sent is still the reason.
+                # The last error of the server is the reason until the server answers again, or is tried again.
                 full_at = now if world.server.process.resume_at > now and world.full_at > -math.inf else world.full_at
-                is_full = "memory" in str(error) and full_at >= request.began
+                is_full = "memory" in str(error) and full_at >= min(request.began, now - _MAX_DELAY_S)
                 return is_full or (self._may_lose_adapters and "has lost a change of the adapter" in str(error))
             case ProducerClosed():
                 return request.client.is_closing
