@@ -505,19 +505,17 @@ class EntryReader:
     def _flush(self) -> None:
         reads, self._reads = self._reads, []
         for at in range(0, len(reads), _MAX_ROWS_AT_ONCE):
-            self._connections.spawn(self._answer(reads[at : at + _MAX_ROWS_AT_ONCE]))
+            portion = reads[at : at + _MAX_ROWS_AT_ONCE]
+            results: list[Row | None] = [None] * len(portion)
+            task = self._connections.spawn(self._answer(portion, results))
+            # The end of the session cancels the task. A task that is cancelled before its first step runs no `finally`.
+            task.add_done_callback(partial(_resolve, portion, results))
 
-    async def _answer(self, reads: list[_EntryRead]) -> None:
-        results: list[Row | None] = [None] * len(reads)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(read.until for read in reads)):
-                    with self._connections.noting():
-                        results = await self._read(reads)
-        finally:  # Resolve the calls also when the session ends, which cancels this task.
-            for read, result in zip(reads, results, strict=True):
-                if not read.result.done():  # The caller may have been cancelled.
-                    read.result.set_result(result)
+    async def _answer(self, reads: list[_EntryRead], results: list[Row | None]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(read.until for read in reads)):
+                with self._connections.noting():
+                    results[:] = await self._read(reads)
 
     async def _read(self, reads: list[_EntryRead]) -> list[Row | None]:
         model = self._connections.model
@@ -533,3 +531,9 @@ class EntryReader:
                 with suppress(errors.ProtocolError):
                     results[at] = decode_entries(reply, vocab_size, len(read.ids))
         return results
+
+
+def _resolve(reads: list[_EntryRead], results: list[Row | None], _: object) -> None:
+    for read, result in zip(reads, results, strict=True):
+        if not read.result.done():  # The caller may have been cancelled.
+            read.result.set_result(result)
