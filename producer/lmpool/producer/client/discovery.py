@@ -165,12 +165,13 @@ class Connections(Tasks):
 
         self.spawn(try_worker())
 
-    def follow(self, info: ModelInfo) -> None:
-        """Use the current info of the same model, in which a worker may have added partitions."""
+    def follow(self, info: ModelInfo) -> bool:
+        """Use the current info of the same model; returns whether its partitions have changed."""
         has_changed = info.partitions != self.model.info.partitions
         self.model = replace(self.model, info=info)
         if has_changed:
             self._set_reader()
+        return has_changed
 
     async def scan_segments(self) -> None:
         """Find the shared-memory segments of workers on this machine."""

@@ -116,7 +116,7 @@ class Requester:
         This checks shared memory at most four times per event-loop tick, and never while requests are pending, because
         the prompt would overtake these requests. Otherwise, the submitter checks shared memory for the prompt.
         """
-        row = self._cache.get(prompt.digest) if self._requests.owns_cache else None
+        row = self._kept(prompt)
         if row is not None:
             stats = self._stats
             stats.requests += 1
@@ -132,6 +132,10 @@ class Requester:
                     self._cache.put(prompt.digest, row, is_shared=True)
                 self.count_hits(began)
         return row
+
+    def _kept(self, prompt: Prompt) -> Row | None:
+        """Return a prompt's row from the producer's own memory, if this memory has rows of this session's weights."""
+        return self._cache.get(prompt.digest) if self._requests.owns_cache else None
 
     def count_hits(self, began: float, count: int = 1) -> None:
         """Count requests that began at the loop time `began` and were served from the pool's cache just now."""
@@ -210,7 +214,7 @@ class Requester:
             rows = np.empty((len(prompts), vocab_size), np.float32)
         began, copied = self.loop.time(), set[int]()
         for index, prompt in enumerate(prompts if is_sharing else ()):
-            is_kept = self._cache.get(prompt.digest) is not None
+            is_kept = self._kept(prompt) is not None
             if not is_kept and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
                 copied.add(index)
             if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
@@ -221,7 +225,7 @@ class Requester:
             waiter: Waiter = partial(batch.put, index)
             if index in copied:
                 batch.count()
-            elif (row := self._cache.get(prompt.digest)) is not None:
+            elif (row := self._kept(prompt)) is not None:
                 self._stats.requests += 1
                 self._stats.local_hits += 1
                 waiter(row)
