@@ -276,6 +276,30 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
     await connections.end_tasks()
 
 
+async def test_a_prompt_that_is_requested_again_during_its_cancellation_keeps_its_job(table: Table) -> None:
+    withdrawn: list[bytes] = []
+
+    class Recording(Answering):
+        async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
+            waiting = self.model.keys.waiting
+            withdrawn.extend(key.removeprefix(waiting) for key in rest[:keys] if key.startswith(waiting))
+            # During the call for the first portion, the last prompt of the second portion is requested again.
+            table.requests.add(prompts[-1], Listener())
+            return await super().call(command, sha, keys, *rest)
+
+    connections, prompts = Recording("Q"), [prompt(at // 50, at % 50) for at in range(MAX_AT_ONCE + 3)]
+    submitter, listener = submitter_of(table, connections), Listener()
+    for one in prompts:
+        request, _ = table.requests.add(one, listener)
+        request.stage = Stage.WAITING
+        table.requests.remove_waiter(request, listener)
+        submitter.cancel(request)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert withdrawn == [one.digest for one in prompts[:-1]]
+    await connections.end_tasks()
+
+
 # Lost rows
 
 

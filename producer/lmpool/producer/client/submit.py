@@ -463,13 +463,14 @@ class Submitter:
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
         for partition, digests in self._by_partition(self._cancelled).items():
-            with (
-                self._connections.noting()
-            ):  # If the command fails, this client's registrations for the prompts expire.
-                await self._cancel(partition, [digest for digest in digests if self._requests.get(digest) is None])
-                # Remove the digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
-                for digest in digests:
-                    self._cancelled.pop(digest, None)
+            with self._connections.noting():  # If a command fails, this client's registrations for the prompts expire.
+                for at in range(0, len(digests), scripts.MAX_AT_ONCE):
+                    portion = digests[at : at + scripts.MAX_AT_ONCE]
+                    # Check now: during the calls before, prompts of this portion may have been requested again.
+                    await self._cancel(partition, [digest for digest in portion if self._requests.get(digest) is None])
+                    # Remove digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
+                    for digest in portion:
+                        self._cancelled.pop(digest, None)
 
     async def cancel_all(self) -> None:
         """Withdraw all requests, and remove their weights and the reply streams, because the session ends.
