@@ -219,6 +219,7 @@ class Requester:
                 copied.add(index)
             if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
                 await asyncio.sleep(0)
+        self._connections.check_open()  # The session may have ended while this call yielded to the event loop.
         self.count_hits(began, len(copied))
         batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
         for index, prompt in enumerate(prompts):
