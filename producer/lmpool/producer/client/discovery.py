@@ -176,7 +176,9 @@ class Connections(Tasks):
     async def scan_segments(self) -> None:
         """Find the shared-memory segments of workers on this machine."""
         if self.model.host:
-            await self.segments.refresh(self.model.fingerprint)
+            # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
+            with suppress(RuntimeError):
+                await self.segments.refresh(self.model.fingerprint)
 
     async def follow_segments(self) -> None:
         """Scan for shared-memory segments, and close idle connections to row servers, once a second, forever.
@@ -187,9 +189,7 @@ class Connections(Tasks):
             await asyncio.sleep(_SCAN_S)
             if self.direct is not None:
                 self.direct.close_idle()
-            # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
-            with suppress(RuntimeError):
-                await self.scan_segments()
+            await self.scan_segments()
 
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""
