@@ -51,7 +51,7 @@ def table() -> Table:
 
 
 class Interrupted(Tasks):
-    """Stand-in for connections: the reader fails once; then it records the digests of fetched rows."""
+    """Stand-in for connections: the reader fails once; then it records the prompts whose rows are fetched."""
 
     noting = Connections.noting
 
@@ -62,7 +62,7 @@ class Interrupted(Tasks):
         self.partition: Any = Partition(0, self, self, self.model.keys, b"reply")  # type: ignore[arg-type]
         self.ended_within_reply = False
         self.homes = Homes()
-        self.fetched: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
+        self.fetched: asyncio.Future[list[Prompt]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
 
@@ -72,10 +72,10 @@ class Interrupted(Tasks):
             raise ServerUnreachable("lost")
         await asyncio.Event().wait()
 
-    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            self._requests.resolve_found([digest], [row()])
-        self.fetched.set_result(digests)
+    async def fetch_announced(self, requests: Sequence[PendingRequest]) -> None:
+        for request in requests:
+            self._requests.resolve_found([request.prompt.digest], [row()])
+        self.fetched.set_result([request.prompt for request in requests])
 
     def note(self, error: BaseException) -> None:
         assert isinstance(error, ServerUnreachable)
@@ -90,10 +90,29 @@ async def test_after_a_lost_connection_warming_requests_stay_pending(table: Tabl
     receiver = Receiver(connections, table.requests, connections, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(connections.partition), receiver.collect())]
-        assert await asyncio.wait_for(connections.fetched, DEADLINE_S) == [prompt(2).digest]
+        assert await asyncio.wait_for(connections.fetched, DEADLINE_S) == [prompt(2)]
         for part in parts:
             part.cancel()
     assert list(table.requests) == [warming, waits_here], "rows of unsent requests are not fetched"
+
+
+async def test_a_prompt_that_is_warmed_after_its_request_has_ended_stays_pending_until_its_row_is_stored(
+    table: Table,
+) -> None:
+    connections: Any = Answering("Q")
+    submitter, listener = submitter_of(table, connections), Listener()
+    receiver = Receiver(connections, table.requests, submitter, lambda: None)
+    ended, _ = table.requests.add(prompt(1), listener)
+    assert table.requests.admit(deque([ended])) == [ended]
+    receiver._announce_all(connections.partitions[0])  # As after a lost connection: perhaps the row was announced.
+    table.requests.remove_waiter(ended, listener)
+    warming, _ = table.requests.add(prompt(1), listener, warm=True)
+    connections.spawn(receiver.collect())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await connections.end_tasks()
+    assert table.requests.is_open(warming)
+    assert not listener.results
 
 
 # The hit rate of lookups

@@ -285,7 +285,7 @@ class Receiver:
         self._submitter = submitter
         self._on_change = on_change  # Called when a message says that the model has other weights.
         self.messages = 0
-        self._announced: list[bytes] = []
+        self._announced: list[PendingRequest] = []
         self._has_announced = asyncio.Event()
 
     async def read_all(self) -> None:
@@ -368,16 +368,16 @@ class Receiver:
         """Fetch announced rows, forever; rows that are announced during a fetch are fetched by the next fetch."""
         while True:
             await self._has_announced.wait()
-            digests, self._announced = self._announced, []
+            announced, self._announced = self._announced, []
             self._has_announced.clear()
             try:
-                await self._submitter.fetch_announced(digests)
+                await self._submitter.fetch_announced(announced)
             except TROUBLE as error:
                 self._connections.note(error)
 
-    def _announce(self, digests: list[bytes]) -> None:
-        if digests:
-            self._announced += digests
+    def _announce(self, requests: list[PendingRequest]) -> None:
+        if requests:
+            self._announced += requests
             self._has_announced.set()
 
     def _announce_all(self, partition: Partition) -> None:
@@ -386,7 +386,7 @@ class Receiver:
         Requests that only warm the cache need no row; the session submits warming requests again after a lease.
         """
         requests = [request for request in self._requests if request.partition in (None, partition.number)]
-        self._announce([request.prompt.digest for request in requests if request.in_flight and not request.warm])
+        self._announce([request for request in requests if request.in_flight and not request.warm])
 
     async def _on_message(self, fields: Mapping[bytes, bytes], partition: Partition) -> bool:
         """Resolve requests with the failure or the rows of a message, and announce the rows that must be fetched.
@@ -433,7 +433,7 @@ class Receiver:
             )
         elif worker and not requests[0].prompt.query:
             self._connections.want_direct(worker)
-        self._announce([request.prompt.digest for request in requests if request.waiters])
+        self._announce([request for request in requests if request.waiters])
         return True
 
     def on_datagram(self, message: RowsReady) -> None:

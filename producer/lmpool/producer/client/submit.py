@@ -438,11 +438,11 @@ class Submitter:
         self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
         self._connections.trouble = None
 
-    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
+    async def fetch_announced(self, requests: Sequence[PendingRequest]) -> None:
         """Fetch rows that workers announced; submits requests again whose rows are evicted or damaged."""
-        announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
-        await self.fetch(digests, are_stored=True)
-        # Skip digests with a newer request for the same prompt, which looks up its row itself.
+        # Skip requests that have ended. A newer request for the same prompt looks up its row itself.
+        announced = list(filter(self._requests.is_open, requests))
+        await self.fetch([request.prompt.digest for request in announced], are_stored=True)
         if lost := [request for request in announced if request.in_flight and self._requests.is_open(request)]:
             await self.submit(lost, again=True)
 
