@@ -75,7 +75,7 @@ async def test_an_info_that_was_read_before_a_change_does_not_replace_the_info_o
     pool.start()
     async with pool.producer("syn") as producer:
         session: Any = producer._sessions.session
-        before = session.info
+        before: ModelInfo = session.info
         later = before.of_version(Version(1, "0" * 16))
 
         async def find(_: object) -> ModelInfo:

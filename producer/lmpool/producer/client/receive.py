@@ -118,9 +118,8 @@ class Requester:
         """
         row = self._kept(prompt)
         if row is not None:
-            stats = self._stats
-            stats.requests += 1
-            stats.local_hits += 1
+            self._stats.requests += 1
+            self._stats.local_hits += 1
         elif self._lookups_left and not len(self._requests) and self._segments.has_any:
             if self._lookups_left == _MAX_LOOKUPS_PER_TICK:
                 self.loop.call_soon(setattr, self, "_lookups_left", _MAX_LOOKUPS_PER_TICK)
@@ -214,8 +213,7 @@ class Requester:
             rows = np.empty((len(prompts), vocab_size), np.float32)
         began, copied = self.loop.time(), set[int]()
         for index, prompt in enumerate(prompts if is_sharing else ()):
-            is_kept = self._kept(prompt) is not None
-            if not is_kept and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
+            if self._kept(prompt) is None and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
                 copied.add(index)
             if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
                 await asyncio.sleep(0)
@@ -520,22 +518,21 @@ class EntryReader:
         with suppress(TimeoutError):
             async with asyncio.timeout_at(min(read.until for read in reads)):
                 with self._connections.noting():
-                    results[:] = await self._read(reads)
+                    await self._read(reads, results)
 
-    async def _read(self, reads: list[_EntryRead]) -> list[Row | None]:
+    async def _read(self, reads: list[_EntryRead], results: list[Row | None]) -> None:
         model = self._connections.model
         # Use the current info: the model, and the encoding of its rows, may have changed since `read` was called.
         encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
         replies = await model.rows.entries([read.digest for read in reads], encoding, [read.ids for read in reads])
         sizes = {len(read.ids) for read in reads}
         if len(sizes) == 1 and (decoded := decode_alike(replies, vocab_size, sizes.pop())) is not None:
-            return list(decoded)
-        results: list[Row | None] = [None] * len(reads)
+            results[:] = decoded
+            return
         for at, (read, reply) in enumerate(zip(reads, replies, strict=True)):
             if reply is not None:
                 with suppress(errors.ProtocolError):
                     results[at] = decode_entries(reply, vocab_size, len(read.ids))
-        return results
 
 
 def _resolve(reads: list[_EntryRead], results: list[Row | None], _: object) -> None:
