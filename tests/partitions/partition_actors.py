@@ -241,7 +241,7 @@ class Client:
                 self.requests.resolve(request, WorkerError("failed"))
         else:
             self.submitter.homes.note([request.prompt for request in requests], fields[b"w"], partition.number)
-            await self.submitter.fetch_announced(digests)
+            await self.submitter.fetch_announced(requests)
 
     def is_unread(self, partition: Partition, message_id: bytes) -> bool:
         return _order(message_id) > _order(self._since.get(partition.reply, b"0-0"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import sys
 from pathlib import Path
@@ -16,6 +17,8 @@ from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
 from lmpool.producer import Producer
+from lmpool.protocol.model_info import ModelInfo
+from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import Pool, V, until_async
 from tests.versions.traffic import Seeds, Traffic, weights
@@ -64,6 +67,27 @@ async def test_a_producer_follows_versions_and_can_use_older_ones(pool: Pool) ->
     async with pool.producer("syn@2") as pinned, pool.producer() as unnamed:
         assert await is_of_seed(pinned, 20)
         assert unnamed.model.name == "syn@2"
+
+
+async def test_an_info_that_was_read_before_a_change_does_not_replace_the_info_of_the_new_version(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        session: Any = producer._sessions.session
+        before: ModelInfo = session.info
+        later = before.of_version(Version(1, "0" * 16))
+
+        async def find(_: object) -> ModelInfo:
+            return dataclasses.replace(before, partitions=(0, 1))
+
+        async def poll() -> None:  # Another task changes to the new version while this task polls the new partition.
+            session._change_model(later)
+
+        monkeypatch.setattr(session._discovery, "find", find)
+        monkeypatch.setattr(session._liveness, "poll", poll)
+        await session._reload_info()
+        assert session.info == later
 
 
 async def test_refused_weights_change_nothing(pool: Pool) -> None:

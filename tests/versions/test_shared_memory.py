@@ -85,9 +85,10 @@ def test_event_loops_with_different_versions_do_not_share_rows(pool: Pool) -> No
         # Another loop opens a session with the new version, while the session of the first loop still has the old one.
         row, version = asyncio.run(ask())
         assert (version, np.array_equal(row, synthetic_row([5], vocab_size=512, seed=4))) == (1, True)
+        batch, version = first.run_until_complete(producer.versioned(producer.batch_logprobs, [[5]]))
+        assert np.array_equal(batch[0], synthetic_row([5], vocab_size=512, seed=4 if version else 0))
         row, version = first.run_until_complete(ask())
-        seed = 4 if version else 0
-        assert np.array_equal(row, synthetic_row([5], vocab_size=512, seed=seed))
+        assert np.array_equal(row, synthetic_row([5], vocab_size=512, seed=4 if version else 0))
     finally:
         first.run_until_complete(producer.close())
         first.close()

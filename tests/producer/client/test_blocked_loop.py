@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lmpool.aio import silence_limit
 from lmpool.producer import Producer
 from lmpool.producer.client import discovery
 from lmpool.producer.client.requests import ENDLESS_S
+from lmpool.rows.shared_memory import SegmentReader
 from lmpool.synthetic import synthetic_row
 from tests.support.gate import Gate
 from tests.support.pool import Pool, SkippingLoop, V, run_skipping, until_async
@@ -22,6 +24,8 @@ PAUSE_S = 31.0
 PAUSES = 15
 """Number of pauses, fewer than the parts into which a client divides its limit for the server's silence."""
 PROMPT = [1, 2, 3]
+LARGE_V = 8192
+"""Entries of a row that is large enough for shared memory."""
 
 
 async def pause(loop: SkippingLoop, every: int, times: int = PAUSES) -> None:
@@ -68,19 +72,30 @@ def test_a_request_survives_a_blocked_loop_while_it_is_pending(pool: Pool, tmp_p
 async def test_requests_succeed_when_no_thread_can_start(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python starts no threads after the main thread has ended, but other threads may still use a producer."""
     monkeypatch.setattr(discovery, "_SCAN_S", 0.001)
-    scanned = asyncio.Event()
+    refresh, scanned = SegmentReader.refresh, asyncio.Event()
 
-    async def scan(_: object) -> None:
+    async def observed(reader: SegmentReader, fingerprint: str) -> None:
         scanned.set()
-        await asyncio.to_thread(lambda: None)
+        await refresh(reader, fingerprint)
 
-    pool.start()
-    async with pool.producer(cache_bytes=0) as producer:
+    async def publish() -> None:
+        async with pool.producer("syn") as publisher:
+            await publisher.publish_weights({"seed": np.array(4)})
+
+    pool.start("--vocab-size", LARGE_V)
+    async with pool.producer("syn", cache_bytes=0) as producer:
         await producer.logprobs(PROMPT)
         await asyncio.get_running_loop().shutdown_default_executor()
-        monkeypatch.setattr(discovery.Connections, "scan_segments", scan)
+        monkeypatch.setattr(SegmentReader, "refresh", observed)
         await asyncio.wait_for(scanned.wait(), 60)
-        assert np.array_equal(await producer.logprobs([4, 5]), synthetic_row([4, 5], vocab_size=V))
+        assert np.array_equal(await producer.logprobs([4, 5]), synthetic_row([4, 5], vocab_size=LARGE_V))
+        publishing = threading.Thread(target=asyncio.run, args=[publish()])
+        publishing.start()
+        changed = synthetic_row([4, 5], vocab_size=LARGE_V, seed=4)
+        assert np.array_equal(await producer.logprobs([4, 5], min_version=1), changed)
+        async with pool.producer("syn") as opened_later:
+            assert np.array_equal(await opened_later.logprobs([4, 5], min_version=1), changed)
+        publishing.join()
 
 
 def test_a_silence_limit_expires_in_a_running_loop_and_after_many_pauses() -> None:

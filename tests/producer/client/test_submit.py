@@ -51,7 +51,7 @@ def table() -> Table:
 
 
 class Interrupted(Tasks):
-    """Stand-in for connections: the reader fails once; then it records the digests of fetched rows."""
+    """Stand-in for connections: the reader fails once; then it records the prompts whose rows are fetched."""
 
     noting = Connections.noting
 
@@ -62,7 +62,7 @@ class Interrupted(Tasks):
         self.partition: Any = Partition(0, self, self, self.model.keys, b"reply")  # type: ignore[arg-type]
         self.ended_within_reply = False
         self.homes = Homes()
-        self.fetched: asyncio.Future[Sequence[bytes]] = asyncio.get_running_loop().create_future()
+        self.fetched: asyncio.Future[list[Prompt]] = asyncio.get_running_loop().create_future()
         self._requests = requests
         self._calls = 0
 
@@ -72,10 +72,10 @@ class Interrupted(Tasks):
             raise ServerUnreachable("lost")
         await asyncio.Event().wait()
 
-    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
-        for digest in digests:
-            self._requests.resolve_found([digest], [row()])
-        self.fetched.set_result(digests)
+    async def fetch_announced(self, requests: Sequence[PendingRequest]) -> None:
+        for request in requests:
+            self._requests.resolve_found([request.prompt.digest], [row()])
+        self.fetched.set_result([request.prompt for request in requests])
 
     def note(self, error: BaseException) -> None:
         assert isinstance(error, ServerUnreachable)
@@ -90,10 +90,29 @@ async def test_after_a_lost_connection_warming_requests_stay_pending(table: Tabl
     receiver = Receiver(connections, table.requests, connections, lambda: None)
     async with asyncio.TaskGroup() as group:
         parts = [group.create_task(part) for part in (receiver.read(connections.partition), receiver.collect())]
-        assert await asyncio.wait_for(connections.fetched, DEADLINE_S) == [prompt(2).digest]
+        assert await asyncio.wait_for(connections.fetched, DEADLINE_S) == [prompt(2)]
         for part in parts:
             part.cancel()
     assert list(table.requests) == [warming, waits_here], "rows of unsent requests are not fetched"
+
+
+async def test_a_prompt_that_is_warmed_after_its_request_has_ended_stays_pending_until_its_row_is_stored(
+    table: Table,
+) -> None:
+    connections: Any = Answering("Q")
+    submitter, listener = submitter_of(table, connections), Listener()
+    receiver = Receiver(connections, table.requests, submitter, lambda: None)
+    ended, _ = table.requests.add(prompt(1), listener)
+    assert table.requests.admit(deque([ended])) == [ended]
+    receiver._announce_all(connections.partitions[0])  # As after a lost connection: perhaps the row was announced.
+    table.requests.remove_waiter(ended, listener)
+    warming, _ = table.requests.add(prompt(1), listener, warm=True)
+    connections.spawn(receiver.collect())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    await connections.end_tasks()
+    assert table.requests.is_open(warming)
+    assert not listener.results
 
 
 # The hit rate of lookups
@@ -273,6 +292,30 @@ async def test_a_refused_prompt_stays_refused_when_it_cannot_be_sent_again(table
     connections.call, connections.note = fails, lambda error: None
     await submitter._send([request])
     assert (request.stage, request.is_refused) == (Stage.UNSENT, True)
+    await connections.end_tasks()
+
+
+async def test_a_prompt_that_is_requested_again_during_its_cancellation_keeps_its_job(table: Table) -> None:
+    withdrawn: list[bytes] = []
+
+    class Recording(Answering):
+        async def call(self, command: str, sha: str, keys: int, *rest: bytes) -> bytes:
+            waiting = self.model.keys.waiting
+            withdrawn.extend(key.removeprefix(waiting) for key in rest[:keys] if key.startswith(waiting))
+            # During the call for the first portion, the last prompt of the second portion is requested again.
+            table.requests.add(prompts[-1], Listener())
+            return await super().call(command, sha, keys, *rest)
+
+    connections, prompts = Recording("Q"), [prompt(at // 50, at % 50) for at in range(MAX_AT_ONCE + 3)]
+    submitter, listener = submitter_of(table, connections), Listener()
+    for one in prompts:
+        request, _ = table.requests.add(one, listener)
+        request.stage = Stage.WAITING
+        table.requests.remove_waiter(request, listener)
+        submitter.cancel(request)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert withdrawn == [one.digest for one in prompts[:-1]]
     await connections.end_tasks()
 
 

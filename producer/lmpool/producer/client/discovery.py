@@ -165,17 +165,20 @@ class Connections(Tasks):
 
         self.spawn(try_worker())
 
-    def follow(self, info: ModelInfo) -> None:
-        """Use the current info of the same model, in which a worker may have added partitions."""
+    def follow(self, info: ModelInfo) -> bool:
+        """Use the current info of the same model; returns whether its partitions have changed."""
         has_changed = info.partitions != self.model.info.partitions
         self.model = replace(self.model, info=info)
         if has_changed:
             self._set_reader()
+        return has_changed
 
     async def scan_segments(self) -> None:
         """Find the shared-memory segments of workers on this machine."""
         if self.model.host:
-            await self.segments.refresh(self.model.fingerprint)
+            # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
+            with suppress(RuntimeError):
+                await self.segments.refresh(self.model.fingerprint)
 
     async def follow_segments(self) -> None:
         """Scan for shared-memory segments, and close idle connections to row servers, once a second, forever.
@@ -186,9 +189,7 @@ class Connections(Tasks):
             await asyncio.sleep(_SCAN_S)
             if self.direct is not None:
                 self.direct.close_idle()
-            # RuntimeError: no thread can start, because too many threads run or the main thread has ended.
-            with suppress(RuntimeError):
-                await self.scan_segments()
+            await self.scan_segments()
 
     def check_open(self) -> None:
         """Raise ProducerClosed if the session has ended."""

@@ -116,11 +116,10 @@ class Requester:
         This checks shared memory at most four times per event-loop tick, and never while requests are pending, because
         the prompt would overtake these requests. Otherwise, the submitter checks shared memory for the prompt.
         """
-        row = self._cache.get(prompt.digest) if self._requests.owns_cache else None
+        row = self._kept(prompt)
         if row is not None:
-            stats = self._stats
-            stats.requests += 1
-            stats.local_hits += 1
+            self._stats.requests += 1
+            self._stats.local_hits += 1
         elif self._lookups_left and not len(self._requests) and self._segments.has_any:
             if self._lookups_left == _MAX_LOOKUPS_PER_TICK:
                 self.loop.call_soon(setattr, self, "_lookups_left", _MAX_LOOKUPS_PER_TICK)
@@ -132,6 +131,10 @@ class Requester:
                     self._cache.put(prompt.digest, row, is_shared=True)
                 self.count_hits(began)
         return row
+
+    def _kept(self, prompt: Prompt) -> Row | None:
+        """Return a prompt's row from the producer's own memory, if this memory has rows of this session's weights."""
+        return self._cache.get(prompt.digest) if self._requests.owns_cache else None
 
     def count_hits(self, began: float, count: int = 1) -> None:
         """Count requests that began at the loop time `began` and were served from the pool's cache just now."""
@@ -210,18 +213,18 @@ class Requester:
             rows = np.empty((len(prompts), vocab_size), np.float32)
         began, copied = self.loop.time(), set[int]()
         for index, prompt in enumerate(prompts if is_sharing else ()):
-            is_kept = self._cache.get(prompt.digest) is not None
-            if not is_kept and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
+            if self._kept(prompt) is None and self._segments.find(prompt.digest, vocab_size, rows[index]) is not None:
                 copied.add(index)
             if index % _ROWS_PER_TICK == _ROWS_PER_TICK - 1:
                 await asyncio.sleep(0)
+        self._connections.check_open()  # The session may have ended while this call yielded to the event loop.
         self.count_hits(began, len(copied))
         batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
         for index, prompt in enumerate(prompts):
             waiter: Waiter = partial(batch.put, index)
             if index in copied:
                 batch.count()
-            elif (row := self._cache.get(prompt.digest)) is not None:
+            elif (row := self._kept(prompt)) is not None:
                 self._stats.requests += 1
                 self._stats.local_hits += 1
                 waiter(row)
@@ -280,7 +283,7 @@ class Receiver:
         self._submitter = submitter
         self._on_change = on_change  # Called when a message says that the model has other weights.
         self.messages = 0
-        self._announced: list[bytes] = []
+        self._announced: list[PendingRequest] = []
         self._has_announced = asyncio.Event()
 
     async def read_all(self) -> None:
@@ -363,16 +366,16 @@ class Receiver:
         """Fetch announced rows, forever; rows that are announced during a fetch are fetched by the next fetch."""
         while True:
             await self._has_announced.wait()
-            digests, self._announced = self._announced, []
+            announced, self._announced = self._announced, []
             self._has_announced.clear()
             try:
-                await self._submitter.fetch_announced(digests)
+                await self._submitter.fetch_announced(announced)
             except TROUBLE as error:
                 self._connections.note(error)
 
-    def _announce(self, digests: list[bytes]) -> None:
-        if digests:
-            self._announced += digests
+    def _announce(self, requests: list[PendingRequest]) -> None:
+        if requests:
+            self._announced += requests
             self._has_announced.set()
 
     def _announce_all(self, partition: Partition) -> None:
@@ -381,7 +384,7 @@ class Receiver:
         Requests that only warm the cache need no row; the session submits warming requests again after a lease.
         """
         requests = [request for request in self._requests if request.partition in (None, partition.number)]
-        self._announce([request.prompt.digest for request in requests if request.in_flight and not request.warm])
+        self._announce([request for request in requests if request.in_flight and not request.warm])
 
     async def _on_message(self, fields: Mapping[bytes, bytes], partition: Partition) -> bool:
         """Resolve requests with the failure or the rows of a message, and announce the rows that must be fetched.
@@ -428,7 +431,7 @@ class Receiver:
             )
         elif worker and not requests[0].prompt.query:
             self._connections.want_direct(worker)
-        self._announce([request.prompt.digest for request in requests if request.waiters])
+        self._announce([request for request in requests if request.waiters])
         return True
 
     def on_datagram(self, message: RowsReady) -> None:
@@ -505,31 +508,34 @@ class EntryReader:
     def _flush(self) -> None:
         reads, self._reads = self._reads, []
         for at in range(0, len(reads), _MAX_ROWS_AT_ONCE):
-            self._connections.spawn(self._answer(reads[at : at + _MAX_ROWS_AT_ONCE]))
+            portion = reads[at : at + _MAX_ROWS_AT_ONCE]
+            results: list[Row | None] = [None] * len(portion)
+            task = self._connections.spawn(self._answer(portion, results))
+            # The end of the session cancels the task. A task that is cancelled before its first step runs no `finally`.
+            task.add_done_callback(partial(_resolve, portion, results))
 
-    async def _answer(self, reads: list[_EntryRead]) -> None:
-        results: list[Row | None] = [None] * len(reads)
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout_at(min(read.until for read in reads)):
-                    with self._connections.noting():
-                        results = await self._read(reads)
-        finally:  # Resolve the calls also when the session ends, which cancels this task.
-            for read, result in zip(reads, results, strict=True):
-                if not read.result.done():  # The caller may have been cancelled.
-                    read.result.set_result(result)
+    async def _answer(self, reads: list[_EntryRead], results: list[Row | None]) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(min(read.until for read in reads)):
+                with self._connections.noting():
+                    await self._read(reads, results)
 
-    async def _read(self, reads: list[_EntryRead]) -> list[Row | None]:
+    async def _read(self, reads: list[_EntryRead], results: list[Row | None]) -> None:
         model = self._connections.model
         # Use the current info: the model, and the encoding of its rows, may have changed since `read` was called.
         encoding, vocab_size = model.info.row_encoding, model.info.vocab_size
         replies = await model.rows.entries([read.digest for read in reads], encoding, [read.ids for read in reads])
         sizes = {len(read.ids) for read in reads}
         if len(sizes) == 1 and (decoded := decode_alike(replies, vocab_size, sizes.pop())) is not None:
-            return list(decoded)
-        results: list[Row | None] = [None] * len(reads)
+            results[:] = decoded
+            return
         for at, (read, reply) in enumerate(zip(reads, replies, strict=True)):
             if reply is not None:
                 with suppress(errors.ProtocolError):
                     results[at] = decode_entries(reply, vocab_size, len(read.ids))
-        return results
+
+
+def _resolve(reads: list[_EntryRead], results: list[Row | None], _: object) -> None:
+    for read, result in zip(reads, results, strict=True):
+        if not read.result.done():  # The caller may have been cancelled.
+            read.result.set_result(result)

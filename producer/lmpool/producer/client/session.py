@@ -270,10 +270,9 @@ class Session(Requester):
         if info is not None and _is_older(info, self.info):
             info = await self._discovery.find_served(self.info.base, self.info.version)
         if info is not None and info.fingerprint == self.info.fingerprint:
-            self._connections.follow(info)
-            if info.partitions != self.info.partitions:
+            self.info = info  # Before the poll: another task may change to a later version during the poll.
+            if self._connections.follow(info):
                 await self._liveness.poll()
-            self.info = info
         elif info is not None:  # Without an info, no worker serves the model, and requests wait for a worker.
             self._change_model(info)
             await self._connections.scan_segments()

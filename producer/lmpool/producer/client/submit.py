@@ -438,11 +438,11 @@ class Submitter:
         self._requests.counters.fetched_bytes += await rows.get_many(wanted, resolve, lengths)
         self._connections.trouble = None
 
-    async def fetch_announced(self, digests: Sequence[bytes]) -> None:
+    async def fetch_announced(self, requests: Sequence[PendingRequest]) -> None:
         """Fetch rows that workers announced; submits requests again whose rows are evicted or damaged."""
-        announced = [request for digest in digests if (request := self._requests.get(digest)) is not None]
-        await self.fetch(digests, are_stored=True)
-        # Skip digests with a newer request for the same prompt, which looks up its row itself.
+        # Skip requests that have ended. A newer request for the same prompt looks up its row itself.
+        announced = list(filter(self._requests.is_open, requests))
+        await self.fetch([request.prompt.digest for request in announced], are_stored=True)
         if lost := [request for request in announced if request.in_flight and self._requests.is_open(request)]:
             await self.submit(lost, again=True)
 
@@ -463,13 +463,14 @@ class Submitter:
     async def _send_cancelled(self) -> None:
         self._is_cancelling = False
         for partition, digests in self._by_partition(self._cancelled).items():
-            with (
-                self._connections.noting()
-            ):  # If the command fails, this client's registrations for the prompts expire.
-                await self._cancel(partition, [digest for digest in digests if self._requests.get(digest) is None])
-                # Remove the digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
-                for digest in digests:
-                    self._cancelled.pop(digest, None)
+            with self._connections.noting():  # If a command fails, this client's registrations for the prompts expire.
+                for at in range(0, len(digests), scripts.MAX_AT_ONCE):
+                    portion = digests[at : at + scripts.MAX_AT_ONCE]
+                    # Check now: during the calls before, prompts of this portion may have been requested again.
+                    await self._cancel(partition, [digest for digest in portion if self._requests.get(digest) is None])
+                    # Remove digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
+                    for digest in portion:
+                        self._cancelled.pop(digest, None)
 
     async def cancel_all(self) -> None:
         """Withdraw all requests, and remove their weights and the reply streams, because the session ends.
