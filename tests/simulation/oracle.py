@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.aio import _MAX_DELAY_S
+from lmpool.broker.connection import reply_timeout
 from lmpool.errors import (
     AdapterChanged,
     AdapterRefused,
@@ -123,6 +124,8 @@ class Oracle:
         self._changes: list[AdapterChange] = []
         self._failed = set[tuple[int, ...]]()  # Prompts of failed steps.
         self._fatal_loads = 0
+        is_silent = any(fault.kind == "half open" for fault in world.plan.faults)
+        self._repeats_s = _MAX_DELAY_S + is_silent * reply_timeout(world.plan.lease_s)
         self._used = 0, math.inf  # The version that clients use, and since when workers serve it.
         self._turns: dict[Process, float] = {}  # Process of a worker -> time until which it has the turn to change.
 
@@ -258,9 +261,9 @@ class Oracle:
                 is_deadly = any(prompt in world.deadly for prompt in request.prompts)
                 return given_up or is_deadly or self._has_failed(request)
             case ServerError():
-                # The last error of the server is the reason until the server answers again, or is tried again.
+                # The last error of the server is the reason until the client has tried again, or noticed the silence.
                 full_at = now if world.server.process.resume_at > now and world.full_at > -math.inf else world.full_at
-                is_full = "memory" in str(error) and full_at >= min(request.began, now - _MAX_DELAY_S)
+                is_full = "memory" in str(error) and full_at >= min(request.began, now - self._repeats_s)
                 return is_full or (self._may_lose_adapters and "has lost a change of the adapter" in str(error))
             case ProducerClosed():
                 return request.client.is_closing

@@ -195,7 +195,9 @@ class VersionKeeper:
             return True
         self._renewing = asyncio.create_task(self._keep_turn(), name="turn")
         try:
-            await self._check_turn(newest)
+            registered = await self._registry.read()  # It may have changed before this worker's turn.
+            if registered.newest_usable == newest:
+                self.next = registered.chain()
         finally:
             if self.next is None:
                 await self.end_turn()
@@ -213,12 +215,6 @@ class VersionKeeper:
                     return True
         self._waits_until = math.inf
         return False
-
-    async def _check_turn(self, newest: Version) -> None:
-        """Decide to change to a version, unless the registry has changed before this worker's turn."""
-        registered = await self._registry.read()
-        if registered.newest_usable == newest:
-            self.next = registered.chain()
 
     async def _keep_turn(self) -> None:
         while True:
