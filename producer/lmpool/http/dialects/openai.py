@@ -348,11 +348,7 @@ def _head(target: Target) -> dict[str, Any]:
 
 def usage(prompt_tokens: int, new_tokens: int) -> dict[str, int]:
     """The field `usage`."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": new_tokens,
-        "total_tokens": prompt_tokens + new_tokens,
-    }
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens}
 
 
 # Streams

@@ -52,8 +52,7 @@ CLOSED = "the producer was closed while the request was in flight"
 
 # Seconds between two scans for shared memory. A new worker's rows are read from Redis until a scan finds its memory.
 _SCAN_S = 1.0
-# Min seconds between two lookups of a worker's row server, while rows come through Redis.
-_DIRECT_CHECK_S = 1.0
+_DIRECT_CHECK_S = 1.0  # Min seconds between two lookups of a worker's row server, while rows come through Redis.
 
 T = TypeVar("T")
 
@@ -61,10 +60,8 @@ _log = logging.getLogger("lmpool.producer")
 
 # Max unreadable model infos that one client logs. An info is logged only once, because it is read every second.
 _MAX_WARNED = 100
-# Max loading workers whose models an error text names, so that its cost does not grow with the pool.
-_MAX_NAMED = 8
-# Max later versions, the newest ones, that are checked for workers which load them.
-_MAX_LATER = 4
+_MAX_NAMED = 8  # Max loading workers whose models an error text names, so that its cost does not grow with the pool.
+_MAX_LATER = 4  # Max later versions, the newest ones, that are checked for workers which load them.
 # Min seconds without a worker before requests fail: a worker that restarts needs about as long to register again.
 _RESTART_S = 5.0
 # If two checks are at least this many seconds apart, workers may have joined and left unnoticed in between.

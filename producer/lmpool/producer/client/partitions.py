@@ -220,10 +220,7 @@ class Partitions:
         return own if own in usable and own.batches <= _FACTOR * other.batches + _SLACK else other
 
     async def _meet(
-        self,
-        requests: Iterable[PendingRequest],
-        chosen: dict[PendingRequest, Partition],
-        usable: Sequence[Partition],
+        self, requests: Iterable[PendingRequest], chosen: dict[PendingRequest, Partition], usable: Sequence[Partition]
     ) -> None:
         """Replace the partitions in `chosen` by those that other clients have chosen earlier for the same prompts."""
         by_record: dict[Partition, list[PendingRequest]] = defaultdict(list)

@@ -33,8 +33,7 @@ Mode = Literal["logprobs", "logits"]
 _MAX_PARTS_IN_FLIGHT = 2
 # Max entries read one by one from a cached row. For more entries, a query to a worker costs the server less.
 _MAX_READ_IN_PLACE = 128
-# Max share of a row's entries that a query requests. For more entries, the row itself is requested.
-_MAX_SHARE = 1 / 8
+_MAX_SHARE = 1 / 8  # Max share of a row's entries that a query requests. For more entries, the row itself is requested.
 
 
 _MIN_TOP = 8  # Request at least this many top tokens, so that calls share results.

@@ -48,15 +48,12 @@ _MAX_ID_BYTES = len("9999999999999-18446744073709551615")
 _XREAD = (b"XREAD", b"COUNT", 1000, b"BLOCK")
 # Max and min seconds for which a read of the reply stream blocks; in between, a third of a lease.
 _MAX_BLOCK_S, _MIN_BLOCK_S = 5.0, 1.0
-# Number of messages read between two trims of the reply stream, because each trim costs a command.
-_TRIM_INTERVAL = 16
-# Event-loop ticks to yield after a read, so that callers can submit their next prompt.
-_YIELDED_TICKS = 4
+_TRIM_INTERVAL = 16  # Number of messages read between two trims of the reply stream, because each trim costs a command.
+_YIELDED_TICKS = 4  # Event-loop ticks to yield after a read, so that callers can submit their next prompt.
 # Seconds to pause after messages about rows that datagrams had brought, while fewer than this number of requests are
 # pending: one command then reads the messages of several such requests. A lost datagram costs this time.
 _PAUSE_S, _FEW_REQUESTS = 0.001, 2
-# Max rows that a batch reads from shared memory before it yields to the event loop.
-_ROWS_PER_TICK = 8
+_ROWS_PER_TICK = 8  # Max rows that a batch reads from shared memory before it yields to the event loop.
 # Max lookups of single rows in shared memory per event-loop tick, so that other tasks get their turn.
 _MAX_LOOKUPS_PER_TICK = 4
 # Max rows from which one script call reads up to 128 entries each: the call blocks the server for a few ms.

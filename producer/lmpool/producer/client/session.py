@@ -40,16 +40,13 @@ _log = logging.getLogger("lmpool.producer")
 
 # Number of tasks that fetch announced rows: one task decodes rows while the other task waits for the server.
 _COLLECTORS = 2
-# Seconds between two checks of the model, its workers, and requests without a reply.
-_WATCH_S = 1.0
+_WATCH_S = 1.0  # Seconds between two checks of the model, its workers, and requests without a reply.
 # Seconds between two such checks while answers arrive, or nothing is requested: each check costs the server commands.
 _CALM_WATCH_S = 5.0
 # Max requests without a reply that are checked per second, so that the check does not occupy the server for long.
 _MAX_RECHECKED = 2000
-# Max seconds for the commands that remove this client from the server when the session closes.
-_GOODBYE_S = 1.0
-# Max seconds for which a publisher waits until new clients use its version.
-_USED_S = 5.0
+_GOODBYE_S = 1.0  # Max seconds for the commands that remove this client from the server when the session closes.
+_USED_S = 5.0  # Max seconds for which a publisher waits until new clients use its version.
 # Max workers, chosen at random, that the session checks every second: have they left the pool?
 _MAX_WORKERS_CHECKED = 32
 # Max seconds between two tries to open a session while the server is unreachable or no worker serves the model.

@@ -24,14 +24,11 @@ from lmpool.protocol.keys import GROUP
 from lmpool.rows.cache import Found
 
 _NO_ROW = np.empty(0, np.float32)
-# Send requests without delay when this many requests are unsent, even while rows are arriving.
-_MAX_HELD_BACK = 64
-# Max requests whose submission costs about as much as looking up their rows in the cache.
-_FEW = 8
+_MAX_HELD_BACK = 64  # Send requests without delay when this many requests are unsent, even while rows are arriving.
+_FEW = 8  # Max requests whose submission costs about as much as looking up their rows in the cache.
 # Min share of cache hits at which a lookup pays off, for more than `_FEW` requests and for at most `_FEW` requests.
 _MIN_HIT_RATE_OF_MANY, _MIN_HIT_RATE_OF_FEW = 0.02, 0.5
-# Number of batches over which the hit rate is averaged.
-_HIT_RATE_WINDOW = 8
+_HIT_RATE_WINDOW = 8  # Number of batches over which the hit rate is averaged.
 # Min and max seconds for which the server keeps a waiting client registered. Clients register again once per lease.
 _MIN_PATIENCE_S, _MAX_PATIENCE_S = 5.0, 3600.0
 # Max bytes of token ids per script call, so that a call blocks the server only for a few ms.
@@ -43,15 +40,12 @@ _WEIGHTS_PER_ID_BYTE = 8
 _MAX_HOMES = 65_536
 # Bytes of a block: 16 tokens of 4 bytes. The home of a prompt is recorded for its whole blocks too.
 _BLOCK_BYTES = 16 * 4
-# Max block boundaries at which a prefix of a prompt is looked up.
-_MAX_BLOCKS = 8
-# Bytes at each end of a prompt that identify the prompt: 64 tokens.
-_END_BYTES = 64 * 4
+_MAX_BLOCKS = 8  # Max block boundaries at which a prefix of a prompt is looked up.
+_END_BYTES = 64 * 4  # Bytes at each end of a prompt that identify the prompt: 64 tokens.
 # Bytes cut off a prompt to look up its prefixes, the most likely first: most prompts extend a prompt by one token.
 _CUT_BYTES = (4, 0, 8, 12, 16)
 _NO_HOME = b"", 0
-# Value for `submit.lua`: the prompt has the home and the prefix of the previous prompt.
-_SAME_HOME = b"="
+_SAME_HOME = b"="  # Value for `submit.lua`: the prompt has the home and the prefix of the previous prompt.
 
 
 class Homes:
