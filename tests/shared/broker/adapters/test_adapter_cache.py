@@ -130,6 +130,19 @@ async def test_no_note_of_a_load_stays_if_the_server_is_away_at_its_end(
         assert not pool.redis.exists(*was_away)
 
 
+async def test_an_own_adapter_that_was_evicted_is_loaded_again_after_a_change_of_weights(
+    pool: Pool, tmp_path: Path
+) -> None:
+    own = write(tmp_path, "own", "1")
+    backend = SyntheticBackend(SyntheticSettings(name="syn", vocab_size=V, adapters=[f"own={own}"]))
+    async with serving(pool, backend, max_adapters=1), pool.producer("syn", timeout=20) as producer:
+        await check(producer, "own", revision_in(own))
+        await check(producer, "other", await producer.add_adapter("other", write(tmp_path, "other", "2")))
+        assert await producer.publish_weights({"seed": np.array(0)}) == 1
+        row = await producer.logprobs([9], adapter="own", min_version=1)
+        assert np.array_equal(row, expected([9], revision_in(own)))
+
+
 async def test_a_worker_that_ends_computes_a_prompt_whose_adapter_it_loads(pool: Pool, tmp_path: Path) -> None:
     backend = _LoadsLater(SyntheticSettings(name="syn", vocab_size=V, step_ms=2500))
     folder = write(tmp_path, "a", "1")

@@ -137,6 +137,7 @@ class AdapterCache:
 
     def failure_of(self, adapter: str) -> Failure:
         """The failure of a job whose adapter the backend does not have."""
+        self._loaded.pop(adapter, None)  # After a change of weights, an own adapter that was evicted must be loaded.
         stale = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
         return self._refused.get(adapter, (stale, 0.0))[0]
 
