@@ -124,6 +124,37 @@ async def test_a_request_for_the_row_that_joins_queries_is_computed_and_not_drop
     assert set(in_flight[PROMPT].entries) == {b"1-0", b"2-0"}
 
 
+async def test_a_request_for_a_row_that_joins_a_query_while_another_row_is_published_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rows of both prompts are in this worker's shared memory."""
+    recorder, other, is_publishing, may_end = Recorder(), b"o" * 16, asyncio.Event(), asyncio.Event()
+    dispatcher, in_flight = dispatching(recorder)
+
+    async def publish_rows(*_: object) -> None:
+        is_publishing.set()
+        await may_end.wait()
+
+    async def answer(*_: object) -> None:
+        """The query is answered."""
+
+    monkeypatch.setattr(dispatcher, "_find_row", lambda prompt, digest: object())
+    monkeypatch.setattr(dispatcher, "_publish_rows", publish_rows)
+    monkeypatch.setattr(dispatcher.queries, "answer", answer)
+    query = TrieQuery("sum", "0" * 32, "inner")
+    prompts = reading(b"1-0", query=query), reading(b"2-0", other, query=query)
+    for prompt in prompts:
+        in_flight[prompt.digest] = prompt
+    await dispatcher.accept(taken(reading(b"3-0")))
+    answering = asyncio.create_task(dispatcher._answer_from_rows(prompts))
+    await asyncio.wait_for(is_publishing.wait(), DEADLINE_S)
+    await dispatcher.accept(taken(reading(b"4-0", other)))
+    may_end.set()
+    await answering
+    assert list(in_flight[other].entries) == [b"4-0"]
+    assert in_flight[other] in dispatcher._to_prepare.get_nowait()
+
+
 async def test_a_bulk_prompt_becomes_interactive_when_another_client_joins() -> None:
     recorder = Recorder()
     dispatcher, in_flight = dispatching(recorder)

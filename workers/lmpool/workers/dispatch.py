@@ -41,11 +41,8 @@ MAX_CHECKED = 64
 _LOG_DROPPED_INTERVAL_S = 60.0  # Seconds between two log lines about dropped prompts.
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
-# Max ms that a read for jobs blocks. Jobs in its lane and wake-ups end the read; after this time an idle worker checks
-# for jobs in any case, because the server may have lost a wake-up.
-_MAX_BLOCK_MS = 10_000
-# Max seconds of a short step. A short step ends before the next call of the server, so one call takes several batches.
-# With longer steps, a worker takes one batch per call, and leaves the other prompts to other workers.
+_MAX_BLOCK_MS = 10_000  # Max ms of a read for jobs: then a worker looks for jobs whose wake-up the server has lost.
+# Max seconds of a step that is shorter than a call of the server, so that one call takes several batches.
 _SHORT_STEP_S = 0.001
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024  # Max bytes of the prompts that a call takes: far below a connection's limit.
 _MAX_UNPUBLISHED_BATCHES = 4  # Max batches of prompts that a worker holds before their results are published.
@@ -102,8 +99,7 @@ class ResultQueue:
     def put(self, result: StepResult) -> None:
         """Add the result of a step."""
         # A step that has only failures counts as large, so that its failures do not wait for rows of other steps.
-        is_small = 0 < result.nbytes <= _SMALL_BYTES
-        (self._small if is_small else self._large).put_nowait(result)
+        (self._small if 0 < result.nbytes <= _SMALL_BYTES else self._large).put_nowait(result)
         self._lifecycle.notify()
 
     async def run(self, publish: Callable[[Sequence[StepResult]], Awaitable[None]], *, small: bool) -> None:
@@ -231,7 +227,7 @@ class FetchLoop:
         """
         lifecycle = self.lifecycle
         async with self.paused():
-            alone, claims, pause_s = False, 0, 0.0
+            alone, claims = False, 0
             while True:
                 # A busy worker claims as soon as it has capacity: jobs of crashed workers go before new jobs.
                 is_free = alone or await self._wait_until(lambda: lifecycle.stopping.is_set() or self._capacity() > 0)
@@ -252,9 +248,9 @@ class FetchLoop:
                     await lifecycle.wait_for(lambda: not self.in_flight)
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
                     # Do not take the prompt: another worker may become empty sooner, or a later claim takes the prompt.
-                    pause_s = self._claim_wait_s
                     break
-        await asyncio.sleep(pause_s)  # The worker takes new prompts now, even if it gets the turn to claim again.
+        if alone:  # The worker takes new prompts now, even if it gets the turn to claim again.
+            await asyncio.sleep(self._claim_wait_s)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
         """Wait until a condition holds, for at most `_DRAIN_SHARE` of a lease; return whether it holds."""
@@ -407,9 +403,11 @@ class Dispatcher:
     async def _answer_from_rows(self, prompts: Sequence[InFlightPrompt]) -> Collection[InFlightPrompt]:
         """Answer the requests for prompts whose rows this worker's shared memory holds; return these prompts."""
         found = {prompt: block for prompt in prompts if (block := self._find_row(prompt, prompt.digest)) is not None}
+        # Divide the prompts before the first await: requests for rows may join the others while a row is published.
+        ended = self._held_entries(prompt for prompt in found if not prompt.wants_row)
         for prompt in [prompt for prompt in found if prompt.wants_row]:
             await self._publish_rows(found[prompt], {prompt.digest: prompt})
-        if ended := self._held_entries(prompt for prompt in found if not prompt.wants_row):
+        if ended:
             entries = {prompt.digest: waiting for prompt, waiting in ended.items()}
             await self.queries.answer(entries, [found[prompt] for prompt in ended])
             self.release(ended)
