@@ -96,7 +96,7 @@ class Oracle:
         most: token ids of a prompt -> how often workers have read one of its jobs, at most.
         steps: token ids of a prompt -> in how many steps it was.
         plain: fingerprint, adapter and token ids of jobs for rows -> how often a worker has read such a job.
-        last: entries of jobs that were delivered for the last time.
+        last: process of a worker and entry of a job that the worker got for the last delivery.
         changing: processes of workers that change the version of their weights.
         draining: process of a worker that drains -> key of the list of workers that take jobs, and the worker's id.
         closed: processes of such workers that have closed their lanes.
@@ -113,7 +113,7 @@ class Oracle:
         self.plain: Counter[tuple[str, str, tuple[int, ...]]] = Counter()
         self._senders: dict[tuple[int, ...], SimulatedClient] = {}  # The first client that sent each prompt.
         self._steps_of: Counter[SimulatedClient | None] = Counter()
-        self.last = set[bytes]()
+        self.last = set[tuple[Process, bytes]]()
         self.changing: dict[Process, None] = {}
         self.draining: dict[Process, tuple[bytes, bytes]] = {}
         self.closed = set[Process]()
@@ -330,9 +330,9 @@ class Oracle:
             if count > self.deliveries[prompt] and prompt[0] not in (_GENERATED_FIRST, _OF_WORKERS):
                 self.violation(f"{list(prompt)} was in {count} steps after {self.deliveries[prompt]} deliveries")
 
-    def on_last_deliveries(self, entries: Sequence[Collection[bytes]]) -> None:
+    def on_last_deliveries(self, process: Process, entries: Sequence[Collection[bytes]]) -> None:
         """A worker begins a step; `entries` are those of each prompt. A job on its last delivery must be alone."""
-        if len(entries) > 1 and any(entry in self.last for of_prompt in entries for entry in of_prompt):
+        if len(entries) > 1 and any((process, entry) in self.last for of_prompt in entries for entry in of_prompt):
             self.violation("a prompt that may have ended two workers is computed together with others")
 
     def on_failed_step(self, worker: SimulatedWorker, prompts: Sequence[InFlightPrompt]) -> None:

@@ -141,7 +141,7 @@ def _notice_last_deliveries(oracle: Oracle) -> None:
     async def script(self: scripts.Script, redis: Any, keys: Any, args: Any) -> Any:
         reply = await call(self, redis, keys, args)
         if self is scripts.CLAIM_EXPIRED:
-            oracle.last.update(entry[0] for entry in reply[1] if entry[2] == MAX_DELIVERIES - 1)
+            oracle.last.update((PROCESS.get(), entry[0]) for entry in reply[1] if entry[2] == MAX_DELIVERIES - 1)
         return reply
 
     scripts.Script.__call__ = script  # type: ignore[method-assign]

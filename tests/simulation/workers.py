@@ -163,7 +163,8 @@ class SimulatedBackend(SyntheticBackend):
         jobs: list[Any] = list(self._jobs.values())[: self.batch]
         ids = [tuple(decode_ids(job.ids).tolist()) for job in jobs]
         worker.world.oracle.on_step(ids)
-        worker.world.oracle.on_last_deliveries([job.entries if isinstance(job, InFlightPrompt) else () for job in jobs])
+        held = [job.entries if isinstance(job, InFlightPrompt) else () for job in jobs]
+        worker.world.oracle.on_last_deliveries(worker.process, held)
         pause_s = worker.draw.uniform(0, 3 * plan.lease_s) if how == "fail" else 0.0
         if how or seconds > plan.lease_s / 2:
             worker.world.disturbed_at = worker.world.loop.time() + seconds + pause_s
