@@ -17,6 +17,7 @@ from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
 from lmpool.producer import Producer
+from lmpool.producer.client import versions as client_versions
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
@@ -88,6 +89,17 @@ async def test_an_info_that_was_read_before_a_change_does_not_replace_the_info_o
         monkeypatch.setattr(session._liveness, "poll", poll)
         await session._reload_info()
         assert session.info == later
+
+
+async def test_refused_versions_do_not_hide_the_served_one(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_versions, "_KEPT", 2)
+    pool.start()
+    async with pool.producer("syn") as publisher:
+        assert await publisher.publish_weights(weights(1)) == 1
+        for _ in range(4):
+            with pytest.raises(WeightsRefused):
+                await publisher.publish_weights(weights(-7))
+        assert list(await publisher.versions()) == [1, 4, 5]
 
 
 async def test_refused_weights_change_nothing(pool: Pool) -> None:

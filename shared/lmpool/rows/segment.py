@@ -70,9 +70,11 @@ class SegmentListener:
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
+            os.fchmod(
+                self._socket.fileno(), 0o600
+            )  # Before `bind`: other workers may remove a path on which nobody listens.
             with shared_memory.own_folder(path.parent, make=True) as opened:
                 self._socket.bind(f"{opened}/{path.name}")
-            path.chmod(0o600)
             self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
@@ -534,7 +536,9 @@ class SegmentWriter:
         segment, digest = self.segment, key[_NONCE_SIZE:]
         if segment is None or segment.nonce != key[:_NONCE_SIZE] or (number := segment.find(digest)) is None:
             return False
-        memory[:] = segment.row(number).data
+        if len(row := segment.row(number).data) != len(memory):
+            return False  # Its encoding is not the one of the model info, which is the most likely one.
+        memory[:] = row
         # `find` returns a number only while the slot has the whole row, so this copy is whole.
         return segment.find(digest) == number
 

@@ -259,6 +259,17 @@ async def test_a_datagram_before_the_reply_to_the_submission_withdraws_no_job(ta
     assert table.counted() == {"computed": 1}
 
 
+@pytest.mark.parametrize("warms", [(False, True), (True, False)])
+async def test_a_datagram_does_not_end_a_request_that_warms_the_cache(table: Table, warms: tuple[bool, bool]) -> None:
+    """Another caller waits for the row itself. The row is stored when the server's message arrives."""
+    small = RowBlock([prompt(1).digest], row(-np.log(3))[None], None, Encoding.F32).encode(0)
+    connections: Any = Answering("Q")
+    receiver = Receiver(connections, table.requests, submitter_of(table, connections), lambda: None)
+    added = [table.requests.add(prompt(1), Listener(), warm=warm) for warm in warms]
+    receiver.on_datagram(RowsReady("f", b"w", {prompt(1).digest: small}, are_places=False))
+    assert all(table.requests.is_open(request) for request, _ in added)
+
+
 async def test_continuations_are_sent_after_other_prompts_with_their_max_tokens(table: Table) -> None:
     sent: list[tuple[list[bytes], tuple[object, ...]]] = []
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,28 @@ def test_a_worker_creates_the_folder_again_after_its_removal(place: Path) -> Non
     shutil.rmtree(place)
     assert not segment.keep_name()
     assert len(list(place.iterdir())) == 1
+    segment.close()
+
+
+def test_a_segment_whose_socket_another_worker_removes_before_it_listens_is_found(
+    reader: SegmentReader, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_folder = shared_memory.own_folder
+
+    @contextmanager
+    def swept(path: Path, **options: bool) -> Iterator[str]:
+        with own_folder(path, **options) as opened:
+            yield opened
+        for file in path.iterdir():
+            file.unlink()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "own_folder", swept)
+        segment = make()
+    put(segment, 1)
+    segment.keep_name()
+    refresh(reader)
+    assert reader.find(prompt(1), V) is not None
     segment.close()
 
 

@@ -265,6 +265,7 @@ def test_a_row_server_gets_whole_rows_of_its_own_segment_only(
         assert memory == row
         assert not writer.copy_to(memory, bytes(8) + prompt(name))
     assert not writer.copy_to(memory, segment.nonce + prompt(64))
+    assert not writer.copy_to(memory[:-2], segment.nonce + prompt(63)), "a row of another encoding"
     find_row = segment.row
 
     def reused(number: int) -> Any:

@@ -221,6 +221,7 @@ class PendingRequest:
         partition: number of the partition of the queue to which the request was sent last; None before.
         origin: the `ProducerStats` attribute for the request's first waiter; None while the row's source is unknown.
         is_private: whether no other client can make this request; its result leaves the cache once it has been read.
+        stored: whether a waiter needs the result in the cache; so a datagram may not end the request.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
         weights: the weights of a trie job, or None once the server has the weights.
         weights_name: name of the stored weights, or b"".
@@ -242,6 +243,7 @@ class PendingRequest:
     partition: int | None = None
     origin: str | None = None
     is_private: bool = False
+    stored: bool = False
     whole: bool = False
     weights: SentWeights | None = None
     weights_name: bytes = b""
@@ -251,7 +253,7 @@ class PendingRequest:
     @property
     def may_end_early(self) -> bool:
         """Whether a datagram may end the request, shortly before the worker stores the result in Redis."""
-        return not (self.warm or self.is_private or self.whole or self.damaged)
+        return not (self.stored or self.is_private or self.whole or self.damaged)
 
 
 class PendingRequests:
@@ -292,13 +294,13 @@ class PendingRequests:
         `warm` means that the waiter does not need the row itself.
         """
         request = self.get(prompt.digest)
-        if request is None:
-            request = self._requests[prompt.digest] = PendingRequest(prompt, {waiter: monotonic()}, until, warm)
-            return request, True
+        if is_new := request is None:
+            request = self._requests[prompt.digest] = PendingRequest(prompt, {}, until, warm)
         request.waiters[waiter] = monotonic()
         request.warm = request.warm and warm
+        request.stored = request.stored or warm
         request.until = max(request.until, until)
-        return request, False
+        return request, is_new
 
     def admit(self, unsent: deque[PendingRequest]) -> list[PendingRequest]:
         """Remove requests from `unsent` up to the per-client limit; returns the removed requests that have waiters."""

@@ -144,6 +144,8 @@ class WeightVersions:
                 registered = await self._insist(self._registry.read, deadline)
                 if reason := registered.reason(number):
                     await self._insist(partial(self._registry.forget, [version], keep_entries=True), deadline)
+                    refused = [other for other in registered.versions if registered.reason(other.number)]
+                    await self._insist(partial(self._registry.forget, refused[:-_KEPT]), deadline)
                     raise errors.WeightsRefused(f"no worker serves version {number}: {reason}")
                 if any(state == SERVED for other, state in registered.states.items() if other >= number):
                     break
