@@ -21,6 +21,7 @@ from msgspec.structs import replace
 import lmpool.batch
 from lmpool.batch import fetch
 from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
+from lmpool.batch.lines import Index, Source, open_source
 from lmpool.batch.run import Run
 from lmpool.batch.shards import Text, open_writer
 from lmpool.broker.bucket import named
@@ -315,6 +316,40 @@ def test_no_copy_is_kept_of_a_file_that_changes_while_it_is_unpacked(
     with pytest.raises(BatchError, match=f"{source} changed while it was unpacked. Run the command again"):
         fetch.plain_file(str(source))
     assert not list(fetch.cache_folder().iterdir())
+
+
+def test_two_commands_may_unpack_one_input_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"ids": [1]}\n' * 10))
+    first: list[tuple[Source, Index]] = []
+
+    def open_as_second(path: Path) -> gzip.GzipFile:
+        """Let the first command unpack and index the input after the second command found no copy."""
+        with monkeypatch.context() as patch:
+            patch.setitem(fetch._COMPRESSED, b"\x1f\x8b", gzip.GzipFile)
+            first.append((opened := open_source(str(path)), opened.index(4)))
+        return gzip.GzipFile(path)
+
+    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", open_as_second)
+    second = open_source(str(source))
+    for command, index in (*first, (second, second.index(4))):
+        assert [len(chunk.lines) for chunk in command.read(index, 4, [0, 1, 2])] == [4, 4, 2]
+    assert list(fetch.cache_folder().iterdir()) == [second.path]
+
+
+def test_the_cache_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # As Linux does on FAT.
+
+    monkeypatch.setattr("lmpool.batch.fetch.os.link", refuse)
+    source = packed(tmp_path / "in.jsonl.gz")
+    copy = fetch.plain_file(str(source))
+    assert copy.read_bytes() == source.name.encode()
+    assert fetch.plain_file(str(source)) == copy
+    assert list(fetch.cache_folder().iterdir()) == [copy]
 
 
 def test_the_cache_removes_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
