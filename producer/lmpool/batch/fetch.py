@@ -212,13 +212,13 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
         os.utime(path, ns=(time.time_ns(), path.stat().st_mtime_ns))
         return path
     _remove_unused(folder)
-    made = folder / f"{path.name}.{secrets.token_hex(4)}.tmp"
-    try:
-        with explained(str(path), f"Choose another folder with {CACHE_VARIABLE}", OSError):
-            make(made)
+    advice = f"Choose another folder with {CACHE_VARIABLE}"
+    with explained(str(path), advice, OSError), tempfile.TemporaryDirectory(prefix="staging-", dir=folder) as staging:
+        make(made := Path(staging) / path.name)
+        with suppress(OSError):  # Keep the copy of another process, which may be reading it.
+            os.link(made, path)
+        if not path.exists():  # The file system has no hard links.
             made.replace(path)
-    finally:
-        made.unlink(missing_ok=True)
     return path
 
 

@@ -321,6 +321,11 @@ class Folder:
             raise BatchError(f"{self.location} is not an output folder of `lmpool batch`: it has no {MANIFEST}")
         return manifest
 
+    def check_run(self, manifest: Manifest) -> None:
+        """Raise BatchRefused if another run has replaced the manifest."""
+        if (there := self.read_manifest()) is None or there.run != manifest.run:
+            raise BatchRefused(f"{self.location}: another run has begun here. Give it another folder")
+
     def placed(self, manifest: Manifest) -> dict[int, int]:
         """The size in bytes of each shard's file, by the shard's number; also of shards that are not done."""
         found = ((_SHARD.fullmatch(name), size) for name, size in self.listed().items())
@@ -345,7 +350,8 @@ class Folder:
         return {number: known[number] for number in placed if is_done(number)}
 
     def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
-        """Write a shard's errors and its note, then move its file into the folder."""
+        """Write a shard's errors and its note, then move its file into the folder, unless another run has begun."""
+        self.check_run(manifest)
         name = f"{_ERRORS_OF_SHARDS}/{shard.number:05}.jsonl"
         if errors:
             self.write(name, errors)
@@ -425,13 +431,6 @@ class Bucket(Folder):
 
     def _remove_temporary(self, min_age_s: float) -> None:
         """Do nothing: a bucket's temporary files are in a temporary folder of this machine, not in the store."""
-
-    def place_shard(self, manifest: Manifest, shard: Shard, path: Path, errors: list[bytes]) -> None:
-        """See `Folder.place_shard`; BatchRefused if another run replaced the manifest."""
-        there = self.read_manifest()
-        if there is None or there.run != manifest.run:
-            raise BatchRefused(f"{self.location}: another run has begun here. Give it another folder")
-        super().place_shard(manifest, shard, path, errors)
 
 
 def open_folder(location: str) -> Folder:

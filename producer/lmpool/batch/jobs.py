@@ -190,6 +190,7 @@ async def _answer(context: dict[str, Any], job: ShardJob) -> dict[str, Any]:
         raise BatchError(f"{named(job.source)} {changed}. Submit it again")
     producer = await _producer_of(context, job.pool)
     with folder.shared():
+        await asyncio.to_thread(folder.check_run, manifest)  # Another run may have begun before this job had the lock.
         # Check whether the shard is done: a worker may have been killed after the shard, before the end of the job.
         if not await asyncio.to_thread(folder.done, manifest, job.shard):
             await Run(producer, folder, manifest, source, index, job.settings, Progress()).run_shards([job.shard])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from lmpool.batch.folder import SUBMISSION, Folder, Input, Manifest, Model, Opti
 from lmpool.batch.run import BatchSettings, Outcome, Progress, run_batch
 from lmpool.producer import Producer
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import Pool, V, WorkerProcess, lmpool_command
+from tests.support.pool import Pool, V, WorkerProcess, lmpool_command, run_lmpool
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -81,3 +82,23 @@ def begin(pool: Pool, source: Path | str, output: Path | str, *options: str | in
     """Start a batch run as a process."""
     command = [*lmpool_command(), *arguments(pool, source, output, *options)]
     return WorkerProcess(command, pool.folder / f"{Path(output).name}.log")
+
+
+def batch(pool: Pool, command: str, *arguments: str | Path) -> str:
+    """Run a command of `lmpool batch`; return its output."""
+    ended = run_lmpool("batch", command, *map(str, arguments), "--redis", pool.url)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def worker(pool: Pool, *options: str) -> WorkerProcess:
+    """Start a worker of arq's jobs."""
+    command = [*lmpool_command(), "batch", "worker", "--lease-s", "2", "--redis", pool.url, "--files", str(pool.folder)]
+    return WorkerProcess([*command, *options], pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
+
+
+async def run_until_empty(pool: Pool) -> WorkerProcess:
+    """Run a worker of arq's jobs until no job is queued."""
+    process = worker(pool, "--burst")
+    assert await asyncio.to_thread(process.wait) == 0, process.text
+    return process

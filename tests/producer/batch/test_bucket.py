@@ -21,12 +21,13 @@ from msgspec.structs import replace
 import lmpool.batch
 from lmpool.batch import fetch
 from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
+from lmpool.batch.lines import Index, Source, open_source
 from lmpool.batch.run import Run
-from lmpool.batch.shards import Text, open_writer
+from lmpool.batch.shards import ShardWriter, Text, open_writer
 from lmpool.broker.bucket import named
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from tests.producer.batch.buckets import TestBucket
-from tests.producer.batch.runs import begin, content, draw_texts, run, write_lines, write_texts
+from tests.producer.batch.runs import begin, content, draw_texts, manifest_of, run, write_lines, write_texts
 from tests.support.pool import Pool, run_lmpool, until
 
 TEXTS = draw_texts(60)
@@ -166,6 +167,37 @@ async def test_a_run_ends_when_another_run_begins_in_its_bucket(pool: Pool, tmp_
     assert second.done(other) == {}
     with pytest.raises(BatchRefused, match="another run has begun here"):
         place(first, manifest, tmp_path / "out", made[1])
+
+
+@pytest.mark.parametrize("where", ["folder", "bucket"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_job_of_the_first_run_does_not_replace_a_shard_of_the_second_run(
+    tmp_path: Path, bucket: TestBucket, where: str, shards: int
+) -> None:
+    output = str(tmp_path / "out") if where == "folder" else f"{bucket.url}/out"
+    first = manifest_of("safetensors", shards)
+    second = replace(first, model=replace(first.model, adapter="poet@1"), done=[])
+    with open_folder(output).locked():
+        open_folder(output).begin(first)
+    with open_folder(output).shared():  # A job of the first run computes its first shard.
+        late = computed(output, first, 0, 1.0)
+        with open_folder(output).shared():
+            open_folder(output).begin(second)
+            second.done += [computed(output, second, number, 2.0).place() for number in range(shards)]
+            open_folder(output).sum_up(second)
+        with pytest.raises(BatchRefused, match="another run has begun here"):
+            late.place()
+        late.discard()
+    batch = lmpool.batch.open(output)
+    assert (batch.is_finished, batch.manifest.model.adapter) == (True, "poet@1")
+    assert [float(result["logprobs"].max()) for result in batch] == [2.0] * shards
+
+
+def computed(output: str, manifest: Manifest, number: int, value: float) -> ShardWriter:
+    """Return the writer of a shard with one text, whose rows all have one value, before the shard is placed."""
+    writer = open_writer(open_folder(output), manifest, number)
+    writer.add(Text(1 + 10 * number, None, [1, 2], range(2)), {"logprobs": np.full((2, 3), value, np.float32)}, True)
+    return writer
 
 
 def unfinished(folder: Path) -> tuple[Manifest, list[Shard]]:
@@ -315,6 +347,40 @@ def test_no_copy_is_kept_of_a_file_that_changes_while_it_is_unpacked(
     with pytest.raises(BatchError, match=f"{source} changed while it was unpacked. Run the command again"):
         fetch.plain_file(str(source))
     assert not list(fetch.cache_folder().iterdir())
+
+
+def test_two_commands_may_unpack_one_input_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"ids": [1]}\n' * 10))
+    first: list[tuple[Source, Index]] = []
+
+    def open_as_second(path: Path) -> gzip.GzipFile:
+        """Let the first command unpack and index the input after the second command found no copy."""
+        with monkeypatch.context() as patch:
+            patch.setitem(fetch._COMPRESSED, b"\x1f\x8b", gzip.GzipFile)
+            first.append((opened := open_source(str(path)), opened.index(4)))
+        return gzip.GzipFile(path)
+
+    monkeypatch.setitem(fetch._COMPRESSED, b"\x1f\x8b", open_as_second)
+    second = open_source(str(source))
+    for command, index in (*first, (second, second.index(4))):
+        assert [len(chunk.lines) for chunk in command.read(index, 4, [0, 1, 2])] == [4, 4, 2]
+    assert list(fetch.cache_folder().iterdir()) == [second.path]
+
+
+def test_the_cache_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")  # As Linux does on FAT.
+
+    monkeypatch.setattr("lmpool.batch.fetch.os.link", refuse)
+    source = packed(tmp_path / "in.jsonl.gz")
+    copy = fetch.plain_file(str(source))
+    assert copy.read_bytes() == source.name.encode()
+    assert fetch.plain_file(str(source)) == copy
+    assert list(fetch.cache_folder().iterdir()) == [copy]
 
 
 def test_the_cache_removes_only_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

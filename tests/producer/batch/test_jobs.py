@@ -38,11 +38,12 @@ from lmpool.batch.run import Pool as PoolOfJobs
 from lmpool.broker.server import Server
 from lmpool.embedded import EmbeddedServer
 from lmpool.errors import SettingsError
+from lmpool.producer import Producer
 from tests.producer.batch.buckets import TestBucket
-from tests.producer.batch.runs import content, draw_texts, run, write_lines, write_texts
+from tests.producer.batch.runs import batch, content, draw_texts, run, run_until_empty, worker, write_lines, write_texts
 from tests.shared.broker.secure_server import SecureServer
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, PATIENCE, Pool, WorkerProcess, lmpool_command, run_lmpool, until, until_async
+from tests.support.pool import DEADLINE_S, PATIENCE, Pool, run_lmpool, until, until_async
 
 TEXTS, SHARDS = draw_texts(120), 12
 OPTIONS = ("--what", "topk:3", "--shard-lines", "10", "--concurrency", "8")
@@ -89,31 +90,12 @@ def submitted(jobs_pool: Pool, tmp_path: Path, wanted: Wanted) -> Submitted:
     return source, tmp_path / "out", expected
 
 
-def batch(pool: Pool, command: str, *arguments: str | Path) -> str:
-    """Run a command of `lmpool batch`; return its output."""
-    ended = run_lmpool("batch", command, *map(str, arguments), "--redis", pool.url)
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
 def submit(pool: Pool, source: Path | str, output: Path | str) -> Any:
     return json.loads(batch(pool, "submit", source, output, *OPTIONS, "--prefix", pool.prefix, "--json"))
 
 
 def status(pool: Pool, output: Path | str) -> Any:
     return json.loads(batch(pool, "status", output, "--json"))
-
-
-def worker(pool: Pool, *options: str) -> WorkerProcess:
-    command = [*lmpool_command(), "batch", "worker", "--lease-s", "2", "--redis", pool.url, "--files", str(pool.folder)]
-    return WorkerProcess([*command, *options], pool.folder / f"arq-{len(list(pool.folder.glob('arq-*')))}.log")
-
-
-async def run_until_empty(pool: Pool) -> WorkerProcess:
-    """Run a worker of arq's jobs until no job is queued."""
-    process = worker(pool, "--burst")
-    assert await asyncio.to_thread(process.wait) == 0, process.text
-    return process
 
 
 def in_place(output: Path) -> int:
@@ -559,6 +541,29 @@ async def test_jobs_of_another_run_do_not_change_a_folder(jobs_pool: Pool, submi
     for path in output.glob("shard-*.jsonl"):
         for line in path.read_text("utf-8").splitlines():
             assert {len(row) for row in json.loads(line)["top_ids"]} == {5}
+
+
+async def test_jobs_compute_nothing_if_another_run_began_before_they_had_the_lock(
+    jobs_pool: Pool, tmp_path: Path, submitted: Submitted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output, _ = submitted
+    async with jobs_pool.producer() as producer:
+
+        async def run_another(*_: Any) -> Producer:
+            """Run another command to its end after the first job read the manifest."""
+            await run(producer, source, output, "topk:5")
+            return producer
+
+        monkeypatch.setattr("lmpool.batch.jobs._producer_of", run_another)
+        monkeypatch.setattr("lmpool.batch.jobs.Run", fail)
+        monkeypatch.setattr("lmpool.batch.jobs._DEFER_S", 0)  # Try the first job again at once.
+        options = worker_options(jobs_pool.url, files=tmp_path, jobs=1)
+        worker = BatchWorker(**options, burst=True, handle_signals=False, poll_delay=0.01)
+        await worker.main()
+        await worker.close()
+    assert (worker.jobs_complete, worker.jobs_retried, worker.jobs_failed) == (SHARDS, 1, 0)
+    batch = lmpool.batch.open(output)
+    assert (batch.is_finished, batch.manifest.options.what) == (True, "topk:5")
 
 
 async def test_jobs_in_progress_can_be_cancelled_and_others_queued(
