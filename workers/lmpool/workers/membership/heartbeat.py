@@ -25,16 +25,7 @@ from lmpool.aio import end_tasks
 from lmpool.broker import scripts
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import register
-from lmpool.broker.scripts import (
-    info_key,
-    read_alive,
-    read_alive_in,
-    read_consumers,
-    read_infos,
-    read_pointer,
-    read_queue_in,
-    read_texts,
-)
+from lmpool.broker.scripts import read_alive_in, read_infos, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
@@ -214,7 +205,7 @@ class Heartbeat:
         seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
-        await self.redis.hdel(info_key(self.keys, self.info.name), self.info.name)  # The value was too large.
+        await self.redis.hdel(scripts.info_key(self.keys, self.info.name), self.info.name)  # The value was too large.
         return b""
 
     async def _put_info(self, seen: bytes) -> bool:
@@ -225,7 +216,7 @@ class Heartbeat:
             advice = "serve these weights under another --name, or stop the other workers first"
             raise ModelMismatch(f"the model {self.info.name!r} is {theirs}: {advice}")
         name = self.info.name
-        return bool(await scripts.SWAP(self.redis, [info_key(self.keys, name)], [name, seen, self.info.pack()]))
+        return bool(await scripts.SWAP(self.redis, [scripts.info_key(self.keys, name)], [name, seen, self.info.pack()]))
 
     async def _serving(self, info: ModelInfo | None, seen: bytes) -> list[str]:
         """Other live workers with the weights of `info`; for None, all that do not serve this worker's weights."""
@@ -259,13 +250,13 @@ class Heartbeat:
             model = name.decode("utf-8", "replace")
             try:
                 if isinstance(seen, int):  # `seen` is the size of a value too large for an info.
-                    await self.redis.hdel(info_key(self.keys, model), name)
+                    await self.redis.hdel(scripts.info_key(self.keys, model), name)
                     continue
                 partitions = self._partitions_of(model, seen)
                 if model == self.info.name or (await read_alive_in(self.redis, partitions)).serving:
                     continue
                 # Keep the info while prompts wait: a worker that starts will serve them, unless their version is old.
-                if await self._is_old(model) or not (await read_queue_in(self.redis, partitions)).depth:
+                if await self._is_old(model) or not (await scripts.read_queue_in(self.redis, partitions)).depth:
                     await self._forget(model, seen, name)
             except ResponseError:
                 continue  # No rights on the model, or a key of a wrong type: leave the info to the model's own workers.
@@ -307,7 +298,7 @@ class Heartbeat:
         while moved:
             _, has_unknown, moved = await scripts.REMOVE_GONE(self.redis, swept, args)
         if has_unknown:
-            consumers, lease_ms = await read_consumers(self.redis, keys), int(self.info.lease_s * 1000)
+            consumers, lease_ms = await scripts.read_consumers(self.redis, keys), int(self.info.lease_s * 1000)
             for at in range(0, len(consumers), scripts.MAX_AT_ONCE):
                 part = consumers[at : at + scripts.MAX_AT_ONCE]
                 await scripts.ADD_DEADLINES(self.redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
@@ -326,12 +317,12 @@ class Heartbeat:
         partitions = self._partitions_of(model, seen)
         for keys in partitions:
             # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
-            queue += [*keys.queue, *[keys.lane(worker) for worker in await read_consumers(self.redis, keys)]]
+            queue += [*keys.queue, *[keys.lane(worker) for worker in await scripts.read_consumers(self.redis, keys)]]
         # Set the lifetimes first: if this worker crashes before it removes the info, another worker repeats all steps.
         for key in queue:
             await self.redis.pexpire(key, ttl_ms)
         has_workers = (await read_alive_in(self.redis, partitions)).serving > 0
-        infos = info_key(self.keys, model)
+        infos = scripts.info_key(self.keys, model)
         if has_workers or not await scripts.SWAP(self.redis, [infos], [field or model, seen, b""]):
             # A worker has joined since the caller's check, or another worker has removed the info first.
             for key in queue if has_workers or await self.redis.hstrlen(infos, field or model) else ():
@@ -347,7 +338,7 @@ class Heartbeat:
         base, number = split_name(model)
         if base == TRIE_SERVICE:
             return False  # Trie workers have no versions, and their Redis user may not read infos of models.
-        return (number or 0) < await read_pointer(self.redis, self.keys, base)
+        return (number or 0) < await scripts.read_pointer(self.redis, self.keys, base)
 
     def _fields(self, counters: Mapping[str, str | int | float]) -> list[str | int | float]:
         """The arguments of heartbeat.lua: the lease in ms, and the names and values of the fields."""
@@ -398,7 +389,7 @@ async def loading(server: Server, settings: WorkerSettings, worker_id: str, mode
     # Wait a quarter of a lease for a reply, so that a heartbeat without a reply is sent again before the lease expires.
     redis, keys = server.client(reply_timeout_s=reply_timeout(settings.heartbeat_s)), Keys(settings.prefix)
     with contextlib.suppress(RedisError, OSError):  # The heartbeats below log errors of the server.
-        if count := (await read_alive(redis, keys.model(model))).serving:
+        if count := (await scripts.read_alive(redis, keys.model(model))).serving:
             others = "1 worker serves" if count == 1 else f"{count} workers serve"
             _log.info("%s %r already: this one is added", others, model)
 
