@@ -309,8 +309,7 @@ class Worker:
                     _log.info("released %d prompts for other workers", released)
                 if not is_broken:  # If the backend broke, keep the note of the adapter load that may have broken it.
                     await serving.adapters.leave()
-                is_over = self.versions.next is None or self._is_ending
-                await serving.heartbeat.leave(for_good=is_over and not is_broken)
+                await serving.heartbeat.leave(for_good=not is_broken and (self._is_ending or not self.versions.next))
         except (RedisError, OSError, ProtocolError) as error:
             # No job is lost: the worker's keys expire, or other workers remove them.
             _log.warning("cannot deregister: %s", self.server.explain(error))

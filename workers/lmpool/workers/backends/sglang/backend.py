@@ -220,13 +220,16 @@ class SglangBackend(EngineBackend):
         finished.failures.update((each, text) for each, text in batch.failures.items() if held.pop(each, None))
         answered = {digest: values for digest, values in batch.positions.items() if held.pop(digest, None)}
         vectors.update(answered)
-        rows = [row for row, digest in enumerate(batch.digests) if held.pop(digest, None)]
+        # A continuation that was requested again since it was aborted has the same digest, but fewer tokens.
+        are_held = [digest in held and len(held[digest].ids) == 4 * length for digest, length in batch.prompts]
+        rows = [row for row, is_held in enumerate(are_held) if is_held]
+        digests = [held.pop(batch.prompts[row][0]).digest for row in rows]
         failed = 0
         if rows and batch.logits is not None:
             if batch.computed is not None:
                 torch.cuda.current_stream(batch.logits.device).wait_event(batch.computed)
-            logits = batch.logits if len(rows) == len(batch.digests) else batch.logits[rows]
-            encoded = self._encoder.encode([batch.digests[row] for row in rows], logits)
+            logits = batch.logits if len(rows) == len(batch.prompts) else batch.logits[rows]
+            encoded = self._encoder.encode(digests, logits)
             finished.failures.update(encoded.failures)
             failed = len(encoded.failures)
             if encoded.block is not None:

@@ -65,7 +65,7 @@ _T = TypeVar("_T")
 class EngineBatch(NamedTuple):
     """The results of one forward, by the digests of jobs."""
 
-    digests: Sequence[bytes] = ()  # Digests of the prompts that the forward has completed, one per row of `logits`.
+    prompts: Sequence[tuple[bytes, int]] = ()  # Digest and number of tokens of each completed prompt: rows of `logits`.
     logits: Tensor | None = None  # A copy of the logits (n, V) on the engine's device; None if no row is complete.
     computed: Any = None  # CUDA event after which the logits may be read; None on a CPU.
     tokens: int = 0  # Number of tokens of the completed prompts.
@@ -327,7 +327,7 @@ class SglangEngine:
         requests = list(batch.reqs)
         logits: Any = result.logits_output.next_token_logits if result.logits_output is not None else None
         process(batch, result, *more, **named)
-        rows, digests, failures, positions = [], [], {}, {}
+        rows, prompts, failures, positions = [], [], {}, {}
         tokens = reused = 0
         for row, request in enumerate(requests):
             # Skip logits of incomplete prompts: a prompt that is computed in parts has a row of logits for each part.
@@ -342,7 +342,7 @@ class SglangEngine:
                 raise WorkerError(f"SGLang has computed {len(request.origin_input_ids)} tokens of a prompt of {length}")
             if job.positions is None:
                 rows.append(row)
-                digests.append(job.digest)
+                prompts.append((job.digest, length))
             elif isinstance(answer := self._positions.take(request.rid), str):
                 failures[job.digest] = answer
             else:
@@ -364,7 +364,7 @@ class SglangEngine:
                 computed.record()
         if self.head is None and (part := self.scheduler.output_head.part) is not None:
             self.head = replace(part, weights=self._read_weights)
-        self._results.put(EngineBatch(digests, taken, computed, tokens, reused, failures, positions))
+        self._results.put(EngineBatch(prompts, taken, computed, tokens, reused, failures, positions))
 
     def _run_noted(self, run: Callable[..., Any], batch: Any, *more: Any, **named: Any) -> Any:
         self._batch = batch
