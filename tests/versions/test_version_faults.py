@@ -68,16 +68,23 @@ async def test_weights_that_end_each_worker_are_refused(pool: Pool, tmp_path: Pa
         assert await is_of_seed(publisher, 0)
 
 
-async def test_a_worker_that_ends_leaves_the_change_to_others(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("moment", ["before the publication", "during the drain for the change"])
+async def test_a_worker_that_ends_leaves_the_change_to_others(moment: str, pool: Pool, tmp_path: Path) -> None:
     gate = Gate(tmp_path / "gate")
     ending = pool.start(*LEASE, command=gate.command)
     async with pool.producer("syn") as publisher:
         asked = asyncio.create_task(publisher.logprobs([9]))
         await until_async(lambda: is_held(pool), "the prompt is in a step, which waits at the gate")
-        ending.signal(signal.SIGTERM)
-        await asyncio.to_thread(ending.until_says, "stopping: ")
+        if moment == "before the publication":
+            ending.signal(signal.SIGTERM)
+            await asyncio.to_thread(ending.until_says, "stopping: ")
         publishing = asyncio.create_task(publisher.publish_weights(weights(1)))
-        await asyncio.to_thread(until, lambda: bool(pool.names("{syn}:versions")), "the version is published")
+        if moment == "before the publication":
+            await asyncio.to_thread(until, lambda: bool(pool.names("{syn}:versions")), "the version is published")
+        else:
+            turn = pool.keys.model("syn").version_turn(0)
+            await asyncio.to_thread(until, lambda: bool(pool.redis.exists(turn)), "the worker has the turn")
+            ending.signal(signal.SIGTERM)
         pool.start(*LEASE)
         assert await publishing == 1
         gate.open()

@@ -475,6 +475,10 @@ async def test_a_prompt_that_must_run_alone_blocks_a_busy_worker_for_part_of_a_l
             in_flight.clear()
             suspect.is_there = False
             loop.lifecycle.notify()
+        else:
+            while loop._taking.locked() or not suspect.asked:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+            assert not claiming.done(), "first it takes new prompts for a while"
         await claiming
     assert suspect.asked == ([1, 0] if ends else [1]), "it tries again at the next claim, or when it is empty"
     assert not loop._taking.locked()

@@ -70,9 +70,8 @@ class SegmentListener:
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            os.fchmod(
-                self._socket.fileno(), 0o600
-            )  # Before `bind`: other workers may remove a path on which nobody listens.
+            # Before `bind`: `path.chmod` fails if another worker removes the socket before this worker listens.
+            os.fchmod(self._socket.fileno(), 0o600)
             with shared_memory.own_folder(path.parent, make=True) as opened:
                 self._socket.bind(f"{opened}/{path.name}")
             self._socket.listen(_BACKLOG)
@@ -537,7 +536,7 @@ class SegmentWriter:
         if segment is None or segment.nonce != key[:_NONCE_SIZE] or (number := segment.find(digest)) is None:
             return False
         if len(row := segment.row(number).data) != len(memory):
-            return False  # Its encoding is not the one of the model info, which is the most likely one.
+            return False  # The row has another encoding than the model info, so it does not fit into `memory`.
         memory[:] = row
         # `find` returns a number only while the slot has the whole row, so this copy is whole.
         return segment.find(digest) == number

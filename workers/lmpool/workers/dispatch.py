@@ -42,7 +42,7 @@ _LOG_DROPPED_INTERVAL_S = 60.0  # Seconds between two log lines about dropped pr
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
 _MAX_BLOCK_MS = 10_000  # Max ms of a read for jobs: then a worker looks for jobs whose wake-up the server has lost.
-# Max seconds of a step that is shorter than a call of the server, so that one call takes several batches.
+# Max seconds of a short step. It ends before the next call of the server, so one call takes several batches.
 _SHORT_STEP_S = 0.001
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024  # Max bytes of the prompts that a call takes: far below a connection's limit.
 _MAX_UNPUBLISHED_BATCHES = 4  # Max batches of prompts that a worker holds before their results are published.
@@ -249,7 +249,7 @@ class FetchLoop:
                 elif alone and not await self._wait_until(lambda: not self.in_flight):
                     # Do not take the prompt: another worker may become empty sooner, or a later claim takes the prompt.
                     break
-        if alone:  # The worker takes new prompts now, even if it gets the turn to claim again.
+        if alone:  # Take new prompts for as long as the drain took, even if this worker gets the turn to claim again.
             await asyncio.sleep(self._claim_wait_s)
 
     async def _wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -403,7 +403,7 @@ class Dispatcher:
     async def _answer_from_rows(self, prompts: Sequence[InFlightPrompt]) -> Collection[InFlightPrompt]:
         """Answer the requests for prompts whose rows this worker's shared memory holds; return these prompts."""
         found = {prompt: block for prompt in prompts if (block := self._find_row(prompt, prompt.digest)) is not None}
-        # Divide the prompts before the first await: requests for rows may join the others while a row is published.
+        # Divide the prompts before the first await: a request for the row may join a query while a row is published.
         ended = self._held_entries(prompt for prompt in found if not prompt.wants_row)
         for prompt in [prompt for prompt in found if prompt.wants_row]:
             await self._publish_rows(found[prompt], {prompt.digest: prompt})

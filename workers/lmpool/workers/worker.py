@@ -249,11 +249,11 @@ class Worker:
     async def _change(self, engine_thread: EngineThread, opened: Opened) -> Opened:
         """Load the next version of the weights; returns the backend's properties then."""
         self.health.state = "loading"
-        # A step may still compute prompts that were dropped: its rows must not count as rows of the next version.
-        await engine_thread.run("end of the last step", lambda _: None)
-        engine_thread.published(self._results.take_all())
-        self._begin()
         async with loading(self.server, self.settings, self.worker_id, self.versions.next_name):
+            # A step may still compute prompts that were dropped: its rows must not count as rows of the next version.
+            await engine_thread.run("end of the last step", lambda _: None)
+            engine_thread.published(self._results.take_all())
+            self._begin()
             return await self.versions.change(opened)
 
     async def _run_after_change(self, engine_thread: EngineThread, opened: Opened, on_ready: OnReady) -> None:
@@ -374,8 +374,9 @@ class Worker:
                 if lifecycle.broken is not None:
                     await self._results.join()
         except TimeoutError:
-            if lifecycle.broken is None and engine_thread.owed:
-                await self._drain(serving, fetching)  # Prompts have waited for an adapter or for inputs meanwhile.
+            if lifecycle.broken is None and (engine_thread.owed or engine_thread.call is not None):
+                # The backend loads an adapter, or has got prompts that waited for an adapter or for inputs.
+                await self._drain(serving, fetching)
             elif lifecycle.broken is None:
                 text = f"{len(in_flight)} prompts could not be published within {patience_s:g} s"
                 if self.versions.next is None or self._is_ending:

@@ -221,7 +221,7 @@ class PendingRequest:
         partition: number of the partition of the queue to which the request was sent last; None before.
         origin: the `ProducerStats` attribute for the request's first waiter; None while the row's source is unknown.
         is_private: whether no other client can make this request; its result leaves the cache once it has been read.
-        stored: whether a waiter needs the result in the cache; so a datagram may not end the request.
+        stored: whether a waiter needs the result in the cache; then no datagram or shared memory may end the request.
         whole: whether the cache must hold the row itself instead of a reference to shared memory.
         weights: the weights of a trie job, or None once the server has the weights.
         weights_name: name of the stored weights, or b"".

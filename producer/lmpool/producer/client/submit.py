@@ -230,7 +230,9 @@ class Submitter:
         segments, model = self._connections.segments, self._connections.model
         if sought and segments.has_any:
             find = partial(segments.find, vocab_size=model.info.vocab_size)
-            await self._requests.resolve_by([request.prompt.digest for request in sought], find, "unsent")
+            # Redis may lack rows that shared memory has, so do not end requests that need stored rows.
+            readable = [request.prompt.digest for request in sought if not request.stored]
+            await self._requests.resolve_by(readable, find, "unsent")
             sought = [request for request in sought if request.waiters]
         try:
             min_hit_rate = _MIN_HIT_RATE_OF_MANY if len(sought) > _FEW else _MIN_HIT_RATE_OF_FEW

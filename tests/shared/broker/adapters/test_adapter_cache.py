@@ -150,7 +150,7 @@ async def test_a_worker_that_ends_computes_a_prompt_whose_adapter_it_loads(pool:
     async with serving(pool, backend, lease_s=1.0) as worker, pool.producer("syn", timeout=DEADLINE_S) as producer:
         await put(pool, producer, "poet", Adapter(str(folder), revision))
         asked = asyncio.create_task(producer.logprobs([1], adapter="poet"))
-        await asyncio.to_thread(backend.is_loading.wait, DEADLINE_S)
+        assert await asyncio.to_thread(backend.is_loading.wait, DEADLINE_S)
         worker.stop()
 
         async def reads_no_jobs() -> bool:

@@ -137,7 +137,8 @@ class AdapterCache:
 
     def failure_of(self, adapter: str) -> Failure:
         """The failure of a job whose adapter the backend does not have."""
-        self._loaded.pop(adapter, None)  # After a change of weights, an own adapter that was evicted must be loaded.
+        if adapter in self.own:  # It was evicted before a change of the weights: the next job loads it again.
+            self._loaded.pop(adapter, None)
         stale = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
         return self._refused.get(adapter, (stale, 0.0))[0]
 
@@ -194,7 +195,7 @@ class AdapterCache:
             await asyncio.to_thread(check_size, self.settings, folder, entry.source)
             place = str(folder)
         async with self._slot:
-            await self.leave()  # The server may not have got the command at the end of the load before.
+            await self.leave()  # Remove the note of an earlier load: the server may not have received the command.
             if adapter in self._loaded:
                 return adapter
             await self._evict()

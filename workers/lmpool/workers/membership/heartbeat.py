@@ -258,7 +258,7 @@ class Heartbeat:
                 # Keep the info while prompts wait: a worker that starts will serve them, unless their version is old.
                 if await self._is_old(model) or not (await scripts.read_queue_in(self.redis, partitions)).depth:
                     await self._forget(model, seen, name)
-            except ResponseError:
+            except (ResponseError, ProtocolError):
                 continue  # No rights on the model, or a key of a wrong type: leave the info to the model's own workers.
 
     async def leave(self, *, for_good: bool = True) -> None:
@@ -304,12 +304,13 @@ class Heartbeat:
                 await scripts.ADD_DEADLINES(self.redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
     async def _forget(self, model: str, seen: bytes, field: bytes = b"") -> None:
-        """Remove a model that no worker serves. Its queue and its dead letters stay for a week, or for an hour if
-        clients use a later version of its weights.
+        """Remove a model that no worker serves, unless a worker loads one of its versions.
+
+        Its queue and its dead letters stay for a week, or for an hour if clients use a later version of its weights.
 
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
-        # A worker that changes to another version loads it now: the info and the adapters stay for it.
+        # A worker may be loading another version of this model: keep the info and the adapters for this worker.
         loading = await read_texts(self.redis, self.keys.loading())
         if split_name(model)[0] in {split_name(name)[0] for name in loading.values()}:
             return

@@ -176,7 +176,7 @@ class VersionKeeper:
     async def _begin_change(self, registered: PublishedVersions) -> bool:
         """Take a turn if there is another version to serve; returns whether there is one."""
         newest = registered.newest_usable
-        # A worker that ends leaves the turn to the others: its drain may take minutes.
+        # A worker that must end does not take the turn: its drain may take minutes.
         if newest is None or newest.number <= self.info.version or self._is_ending():
             return False
         number = newest.number
@@ -217,7 +217,8 @@ class VersionKeeper:
         return False
 
     async def _keep_turn(self) -> None:
-        while True:
+        # If the worker must end before it loads the next version, the turn expires: the drain may take minutes.
+        while self.next is None or not self._is_ending():
             await asyncio.sleep(self._settings.heartbeat_s)
             with suppress(RedisError, OSError):  # The turn expires if the server cannot be used.
                 await self._renew_turn()
