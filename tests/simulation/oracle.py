@@ -172,13 +172,14 @@ class Oracle:
     def _check_fairness(self, request: Request) -> None:
         """In a calm pool a client's prompt waits for as many prompts of each other client as the client itself has."""
         plan = self.world.plan
-        yields = request.client.is_bulk or request.kind == "generate"
+        # Prompts that a bulk client sent first are computed later, if a worker held them when other clients joined.
+        senders = [request.client, *(self._senders[prompt] for prompt in request.prompts)]
+        yields = request.kind == "generate" or any(sender.is_bulk for sender in senders)
         if yields or not plan.is_even or plan.partitions > 1:  # Each partition has its own shares.
             return
         # Prompts that wait for the first worker, or until their client has found the model, are sent together later.
         # Prompts that a full queue refused are sent again in any order.
-        is_sent = request.had_model and request.began >= self.world.served_at
-        if not is_sent or plan.queue_limit < plan.requests:
+        if not request.had_model or request.began < self.world.served_at or plan.queue_limit < plan.requests:
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
         slots = plan.workers * plan.batch
