@@ -217,7 +217,7 @@ def _cached(key: str, name: str, make: Callable[[Path], None]) -> Path:
         make(made := Path(staging) / path.name)
         with suppress(OSError):  # Keep the copy of another process, which may be reading it.
             os.link(made, path)
-        if not path.exists():  # The file system has no hard links.
+        if not path.exists():  # Without hard links, two processes may still replace each other's copy.
             made.replace(path)
     return path
 

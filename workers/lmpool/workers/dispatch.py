@@ -41,7 +41,7 @@ MAX_CHECKED = 64
 _LOG_DROPPED_INTERVAL_S = 60.0  # Seconds between two log lines about dropped prompts.
 _SMALL_BYTES = 64 * 1024  # Max bytes of a step's results that are published together with results of other steps.
 _MAX_JOINED_STEPS = 8  # Max steps whose results are published together: few, as the first result must not wait long.
-_MAX_BLOCK_MS = 10_000  # Max ms of a read for jobs: then a worker looks for jobs whose wake-up the server has lost.
+_MAX_BLOCK_MS = 10_000  # Max ms that a read for jobs blocks; then the worker polls, as the server may lose wake-ups.
 # Max seconds of a short step. It ends before the next call of the server, so one call takes several batches.
 _SHORT_STEP_S = 0.001
 _MAX_TAKEN_BYTES = 32 * 1024 * 1024  # Max bytes of the prompts that a call takes: far below a connection's limit.

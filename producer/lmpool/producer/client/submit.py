@@ -462,7 +462,7 @@ class Submitter:
             with self._connections.noting():  # If a command fails, this client's registrations for the prompts expire.
                 for at in range(0, len(digests), scripts.MAX_AT_ONCE):
                     portion = digests[at : at + scripts.MAX_AT_ONCE]
-                    # Check now: during the calls before, prompts of this portion may have been requested again.
+                    # Check now: prompts of this portion may have been requested again during the earlier calls.
                     await self._cancel(partition, [digest for digest in portion if self._requests.get(digest) is None])
                     # Remove digests only after the reply: if the session ends earlier, `cancel_all` needs the digests.
                     for digest in portion:

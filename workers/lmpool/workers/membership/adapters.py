@@ -136,8 +136,8 @@ class AdapterCache:
         return ready
 
     def failure_of(self, adapter: str) -> Failure:
-        """The failure of a job whose adapter the backend does not have."""
-        if adapter in self.own:  # It was evicted before a change of the weights: the next job loads it again.
+        """The failure of a job whose adapter the backend does not have; the next job loads an own adapter again."""
+        if adapter in self.own:  # It was evicted, and a change of the weights has made a new cache since.
             self._loaded.pop(adapter, None)
         stale = Failure(AdapterChanged.__name__, f"the adapter {adapter!r} is not in service any more")
         return self._refused.get(adapter, (stale, 0.0))[0]

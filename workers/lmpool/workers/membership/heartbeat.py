@@ -25,7 +25,6 @@ from lmpool.aio import end_tasks
 from lmpool.broker import scripts
 from lmpool.broker.connection import reply_timeout
 from lmpool.broker.registries import register
-from lmpool.broker.scripts import read_alive_in, read_infos, read_texts
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError
 from lmpool.protocol.keys import GROUP, Keys, ModelKeys
@@ -202,7 +201,7 @@ class Heartbeat:
 
     async def read_info(self) -> bytes:
         """The info of the model in Redis; b"" if there is none."""
-        seen = (await read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
+        seen = (await scripts.read_infos(self.redis, self.keys, self.info.name)).get(self.info.name.encode(), b"")
         if isinstance(seen, bytes):
             return seen
         await self.redis.hdel(scripts.info_key(self.keys, self.info.name), self.info.name)  # The value was too large.
@@ -222,13 +221,13 @@ class Heartbeat:
         """Other live workers with the weights of `info`; for None, all that do not serve this worker's weights."""
         workers = []
         partitions = self._partitions_of(self.info.name, seen, *self.info.partitions, self.partition)
-        for worker_id in (await read_alive_in(self.redis, partitions, names=True)).names:
+        for worker_id in (await scripts.read_alive_in(self.redis, partitions, names=True)).names:
             try:
-                theirs = (await read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])).get("fingerprint")
+                fields = await scripts.read_texts(self.redis, self.keys.worker(worker_id), ["fingerprint"])
             except ProtocolError as error:  # A key of a wrong type must not hide other workers.
                 _log.warning("the worker %r is left out: %s", worker_id, error)
                 continue
-            if theirs is None or worker_id == self.worker_id:
+            if (theirs := fields.get("fingerprint")) is None or worker_id == self.worker_id:
                 continue
             if info.is_served_by(theirs) if info is not None else not self.info.is_served_by(theirs):
                 workers.append(worker_id)
@@ -245,7 +244,7 @@ class Heartbeat:
         workers. Trie workers check no infos: their Redis user has no rights on the keys of models.
         """
         await self._drop(is_checker=is_complete)
-        infos = await read_infos(self.redis, self.keys) if is_complete and self.info.name != TRIE_SERVICE else {}
+        infos = await scripts.read_infos(self.redis, self.keys) if is_complete and not self.info.is_trie else {}
         for name, seen in infos.items():
             model = name.decode("utf-8", "replace")
             try:
@@ -253,7 +252,7 @@ class Heartbeat:
                     await self.redis.hdel(scripts.info_key(self.keys, model), name)
                     continue
                 partitions = self._partitions_of(model, seen)
-                if model == self.info.name or (await read_alive_in(self.redis, partitions)).serving:
+                if model == self.info.name or (await scripts.read_alive_in(self.redis, partitions)).serving:
                     continue
                 # Keep the info while prompts wait: a worker that starts will serve them, unless their version is old.
                 if await self._is_old(model) or not (await scripts.read_queue_in(self.redis, partitions)).depth:
@@ -311,7 +310,7 @@ class Heartbeat:
         `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
         """
         # A worker may be loading another version of this model: keep the info and the adapters for this worker.
-        loading = await read_texts(self.redis, self.keys.loading())
+        loading = await scripts.read_texts(self.redis, self.keys.loading())
         if split_name(model)[0] in {split_name(name)[0] for name in loading.values()}:
             return
         ttl_ms, queue = _OLD_TTL_MS if await self._is_old(model) else _QUEUE_TTL_MS, list[bytes]()
@@ -322,14 +321,14 @@ class Heartbeat:
         # Set the lifetimes first: if this worker crashes before it removes the info, another worker repeats all steps.
         for key in queue:
             await self.redis.pexpire(key, ttl_ms)
-        has_workers = (await read_alive_in(self.redis, partitions)).serving > 0
+        has_workers = (await scripts.read_alive_in(self.redis, partitions)).serving > 0
         infos = scripts.info_key(self.keys, model)
         if has_workers or not await scripts.SWAP(self.redis, [infos], [field or model, seen, b""]):
             # A worker has joined since the caller's check, or another worker has removed the info first.
             for key in queue if has_workers or await self.redis.hstrlen(infos, field or model) else ():
                 await self.redis.persist(key)
-        elif self.info.name != TRIE_SERVICE:  # Trie workers may not read infos of models.
-            base, served = split_name(model)[0], await read_infos(self.redis, self.keys)
+        elif not self.info.is_trie:  # Trie workers may not read infos of models.
+            base, served = split_name(model)[0], await scripts.read_infos(self.redis, self.keys)
             # The versions of a model share its adapters.
             if base not in {split_name(name.decode("utf-8", "replace"))[0] for name in served}:
                 await self.redis.delete(self.keys.model(base).adapters)

@@ -82,7 +82,7 @@ local function take_expired(stream, suffix, held)
     if job[3] >= lease and not (job[2] == consumer and own[id .. suffix]) then
       local is_last = deliveries == max_deliveries - 1
       if is_last and (#taken > 0 or not is_idle) then
-        is_left = true -- For a call of a worker that holds no job.
+        is_left = true -- Only a worker that holds no job may take this job.
       elseif not take(stream, suffix, id, deliveries) then
         return id
       end

@@ -65,7 +65,7 @@ _T = TypeVar("_T")
 class EngineBatch(NamedTuple):
     """The results of one forward, by the digests of jobs."""
 
-    prompts: Sequence[tuple[bytes, int]] = ()  # Digest and number of tokens of each completed prompt: rows of `logits`.
+    prompts: Sequence[tuple[bytes, int]] = ()  # Digest and length of each completed prompt, one per row of `logits`.
     logits: Tensor | None = None  # A copy of the logits (n, V) on the engine's device; None if no row is complete.
     computed: Any = None  # CUDA event after which the logits may be read; None on a CPU.
     tokens: int = 0  # Number of tokens of the completed prompts.
