@@ -6,11 +6,11 @@ Each prompt has one job, which the key of its waiting clients names.
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from lmpool.protocol.job import Job, decode_ids, digest_of, query_digest, unpack_job
+from lmpool.protocol.job import decode_ids, digest_of, query_digest, unpack_job
 from lmpool.protocol.keys import ModelKeys
 
 _STREAM = re.compile(rb"(lmpool:\{.*\}):(jobs|lane:(.*))", re.DOTALL)
@@ -18,24 +18,24 @@ _PARTITION = re.compile(rb"\{\d+\}$")
 _LATER = re.compile(rb"(\d+),?\d* (\d+) ")
 
 
-def wrong_jobs(live: dict[bytes, Any], now_ms: float, *, agrees: bool) -> Iterator[str]:
+def wrong_jobs(live: dict[bytes, Any], now_ms: float, agreed_ms: float) -> Iterator[str]:
     """Describe jobs that should not be there.
 
     Args:
         live: the keys of the server.
         now_ms: the server's clock.
-        agrees: whether clients can use all partitions, so that a prompt has one job in all of them together.
+        agreed_ms: since when clients can use all partitions, and send a prompt to one of them.
     """
+    sent = defaultdict[tuple[bytes, bytes], list[tuple[int, bytes]]](list)  # By model and prompt.
 
-    def of_prompt(base: bytes, digest: bytes) -> tuple[bytes, bytes]:
-        return _PARTITION.sub(b"}", base) if agrees else base, digest
+    def count(base: bytes, digest: bytes, since: int) -> None:
+        sent[_PARTITION.sub(b"}", base), digest].append((since, base))
 
-    seen = Counter[tuple[bytes, bytes]]()
     for key, item in live.items():
         if key.endswith(b"}:backlog:jobs"):
             for digest, stored in item.value.items():
                 if (found := _LATER.match(stored)) and int(found[1]) + int(found[2]) > now_ms:
-                    seen[of_prompt(key.removesuffix(b":backlog:jobs"), digest)] += 1
+                    count(key.removesuffix(b":backlog:jobs"), digest, int(found[1]))
         elif found := _STREAM.fullmatch(key):
             worker = b" " + found[3] if found[3] else b""
             group = item.value._groups.get(b"workers")
@@ -45,26 +45,24 @@ def wrong_jobs(live: dict[bytes, Any], now_ms: float, *, agrees: bool) -> Iterat
                 yield f"a worker holds the job {lost.encode()!r} of {key!r}, which has been removed"
             for entry, values in item.value._values_dict.items():
                 fields = dict(zip(values[::2], values[1::2], strict=True))
-                if b"m" not in fields or not (job := _wanted(entry.encode(), fields, now_ms)):
+                if b"m" not in fields:
+                    continue
+                job, since = unpack_job(fields[b"m"]), int(fields.get(b"t", entry.encode().partition(b"-")[0]))
+                # Skip jobs whose first client waits no longer, and jobs that replace a damaged row.
+                if since + int(fields[b"u"].partition(b" ")[0]) <= now_ms or job.overwrite:
                     continue
                 digest = digest_of(job.ids, job.adapter)
                 digest = query_digest(digest, job.query) if job.query else digest
-                seen[of_prompt(found[1], digest)] += 1
+                count(found[1], digest, since)
                 if group is not None and entry > group.last_delivered_key:
                     named = _named(live.get(found[1] + b":waiting:" + digest))
                     if named != entry.encode() + worker:
                         prompt = decode_ids(job.ids).tolist()
                         yield f"{prompt} has the job {entry.encode() + worker!r}, and its clients wait for {named!r}"
-    for (model, digest), count in seen.items():
-        if count > 1:
-            yield f"the prompt {digest.hex()} has {count} jobs in {model!r}"
-
-
-def _wanted(entry: bytes, fields: dict[bytes, bytes], now_ms: float) -> Job | None:
-    """The job of an entry, if its first client still waits and it overwrites no damaged row."""
-    since = int(fields.get(b"t", entry.partition(b"-")[0]))
-    job = unpack_job(fields[b"m"])
-    return None if since + int(fields[b"u"].partition(b" ")[0]) <= now_ms or job.overwrite else job
+    for (model, digest), found_jobs in sent.items():
+        bases = {base for _, base in found_jobs}
+        if len(found_jobs) > len(bases) or (len(bases) > 1 and sorted(found_jobs)[1][0] > agreed_ms):
+            yield f"the prompt {digest.hex()} has {len(found_jobs)} jobs in {model!r}"
 
 
 def _named(item: Any) -> bytes:

@@ -318,11 +318,8 @@ class Oracle:
         self.steps.update(prompts)
         self._steps_of.update(self._senders.get(prompt) for prompt in prompts)
         # A shared prompt is rarely queued for a second, so the check once per second would miss most duplicate jobs.
-        if (
-            self.world.plan.partitions > 1
-            and any(prompt[0] == SHARED_FIRST for prompt in prompts)
-            and self._clients_agree()
-        ):
+        is_shared = any(prompt[0] == SHARED_FIRST for prompt in prompts)
+        if self.world.plan.partitions > 1 and is_shared and self.world.loop.time() > self._agreed_at():
             self._check_jobs()
 
     def _check_steps(self) -> None:
@@ -470,16 +467,17 @@ class Oracle:
         """Each prompt has one job."""
         server = self.world.server
         if self.is_whole and server.process.is_alive:
-            for text in wrong_jobs(server.live(), server.now * 1000, agrees=self._clients_agree()):
+            agreed_s = self.world.loop.time() - self._agreed_at()
+            for text in wrong_jobs(server.live(), server.now * 1000, (server.now - agreed_s) * 1000):
                 self.violation(text)
 
-    def _clients_agree(self) -> bool:
-        """Whether clients can use all partitions: none is full, and they have noticed that each one has workers."""
+    def _agreed_at(self) -> float:
+        """When clients could use all partitions: none is full, and they have noticed that each one has workers."""
         plan, now = self.world.plan, self.world.loop.time()
         if self._joined == math.inf and all(worker.name for worker in self.world.workers):
             self._joined = now
-        has_workers = plan.is_silent and now > self._joined + _NOTICED_S
-        return plan.is_even and has_workers and plan.queue_limit > 3 * plan.requests
+        is_usable = plan.is_silent and plan.is_even and plan.queue_limit > 3 * plan.requests
+        return self._joined + _NOTICED_S if is_usable else math.inf
 
     def _check_requests(self) -> None:
         now = self.world.loop.time()

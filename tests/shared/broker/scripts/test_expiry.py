@@ -29,6 +29,7 @@ from tests.shared.broker.scripts.script_calls import (
     entries_of,
     find_work,
     finish,
+    finish_args,
     register,
     registered,
     submit,
@@ -75,6 +76,23 @@ async def test_an_evicted_waiting_key_gets_a_lifetime_when_its_prompt_goes_back(
     await submit(queue, 50, reply=B)
     assert (await registered(queue, 39)).get(b"job") == b"later", "it has gone back"
     assert await ever(queue) == set()
+
+
+@pytest.mark.parametrize("clients", [(A,), (A, B)], ids=["one_client", "two_clients"])
+@pytest.mark.parametrize("is_held", [False, True], ids=["waiting", "held"])
+async def test_a_prompt_that_was_sent_again_after_its_wait_expired_ends_with_its_first_job(
+    queue: redis_async.Redis, clients: tuple[bytes, ...], is_held: bool
+) -> None:
+    await submit(queue, 1)
+    await queue.delete(waiting(1))
+    for reply in clients:
+        await submit(queue, 1, reply=reply)
+    (first,) = await take(queue, count=1)
+    second = await take(queue, "w2", count=1) if is_held else []
+    await queue.set(ROWS + digest(1), b"row", px=LIFETIME_MS)
+    keys = [JOBS, MODEL.dead, waiting(1), ROWS + digest(1)]
+    assert await scripts.FINISH(queue, keys, finish_args((first, b"", False))) == b"%d" % len(clients)
+    assert [entry for entry, _ in await entries_of(queue)] == second, "a worker that holds the second job ends it"
 
 
 @pytest.mark.parametrize("seed", range(3))

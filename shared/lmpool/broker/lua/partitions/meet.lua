@@ -5,8 +5,7 @@
 -- ARGV  lifetime of the records in ms, partitions that the caller cannot use (" 0 2 "), number of this partition,
 --       then per prompt: the partition to propose
 --
--- Returns the partition of each prompt: the recorded one; without a record this partition if clients wait here, else the proposed one. A
--- partition that the caller cannot use is replaced.
+-- Returns the partition of each prompt: the recorded one if the caller can use it, else this one if clients wait here, else the proposed.
 
 -- include names
 

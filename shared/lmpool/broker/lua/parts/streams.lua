@@ -1,6 +1,5 @@
 -- Find, count and remove jobs in the shared stream and in lanes; other scripts include this file. The entry of a job is its id, and
--- in a lane a space and the worker after the id. The sorted set `lanes` has the number of jobs in each lane, waiting and held together,
--- and the sum under "".
+-- in a lane a space and the worker after the id. The sorted set `lanes` has the numbers of jobs, waiting or held, and under "" their sum.
 
 -- include names
 

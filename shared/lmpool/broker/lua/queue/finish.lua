@@ -21,8 +21,7 @@ local HEAD = 10
 local host, address = string.sub(ARGV[9], 1, 16), string.sub(ARGV[9], 17)
 local row_ms, is_storing = ARGV[10], ARGV[10] ~= '0'
 local is_carrying = is_storing or host ~= ''
--- First and last byte of the place in shared memory, within a reference to a row.
-local PLACE_FIRST, PLACE_LAST = 22, 37
+local PLACE_FIRST, PLACE_LAST = 22, 37 -- First and last byte of the place in shared memory, within a reference to a row.
 
 local was_stored = false
 if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) and ARGV[7] == '0'
@@ -35,7 +34,7 @@ if ARGV[8] == '1' and #KEYS == 4 and #ARGV == HEAD + (is_carrying and 2 or 1) an
   local reply = type(value) == 'string' and string.match(value, '^(.-)\n')
   local is_here = reply and host ~= '' and string.sub(reply, -16) == host
   local is_direct = reply and address ~= '' and string.sub(reply, -17, -17) == DIRECT
-  if reply and string.sub(reply, 1, #replies) == replies and (host == '' or is_here or is_direct) then
+  if reply and value == reply .. '\n' .. entry and string.sub(reply, 1, #replies) == replies and (host == '' or is_here or is_direct) then
     local extra = {}
     if host ~= '' then
       local place = not is_storing and part or was_stored and string.sub(part, PLACE_FIRST, PLACE_LAST)
@@ -72,9 +71,10 @@ for at = HEAD + count + (is_storing and count or is_carrying and 1 or 0) + 1, #A
   failures[tonumber(ARGV[at])] = at + 1
 end
 
-local function is_held(entry)
+-- Whether a worker holds a job: the given consumer, or any one if none is given.
+local function is_held(entry, ...)
   local stream, id = locate(entry)
-  return #redis.pcall('XPENDING', stream, group, id, id, 1, ARGV[6]) == 1
+  return #redis.pcall('XPENDING', stream, group, id, id, 1, ...) == 1
 end
 
 local function bury(failure, entry)
@@ -114,8 +114,7 @@ for i = 1, count do
   if is_storing and not failure then
     local outcome = not are_all and redis.pcall('SET', row, ARGV[HEAD + count + i], 'PX', row_ms, 'NX')
     is_stored = are_all or was_stored or outcome and outcome.ok
-    part = is_stored and ARGV[HEAD + count + i]
-    part = part and host ~= '' and string.sub(part, PLACE_FIRST, PLACE_LAST) or part
+    part = is_stored and (host == '' and ARGV[HEAD + count + i] or string.sub(ARGV[HEAD + count + i], PLACE_FIRST, PLACE_LAST))
   elseif host ~= '' then
     part = string.sub(ARGV[HEAD + count + 1], 16 * i - 15, 16 * i)
     part = part ~= NO_PLACE and part
@@ -127,7 +126,7 @@ for i = 1, count do
   end
   if size == 0 or type(size) == 'table' then
     left[#left + 1] = i
-  elseif not failure or is_held(entry) then
+  elseif not failure or is_held(entry, ARGV[6]) then
     -- Notify the clients of a prompt once, even if several of the jobs are for the same prompt.
     local is_notified, is_elsewhere = ended[waiting], false
     if not is_notified then
@@ -137,6 +136,10 @@ for i = 1, count do
       if is_notified then
         ended[waiting], ended[#ended + 1] = true, waiting
         marked[#marked + 1] = not failure and waiting or nil
+        local named = newline and string.sub(waits[i], newline + 1) or redis.pcall('HGET', waiting, 'job')
+        if type(named) == 'string' and named ~= entry and not is_held(named) then
+          remove_entries({named}) -- Clients had sent the prompt again, because this job was older than its lifetime.
+        end
       end
     end
     if is_elsewhere then
