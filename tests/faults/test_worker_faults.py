@@ -8,7 +8,9 @@ import signal
 from collections.abc import Callable, Collection
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import msgpack
 import numpy as np
@@ -29,7 +31,9 @@ from lmpool.workers.execution.contract import Backend, Finished
 from lmpool.workers.execution.engine_thread import EngineThread
 from lmpool.workers.execution.in_flight import EntriesByDigest, InFlightPrompt
 from lmpool.workers.membership.heartbeat import Heartbeat, new_worker_id
-from lmpool.workers.queue.jobs import Taken
+from lmpool.workers.metrics.counters import WorkerCounters
+from lmpool.workers.queue.consumer import Consumer
+from lmpool.workers.queue.jobs import JobReader, Taken
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 from tests.shared.broker.adapters.test_adapters import serving
@@ -312,6 +316,33 @@ async def test_a_wrong_address_is_reported_before_the_model_is_loaded() -> None:
 
 
 # The worker's loop
+
+
+async def test_the_queue_of_a_worker_that_is_taken_for_dead_during_its_heartbeat_expires(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    redis, model = Server(pool.url).client(), pool.keys.model("syn")
+    slow, other = [await joined(redis, pool.keys, info_of(1, name=name), name) for name in ("syn", "other")]
+
+    async def renew() -> None:
+        await redis.zrem(model.workers, slow.worker_id)
+        await other.sweep(is_complete=True)
+
+    nothing: Any = None
+    consumer = Consumer(JobReader(redis, model, slow.info, slow.worker_id, WorkerCounters()), nothing)
+    serving: Any = SimpleNamespace(heartbeat=slow, consumer=consumer, info=slow.info)
+    serving.adapters = SimpleNamespace(renew=renew)
+    worker = Worker(Server(pool.url), Prepared(_Faulty("")), WorkerSettings(prefix=pool.prefix))
+    monkeypatch.setattr(worker, "_beat", AsyncMock(return_value=SimpleNamespace(is_complete=True)))
+    monkeypatch.setattr(worker, "versions", AsyncMock(), raising=False)
+    await worker.send_heartbeat(serving)
+    assert not await redis.hexists(pool.keys.models(), "syn")
+    assert await redis.pttl(model.jobs) > 0
+    await consumer.keep_queue()
+    assert await redis.pttl(model.jobs) == -1
+    await slow.leave(for_good=False)
+    assert await redis.pttl(model.jobs) > 0
+    await redis.aclose()
 
 
 async def test_a_worker_keeps_and_logs_the_first_of_the_errors_that_break_its_backend(

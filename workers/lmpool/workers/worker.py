@@ -427,10 +427,10 @@ class Worker:
                     _log.warning(text, self.server.explain(error))
                     raise
             if beat.is_complete:
+                await serving.consumer.keep_queue()  # Before the info: a queue without an info must expire.
                 await serving.heartbeat.keep_info()
                 if not serving.info.is_trie:
                     await serving.adapters.renew()
-                await serving.consumer.keep_queue()
             if beat.is_complete or not self.versions.is_used:
                 await self.versions.keep()
             # Only the metrics show the state of the queue, and the server's memory use.

@@ -268,12 +268,11 @@ class Heartbeat:
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
-        if not for_good:
-            return
         seen = await self.read_info()
         differences, other = _compare(self.info, seen)
         # Compare fingerprints, not infos: another worker with a different lease may have written the info.
-        if other is not None and not differences and not await self._serving(other, seen):
+        is_last = for_good and other is not None and not differences and not await self._serving(other, seen)
+        if is_last or not seen:  # Without an info, others took this worker for dead: it may have kept the queue since.
             await self._forget(self.info.name, seen)
 
     async def register(self) -> None:
