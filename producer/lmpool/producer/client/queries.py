@@ -106,7 +106,7 @@ class Wanted(NamedTuple):
         Numbers that cost next to nothing are always part of it. All else is computed from whole rows, if requested.
         """
         if self.full:  # The logits have logZ too.
-            return Wanted(values="logits" if self.logz else self.values, temperature=self.temperature)
+            return Wanted(values="logits") if self.logz else Wanted(values=self.values, temperature=self.temperature)
         top = self.top and min(vocab_size, max(_MIN_TOP, 1 << (self.top - 1).bit_length()))
         return self._replace(top=top, next_token=True, logz=True, tail=top > 0 or self.targets.size > 0)
 
@@ -115,10 +115,11 @@ class Wanted(NamedTuple):
         part = range(found.start, found.start + len(found))
         if found.full is not None:
             rows, ids, log_z = found.full, decode_ids(text.ids), np.zeros(len(part), np.float32)
-            if self.logz:
-                log_z = picks.logsumexp(rows)
-            full = rows if self.values == "logits" else rows - log_z[:, None] if self.logz else rows
-            query = self._replace(temperature=1.0).query(part, len(ids))
+            full, query = rows, self._replace(temperature=1.0).query(part, len(ids))
+            if self.logz:  # These are logits before the division by the temperature.
+                log_z, query = picks.logsumexp(rows), self.query(part, len(ids))
+                if self.values == "logprobs":
+                    full = picks.tempered(rows - log_z[:, None], self.temperature)
             if self.allowed.tokens is not None:
                 query = query.among(self.allowed.tokens.ids)
             if not query.is_of_entries:
