@@ -408,7 +408,7 @@ class PartialRows:
         """Return the weights, bias, scale and soft-cap of the model's last layer, which turns hidden states into rows.
 
         The head of an adapter that targets the last layer also has LoRA factors. The producer fetches the head once, in
-        parts of 8 MiB, and keeps it until the model changes.
+        parts of 8 MiB, and keeps it until the model changes. All callers share its arrays, which are read-only.
 
         Raises:
             SettingsError: the backend does not return the head (`producer.model.hidden` is 0).

@@ -476,13 +476,13 @@ class Queries:
             if (head := heads.get(fingerprint)) is None:
                 head = await self._fetch_head()
                 heads.clear()
-                heads[fingerprint] = head
+                heads[fingerprint] = _sealed(head)
             if self.adapter and name not in heads:
                 # Keep the head of one revision of each adapter: a trainer replaces its adapter often.
                 adapter = name_of(self.adapter)
                 for old in [key for key in heads if name_of(key.removeprefix(fingerprint)) == adapter]:
                     del heads[old]
-                heads[name] = await self._with_factors(head)
+                heads[name] = _sealed(await self._with_factors(head))
         finally:
             lock.release()
         return heads[name]
@@ -530,6 +530,14 @@ class Queries:
             parts.append(await ask(wire.HeadQuery("weights", first, count), count * width, read))
         self.check_same_model(info.fingerprint)
         return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
+
+
+def _sealed(head: Head) -> Head:
+    """Make the arrays of a head read-only, because all callers share them."""
+    for array in (head.weights, head.bias, head.down, head.up):
+        if array is not None:
+            array.setflags(write=False)
+    return head
 
 
 async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
