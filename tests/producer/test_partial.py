@@ -451,6 +451,27 @@ async def test_an_error_of_a_batch_names_the_prompt_by_its_index(pool: Pool) -> 
                 await ask_one
 
 
+async def test_an_error_names_the_prompt_whose_length_or_options_do_not_fit(pool: Pool) -> None:
+    pool.start("--fail-token", 13, "--max-prompt-tokens", 5)
+    same = [1, 2]
+    failing: tuple[tuple[str, str, tuple[Any, ...], dict[str, Any]], ...] = (
+        (r"prompts\[1\]: max_tokens: 5 after a prompt of 2", "batch_generate", ([[1], same], 5), {}),
+        (r"prompts\[1\]: the prompt and its continuation", "batch_score", ([same] * 2, [[1], [1] * 4]), {}),
+        (r"prompts\[1\]: .* token 13", "batch_score", ([same] * 2, [[1], [13]]), {}),
+        (r"texts\[1\]: start: 2 must be", "batch_positions", ([[1, 2, 3], same], 2), {"top": 2}),
+        (r"texts\[1\]: targets: 1 lists for 2", "batch_positions", ([same] * 2,), {"targets": [[1], [[1]]]}),
+        (r"texts\[1\]: targets: token id", "batch_positions", ([same] * 2,), {"targets": [[1], [V]]}),
+        # These errors do not depend on one of several prompts.
+        (r"top: 0 must be", "batch_positions", ([same] * 2,), {"top": 0}),
+        (r"max_tokens: 0 must be", "batch_generate", ([same, [1]], 0), {}),
+        (r"max_tokens: 5 after a prompt of 2", "generate", (same, 5), {"n": 2}),
+    )
+    async with pool.producer() as producer:
+        for message, method, arguments, options in failing:
+            with pytest.raises((PromptTooLong, SettingsError, TokenOutOfRange, WorkerError), match=f"^{message}"):
+                await getattr(producer, method)(*arguments, **options)
+
+
 async def test_queries_fail_and_time_out_like_rows(pool: Pool) -> None:
     worker = pool.start("--fail-token", 13, "--lease-s", 1)
     async with pool.producer() as producer:

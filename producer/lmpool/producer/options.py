@@ -152,8 +152,8 @@ def check_temperature(temperature: Any) -> float:
     return float(temperature)
 
 
-def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: int) -> Wanted:
-    """Convert the options of `Producer.positions` to the values of `count` positions from `start` on."""
+def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: int | None = None) -> Wanted:
+    """Convert the options of `Producer.positions` to the values of `count` positions; None leaves the targets out."""
     read = read_options(options, PositionOptions)
     top, targets = options.get("top"), options.get("targets")
     names = ("next_token", "logz", "tail", "full")
@@ -168,7 +168,7 @@ def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: in
     )  # fmt: skip
     if top is not None:
         wanted = wanted._replace(top=check_k(top, vocab_size, "top"))
-    if targets is not None:
+    if targets is not None and count is not None:
         wanted = wanted._replace(targets=read_position_targets(targets, vocab_size, count))
     return wanted
 

@@ -176,14 +176,7 @@ class Queries:
 
     def encode_all(self, prompts: Sequence[Any], name: str = "prompts") -> list[Prompt]:
         """Check and encode the prompts of the argument `name`."""
-        encoded: list[Prompt] = []
-        try:
-            for ids in prompts:
-                encoded.append(self.encode(ids))  # noqa: PERF401 `len(encoded)` is an invalid prompt's index.
-        except errors.InvalidPrompt as error:
-            errors.of_prompt(error, name, len(encoded), _count(prompts))
-            raise
-        return encoded
+        return check_each(self.encode, prompts, name=name)
 
     # Rows and entries
 
@@ -242,8 +235,7 @@ class Queries:
             else:
                 out[at] = await self.entries(prompts[at], targets[at])
 
-        named = len(prompts) if name else 0
-        await gather(map(put, range(len(prompts))), lambda error, at: errors.of_prompt(error, name, at, named))
+        await for_each([put(at) for at in range(len(prompts))], name)
         return out
 
     # Results of queries
@@ -540,12 +532,20 @@ def _sealed(head: Head) -> Head:
     return head
 
 
-async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
-    """Await the work for each prompt; the first failure cancels the other work, and the error names its prompt."""
-    count = _count(prompts)
-    return await gather(work, lambda error, index: errors.of_prompt(error, name, index, count))
+def check_each(check: Callable[..., T], *arguments: Sequence[Any], name: str = "prompts") -> list[T]:
+    """Call `check` with the arguments of each prompt; with a `name`, an error begins with it and the prompt's index."""
+    checked: list[T] = []
+    try:
+        for each in zip(*arguments, strict=True):
+            checked.append(check(*each))  # noqa: PERF401 `len(checked)` is an invalid prompt's index.
+    except (errors.InvalidPrompt, errors.SettingsError) as error:
+        if name and len(arguments[0]) > 1:
+            error.args = (f"{name}[{len(checked)}]: {error}",)
+        raise
+    return checked
 
 
-def _count(prompts: Sequence[Any]) -> int:
-    """Return the number of prompts; several continuations of one prompt count as one."""
-    return len(prompts) if any(ids is not prompts[0] for ids in prompts) else min(1, len(prompts))
+async def for_each(work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
+    """Await the work for each prompt; the first failure cancels the other work, and begins as in `check_each`."""
+    named = len(work) if name else 0
+    return await gather(work, lambda error, index: errors.of_prompt(error, name, index, named))
