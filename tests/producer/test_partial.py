@@ -65,6 +65,14 @@ async def test_entries_equal_those_of_the_row_in_memory_and_on_the_server(
         assert np.array_equal(await producer.logprobs(OTHERS[0], targets=many), rows(OTHERS)[0])
 
 
+async def test_a_temperature_may_be_a_number_of_numpy(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        for kind in (np.float32, np.float64):
+            entries = await producer.logprobs(PROMPT, targets=[1, 2], temperature=kind(0.5))
+            assert np.array_equal(entries, await producer.logprobs(PROMPT, targets=[1, 2], temperature=0.5))
+
+
 async def test_only_the_entries_of_a_kept_row_are_sent(pool: Pool) -> None:
     pool.start("--vocab-size", 49_152)
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:

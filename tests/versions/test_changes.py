@@ -18,6 +18,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
 from lmpool.producer import Producer
 from lmpool.producer.client import versions as client_versions
+from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
@@ -68,6 +69,26 @@ async def test_a_producer_follows_versions_and_can_use_older_ones(pool: Pool) ->
     async with pool.producer("syn@2") as pinned, pool.producer() as unnamed:
         assert await is_of_seed(pinned, 20)
         assert unnamed.model.name == "syn@2"
+
+
+async def test_waiting_for_a_version_and_for_the_row_have_one_deadline(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start("--step-ms", 600_000)
+    async with pool.producer("syn") as producer:
+        session: Any = producer._sessions.session
+        ends: list[float] = []
+
+        async def reach(number: int, deadline: Deadline) -> None:
+            ends.append(deadline.end)
+
+        async def untils() -> list[float]:
+            return [request.until for request in session._requests]
+
+        monkeypatch.setattr(session, "reach", reach)
+        call = asyncio.create_task(producer.logprobs(PROMPT, min_version=1, timeout=50))
+        assert await until_async(untils, "the row is requested") == ends
+        call.cancel()
 
 
 async def test_an_info_that_was_read_before_a_change_does_not_replace_the_info_of_the_new_version(

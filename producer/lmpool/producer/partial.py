@@ -443,7 +443,7 @@ class PartialRows:
     async def _request(
         self,
         adapter: object,
-        timeout: float | None,
+        timeout: float | Deadline | None,
         ask: Callable[[Queries], Awaitable[T]],
         operation: str = "",
         *,

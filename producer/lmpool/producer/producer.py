@@ -186,14 +186,8 @@ class Producer(CopiedAsItself, PartialRows):
                 return await waiter.future
             finally:
                 session.end(waiter)
-        if not is_newest:
-            options: dict[str, Any] = {"targets": targets, "mode": mode, "temperature": temperature, "fresh": fresh}
-            options |= {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
-            with nullcontext(self) if version == "latest" else self._using(version) as producer:
-                await producer.reach_version(min_version, timeout=timeout)
-                return await producer.logprobs(ids, **options)
         check_flag("fresh", fresh)
-        read_options({"mode": mode, "temperature": temperature})
+        temperature = read_options({"mode": mode, "temperature": temperature}).temperature
         if mode == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
         if keep_row and fresh:
@@ -213,7 +207,12 @@ class Producer(CopiedAsItself, PartialRows):
             row = tempered(row[None], temperature)[0]
             return row if entries is None else entries_of(row, entries)
 
-        return await self._request(adapter, timeout, ask, keep_row=keep_row)
+        if is_newest:
+            return await self._request(adapter, timeout, ask, keep_row=keep_row)
+        deadline = Deadline.of(timeout, self._timeout)
+        with nullcontext(self) if version == "latest" else self._using(version) as producer:
+            await producer._reach(min_version, deadline)
+            return await producer._request(adapter, deadline, ask, keep_row=keep_row)
 
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, targets: Any = None, keep_row: bool = False, **options: Unpack[QueryOptions]
@@ -310,7 +309,9 @@ class Producer(CopiedAsItself, PartialRows):
 
         Raises DeadlineExceeded if no worker serves one in time, and the exceptions of `open`.
         """
-        deadline = Deadline.of(timeout, self._timeout)
+        await self._reach(version, Deadline.of(timeout, self._timeout))
+
+    async def _reach(self, version: int, deadline: Deadline) -> None:
         check_number("min_version", version, 0, MAX_NUMBER)
         await (await self._sessions.open(deadline)).reach(version, deadline)
 

@@ -79,9 +79,9 @@ class Deadline:
         self.end = self.loop.time() + seconds
 
     @classmethod
-    def of(cls, timeout: float | None, default: float) -> Self:
-        """Start a deadline of `timeout` seconds, or of `default` seconds if `timeout` is None."""
-        return cls(default if timeout is None else check_timeout(timeout))
+    def of(cls, timeout: float | Self | None, default: float) -> Self:
+        """Start a deadline of `timeout` seconds, or of `default` seconds for None; a deadline is returned unchanged."""
+        return timeout if isinstance(timeout, cls) else cls(default if timeout is None else check_timeout(timeout))
 
     @property
     def left(self) -> float:
@@ -92,7 +92,7 @@ class Deadline:
 
     def bounded(self) -> Deadline:
         """Return a deadline for steps that need no worker: this deadline, or `ALONE_S` if this one is endless."""
-        return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
+        return Deadline(ALONE_S, is_of_caller=False) if self.seconds > ENDLESS_S / 2 else self
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:
