@@ -22,7 +22,8 @@ from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import Pool, V, until_async
+from tests.support.gate import Gate, GatedBackend, gated_worker
+from tests.support.pool import Pool, V, is_held, until_async
 from tests.versions.traffic import Seeds, Traffic, weights
 
 PROMPT = [1, 2, 3]
@@ -238,10 +239,56 @@ async def test_calls_may_name_many_versions_at_once(pool: Pool) -> None:
         rows = await asyncio.gather(*(producer.logprobs([3], version=version) for version in range(1, 12)))
         for version, row in enumerate(rows, 1):
             assert np.array_equal(row, synthetic_row([3], vocab_size=V, seed=version))
-        kept = producer.at(11)
         # The producers of earlier versions are closed after the calls.
-        assert sorted(producer._pinned) == [*range(4, 12)]
-        assert await is_of_seed(kept, 11, [3])
+        assert sorted(producer._called) == [*range(4, 12)]
+
+
+async def test_a_closed_producer_of_a_version_is_not_kept(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        first = producer.at(0)
+        async with first:
+            assert producer.at(0) is first
+            kept = producer.at(1)
+        assert producer._pinned == {1: kept}
+        async with producer.at(0) as second:
+            assert second is not first
+            await first.close()
+            assert producer.at(0) is second
+            assert await is_of_seed(second, 0)
+    assert not producer._pinned
+
+
+@pytest.mark.parametrize("other", ["another block", "another call"])
+async def test_the_end_of_a_block_ends_no_calls_of_others(pool: Pool, tmp_path: Path, other: str) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    async with gated_worker(pool, GatedBackend(gate)), pool.producer("syn") as producer:
+        await producer.logprobs([1])
+        gate.shut()
+
+        async def in_a_block() -> Any:
+            async with producer.at(0) as pinned:
+                return await pinned.logprobs([2])
+
+        async with producer.at(0):
+            call = in_a_block() if other == "another block" else producer.logprobs([2], version=0)
+            running = asyncio.create_task(call)
+            await until_async(lambda: is_held(pool), "a worker computes the row")
+        gate.open()
+        assert np.array_equal(await running, synthetic_row([2], vocab_size=V))
+
+
+async def test_calls_of_a_version_use_the_cache_and_the_counters_of_the_producer(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        for _ in range(2):
+            await producer.logprobs(PROMPT, version=0)
+        assert (producer.stats().computed, producer.stats().local_hits) == (1, 1)
+        producer.clear_cache()
+        await producer.logprobs(PROMPT, version=0)
+        assert (producer.stats().cache_hits, producer.stats().local_hits) == (1, 1)
+        assert producer.at(0).stats().requests == 0
 
 
 async def test_of_two_publishers_one_gets_the_number(pool: Pool) -> None:

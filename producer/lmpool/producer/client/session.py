@@ -58,6 +58,7 @@ class Session(Requester):
 
     Attributes:
         closed: whether the session has ended.
+        blocks: number of `async with` blocks of the producer that are running in this event loop.
         vocabularies: the vocabularies, tokenizers and token sets of the pool.
         adapters: the adapters of the model.
         fetching_head: lock of the caller that fetches the model's head (last layer), which can have a gigabyte.
@@ -66,6 +67,7 @@ class Session(Requester):
     def __init__(self, server: Server, settings: SessionSettings) -> None:
         super().__init__(server, settings)
         self.closed = False
+        self.blocks = 0
         self._connections.partitions.poll = self._poll_loads
         self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
         self.vocabularies = Vocabularies(self._connections, settings.keys)
