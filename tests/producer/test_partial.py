@@ -68,8 +68,9 @@ async def test_entries_equal_those_of_the_row_in_memory_and_on_the_server(
 async def test_a_temperature_may_be_a_number_of_numpy(pool: Pool) -> None:
     pool.start()
     async with pool.producer(cache_bytes=0) as producer:
-        for kind in (np.float32, np.float64):
-            entries = await producer.logprobs(PROMPT, targets=[1, 2], temperature=kind(0.5))
+        halves: tuple[Any, ...] = (np.float32(0.5), np.float64(0.5))
+        for temperature in halves:
+            entries = await producer.logprobs(PROMPT, targets=[1, 2], temperature=temperature)
             assert np.array_equal(entries, await producer.logprobs(PROMPT, targets=[1, 2], temperature=0.5))
 
 

@@ -200,13 +200,13 @@ async def test_the_probabilities_of_a_row_sum_to_1_at_a_small_temperature(pool: 
     async with pool.producer() as producer:
         found = await producer.logprobs(WHOLE, temperature=temperature)
         rows = [found, *await producer.batch_logprobs([WHOLE], temperature=temperature)]
-        for options in ({}, {"logz": True}):
-            parts = await producer.positions(WHOLE, temperature=temperature, full=True, **options)
-            rows += list(np.asarray(parts.full))
+        for logz in (False, True):
+            whole = await producer.positions(WHOLE, temperature=temperature, full=True, logz=logz)
+            rows += list(np.asarray(whole.full))
         for each in rows:
             assert np.exp(each).sum() == pytest.approx(1, abs=1e-5)
-        found = await producer.positions(WHOLE, len(WHOLE) - 1, temperature=temperature, targets=best, tail=True)
-        values = np.append(np.asarray(found.targets)[0], np.asarray(found.tail)[0])
+        last = await producer.positions(WHOLE, len(WHOLE) - 1, temperature=temperature, targets=best, tail=True)
+        values = np.append(np.asarray(last.targets)[0], np.asarray(last.tail)[0])
         assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
         assert values[0] == pytest.approx(exact[best[0]], abs=1e-5)
 

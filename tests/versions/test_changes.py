@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
-from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
+from lmpool.errors import DeadlineExceeded, ModelMismatch, SettingsError, UnknownModel, WeightsRefused
 from lmpool.producer import Producer
 from lmpool.producer.client import versions as client_versions
 from lmpool.producer.client.requests import Deadline
@@ -241,6 +241,34 @@ async def test_calls_may_name_many_versions_at_once(pool: Pool) -> None:
             assert np.array_equal(row, synthetic_row([3], vocab_size=V, seed=version))
         # The producers of earlier versions are closed after the calls.
         assert sorted(producer._called) == [*range(4, 12)]
+
+
+async def test_a_call_is_repeated_when_the_weights_change_during_it(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        timeouts: list[float] = []
+        numbers = iter((7, 8))
+
+        async def ask(prompts: list[list[int]], *, timeout: float) -> Any:
+            timeouts.append(timeout)
+            rows = await producer.batch_logprobs(prompts, timeout=timeout)
+            if (number := next(numbers, None)) is not None:
+                await producer.publish_weights(weights(number))
+                if number == 8:
+                    raise ModelMismatch("the parts of a result are of two versions")
+            return rows
+
+        rows, version = await producer.versioned(ask, iter([PROMPT, [4]]), timeout=50)
+        assert (version, len(timeouts)) == (2, 3)
+        assert 50 == timeouts[0] > timeouts[1] > timeouts[2]
+        expected = [synthetic_row(prompt, vocab_size=V, seed=8) for prompt in (PROMPT, [4])]
+        assert np.array_equal(rows, expected)
+
+        async def fail(**_: float) -> None:
+            raise ModelMismatch("the vocabulary has another size")
+
+        with pytest.raises(ModelMismatch, match="the vocabulary has another size"):
+            await producer.versioned(fail)
 
 
 async def test_a_closed_producer_of_a_version_is_not_kept(pool: Pool) -> None:

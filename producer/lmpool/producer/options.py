@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, get_args
 
@@ -107,6 +107,11 @@ _MIN_TEMPERATURE = 1e-6  # Smaller temperatures would overflow all entries but t
 
 check_mode = partial(check_choice, "mode", choices=get_args(Mode))
 check_flag = partial(check_kind, kind=bool, what="True or False")
+
+
+def repeatable(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call, with lists in place of iterators, which can be read only once."""
+    return tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
 
 
 def _plain(value: Any) -> Any:

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.broker.server import RedisLike, Server, where
-from lmpool.errors import DeadlineExceeded, LMPoolError, SettingsError
+from lmpool.errors import DeadlineExceeded, LMPoolError, ModelMismatch, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
 from lmpool.producer.client.requests import Deadline, RowLRU, SessionSettings, check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
-from lmpool.producer.options import QueryOptions, check_flag, read_batch_targets, read_options, read_targets
+from lmpool.producer.options import QueryOptions, check_flag, read_batch_targets, read_options, read_targets, repeatable
 from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
 from lmpool.producer.trie import PooledTrie, trie_of
@@ -250,9 +250,9 @@ class Producer(CopiedAsItself, PartialRows):
     def at(self, version: int) -> Producer:
         """Return a producer for one version of the model's weights; all its answers are of this version.
 
-        Rows that are not cached are computed only while workers serve the version. The returned producer has a cache and
-        counters of its own. It is closed with this one, or earlier by its own `close`; until then, all calls of `at` for
-        the version return this producer.
+        Rows that are not cached are computed only while workers serve the version. The returned producer has a cache
+        and counters of its own. It is closed with this one, or earlier by its own `close`; until then, all calls of
+        `at` for the version return this producer.
 
         Raises:
             SettingsError: `version` is no number from 0 (the checkpoint that the workers were started with).
@@ -296,21 +296,27 @@ class Producer(CopiedAsItself, PartialRows):
         For example `row, version = await producer.versioned(producer.logprobs, ids)`. If clients change to another
         version during the call, the call is made again, until `timeout=` or the producer's timeout.
         """
-        deadline = Deadline.of(options.get("timeout"), self._timeout)
-        owner = getattr(ask, "__self__", self)
+        deadline, args = Deadline.of(options.get("timeout"), self._timeout), repeatable(args)
+        owner = getattr(ask, "__self__", None)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, Producer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         while True:
-            before = await self._weights()
-            answer = await ask(*args, **options)
-            if await self._weights() == before:
-                return answer, before[1].version
+            before = await self._weights(deadline)
+            try:
+                answer = await ask(*args, **options)
+                if await self._weights(deadline) == before:
+                    return answer, before[1].version
+            except ModelMismatch:  # The weights may have changed between two parts of the result.
+                if await self._weights(deadline) == before:
+                    raise
             if deadline.end <= deadline.loop.time():
                 raise DeadlineExceeded(CHANGES_TOO_OFTEN)
+            if owner is self or options.get("timeout") is not None:
+                options["timeout"] = deadline.left
 
-    async def _weights(self) -> tuple[Session, ModelInfo]:
+    async def _weights(self, deadline: Deadline) -> tuple[Session, ModelInfo]:
         """The session of the running event loop, and the info of the weights that it uses now."""
-        session = await self._sessions.open(Deadline(self._timeout))
+        session = await self._sessions.open(deadline)
         return session, session.info
 
     async def reach_version(self, version: int, *, timeout: float | None = None) -> None:

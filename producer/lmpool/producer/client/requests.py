@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,9 +79,11 @@ class Deadline:
         self.end = self.loop.time() + seconds
 
     @classmethod
-    def of(cls, timeout: float | Self | None, default: float) -> Self:
+    def of(cls, timeout: float | Deadline | None, default: float) -> Deadline:
         """Start a deadline of `timeout` seconds, or of `default` seconds for None; a deadline is returned unchanged."""
-        return timeout if isinstance(timeout, cls) else cls(default if timeout is None else check_timeout(timeout))
+        if isinstance(timeout, Deadline):
+            return timeout
+        return cls(default if timeout is None else check_timeout(timeout))
 
     @property
     def left(self) -> float:
