@@ -219,7 +219,7 @@ async def test_weights_with_a_wrong_row_are_refused_and_the_earlier_ones_are_loa
 
 
 async def test_at_most_so_many_sparse_versions_follow_one_another(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmpool.producer.client.versions.MAX_SPARSE", 2)
+    monkeypatch.setattr("lmpool.protocol.version.MAX_SPARSE", 2)
     pool.start()
     async with pool.producer("syn") as producer:
         for seed in (1, 2, 3):

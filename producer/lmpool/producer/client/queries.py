@@ -34,8 +34,6 @@ _MAX_PARTS_IN_FLIGHT = 2
 # Max entries read one by one from a cached row. For more entries, a query to a worker costs the server less.
 _MAX_READ_IN_PLACE = 128
 _MAX_SHARE = 1 / 8  # Max share of a row's entries that a query requests. For more entries, the row itself is requested.
-
-
 _MIN_TOP = 8  # Request at least this many top tokens, so that calls share results.
 
 
@@ -52,8 +50,6 @@ class Allowed(NamedTuple):
 
 
 _ALL = Allowed()
-
-
 _NO_TARGETS = np.empty(0, np.int64)
 
 
@@ -168,8 +164,6 @@ class Queries:
         """V, the vocabulary size of the model."""
         return self.session.info.vocab_size
 
-    # Prompts
-
     def encode(self, ids: Any) -> Prompt:
         """Check and encode a prompt."""
         return self.session.encode(ids, self.adapter)
@@ -177,8 +171,6 @@ class Queries:
     def encode_all(self, prompts: Sequence[Any], name: str = "prompts") -> list[Prompt]:
         """Check and encode the prompts of the argument `name`."""
         return check_each(self.encode, prompts, name=name)
-
-    # Rows and entries
 
     async def row(self, prompt: Prompt) -> Row:
         """Return a row."""
@@ -237,8 +229,6 @@ class Queries:
 
         await for_each([put(at) for at in range(len(prompts))], name)
         return out
-
-    # Results of queries
 
     async def _result(
         self, prompt: Prompt, read: Callable[[Row], T], *, private: bool = False, allowed: Allowed = _ALL
@@ -351,8 +341,6 @@ class Queries:
         tokens = decode_ids(continuation.ids).tolist()
         return (await self.all_entries(prefixes, [[token] for token in tokens], 1))[:, 0]
 
-    # Positions
-
     def parts(self, text: Prompt, start: int, wanted: Wanted) -> list[range]:
         """Split the positions of a text from `start` on into parts whose results each fit into one reply."""
         length, vocab_size = len(text.ids) // 4, self.vocab_size
@@ -449,8 +437,6 @@ class Queries:
         """Return the predictions at the last position of a prompt."""
         last = len(prompt.ids) // 4 - 1
         return await self.part(prompt, range(last, last + 1), wanted, shares=False)
-
-    # The head
 
     async def head(self, heads: dict[str, Head]) -> Head:
         """Return the head (the last layer) from `heads`, or fetch it for all callers.

@@ -79,8 +79,6 @@ class Session(Requester):
         self._alone_since: float | None = None
         self._next_recheck = 0
 
-    # Opening and closing
-
     async def open(self, model: str | None, seen: ModelInfo | None = None) -> None:
         """Connect and read the model info. After a failure the caller may try again.
 
@@ -148,8 +146,6 @@ class Session(Requester):
         """Close an open session without waiting."""
         if self._supervisor is not None:
             self._supervisor.cancel()
-
-    # The watch
 
     async def _watch(self) -> None:
         """Check the model, its workers and late requests, because notifications can be lost.
@@ -242,8 +238,6 @@ class Session(Requester):
         for request in requests:
             self._requests.resolve(request, error)
             self._submitter.cancel(request)
-
-    # The model
 
     def _adopt(self, info: ModelInfo) -> None:
         """Switch to a model, or to other weights of the same model."""
