@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.responses import Response
 
+from lmpool.http.limits import TIMEOUT_HEADER, VERSION_HEADER, HttpCounters, Limits, Turn
+from lmpool.http.models import GatewayModel, Target, Targets
 from lmpool.producer import SyncProducer
 from lmpool.synthetic import synthetic_row
+from lmpool.web.models import Models
 from tests.gateway.service import GatewayService
-from tests.support.pool import Pool, V, until
+from tests.support.pool import DEADLINE_S, Pool, V, until
 
 
 def rows_of(gateway: GatewayService, ids: list[list[int]], model: str = "syn") -> tuple[NDArray[np.float32], int]:
@@ -48,6 +53,35 @@ def test_every_response_is_of_the_version_in_its_header(pool: Pool) -> None:
         for number in range(1, last + 1):
             publisher.publish_weights({"seed": np.array(number)})
         assert all(each.result() for each in asking)
+
+
+class NamedTargets(Targets):
+    """The models of requests that all name a model."""
+
+    def __init__(self, models: Models[GatewayModel]) -> None:
+        self._models, self._names = models, {}
+
+
+async def test_a_response_is_made_again_until_the_deadline_of_the_request(pool: Pool) -> None:
+    pool.start()
+    models, attempts = Models(GatewayModel, pool.url, pool.prefix), itertools.count()
+    targets = NamedTargets(models)
+    scope: Any = {"headers": [(TIMEOUT_HEADER.encode(), b"50")], "query_string": b""}
+    turn = Turn(scope, Limits(), HttpCounters())
+
+    async def make(target: Target) -> Response:
+        if not next(attempts):
+            await target.producer.publish_weights({"seed": np.array(7)}, timeout=DEADLINE_S)
+        return Response()
+
+    try:
+        async with targets.use("syn", turn) as target:
+            # The request is allowed more time than the gateway's default, which ends during the first attempt.
+            target.producer._timeout = 1e-9
+        response = await targets.answer("syn", turn, make)
+        assert (next(attempts), response.headers[VERSION_HEADER]) == (2, "1")
+    finally:
+        await models.close()
 
 
 def test_a_version_is_a_model_that_requests_can_name(pool: Pool) -> None:

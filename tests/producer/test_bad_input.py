@@ -72,6 +72,8 @@ async def test_bad_arguments_name_the_field(shared_producer: Producer) -> None:
     for prompts in ("text", 5, None):
         with pytest.raises(errors.SettingsError, match="prompts: "):
             await shared_producer.batch_logprobs(prompts)  # type: ignore[arg-type]
+    with pytest.raises(errors.SettingsError, match=r'dict is not a sequence of prompts; pass its \["input_ids"\]'):
+        await shared_producer.batch_logprobs({"input_ids": [[1], [2, 3]], "attention_mask": [[1], [1, 1]]})
 
 
 async def test_the_error_for_an_unknown_model_names_the_served_ones(pool: Pool) -> None:

@@ -65,6 +65,15 @@ async def test_entries_equal_those_of_the_row_in_memory_and_on_the_server(
         assert np.array_equal(await producer.logprobs(OTHERS[0], targets=many), rows(OTHERS)[0])
 
 
+async def test_a_temperature_may_be_a_number_of_numpy(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer(cache_bytes=0) as producer:
+        halves: tuple[Any, ...] = (np.float32(0.5), np.float64(0.5))
+        for temperature in halves:
+            entries = await producer.logprobs(PROMPT, targets=[1, 2], temperature=temperature)
+            assert np.array_equal(entries, await producer.logprobs(PROMPT, targets=[1, 2], temperature=0.5))
+
+
 async def test_only_the_entries_of_a_kept_row_are_sent(pool: Pool) -> None:
     pool.start("--vocab-size", 49_152)
     async with pool.producer() as first, pool.producer(cache_bytes=0) as second:
@@ -449,6 +458,27 @@ async def test_an_error_of_a_batch_names_the_prompt_by_its_index(pool: Pool) -> 
         for ask_one in (producer.batch_topk([[13]], 2), producer.generate([13], 2, n=3)):
             with pytest.raises(WorkerError, match=r"^(?!prompts\[)"):
                 await ask_one
+
+
+async def test_an_error_names_the_prompt_whose_length_or_options_do_not_fit(pool: Pool) -> None:
+    pool.start("--fail-token", 13, "--max-prompt-tokens", 5)
+    same = [1, 2]
+    failing: tuple[tuple[str, str, tuple[Any, ...], dict[str, Any]], ...] = (
+        (r"prompts\[1\]: max_tokens: 5 after a prompt of 2", "batch_generate", ([[1], same], 5), {}),
+        (r"prompts\[1\]: the prompt and its continuation", "batch_score", ([same] * 2, [[1], [1] * 4]), {}),
+        (r"prompts\[1\]: .* token 13", "batch_score", ([same] * 2, [[1], [13]]), {}),
+        (r"texts\[1\]: start: 2 must be", "batch_positions", ([[1, 2, 3], same], 2), {"top": 2}),
+        (r"texts\[1\]: targets: 1 lists for 2", "batch_positions", ([same] * 2,), {"targets": [[1], [[1]]]}),
+        (r"texts\[1\]: targets: token id", "batch_positions", ([same] * 2,), {"targets": [[1], [V]]}),
+        # These errors do not depend on one of several prompts.
+        (r"top: 0 must be", "batch_positions", ([same] * 2,), {"top": 0}),
+        (r"max_tokens: 0 must be", "batch_generate", ([same, [1]], 0), {}),
+        (r"max_tokens: 5 after a prompt of 2", "generate", (same, 5), {"n": 2}),
+    )
+    async with pool.producer() as producer:
+        for message, method, arguments, options in failing:
+            with pytest.raises((PromptTooLong, SettingsError, TokenOutOfRange, WorkerError), match=f"^{message}"):
+                await getattr(producer, method)(*arguments, **options)
 
 
 async def test_queries_fail_and_time_out_like_rows(pool: Pool) -> None:

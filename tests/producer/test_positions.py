@@ -191,6 +191,26 @@ async def test_one_forward_answers_all_options(pool: Pool) -> None:
             np.testing.assert_allclose(entries[0], exact[-1][[7, 1]], atol=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [1e-3, 1e-6])
+async def test_the_probabilities_of_a_row_sum_to_1_at_a_small_temperature(pool: Pool, temperature: float) -> None:
+    pool.start()
+    row = behind(len(WHOLE) - 1)[0].astype(np.float64) / temperature
+    exact = row - np.logaddexp.reduce(row)
+    best = np.argsort(-exact)[:2]
+    async with pool.producer() as producer:
+        found = await producer.logprobs(WHOLE, temperature=temperature)
+        rows = [found, *await producer.batch_logprobs([WHOLE], temperature=temperature)]
+        for logz in (False, True):
+            whole = await producer.positions(WHOLE, temperature=temperature, full=True, logz=logz)
+            rows += list(np.asarray(whole.full))
+        for each in rows:
+            assert np.exp(each).sum() == pytest.approx(1, abs=1e-5)
+        last = await producer.positions(WHOLE, len(WHOLE) - 1, temperature=temperature, targets=best, tail=True)
+        values = np.append(np.asarray(last.targets)[0], np.asarray(last.tail)[0])
+        assert np.exp(values).sum() == pytest.approx(1, abs=1e-5)
+        assert values[0] == pytest.approx(exact[best[0]], abs=1e-5)
+
+
 def _padded(lists: list[list[int]]) -> list[list[int]]:
     return [[*ids, -1, -1][:2] for ids in lists]
 

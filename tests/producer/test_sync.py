@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from inspect import signature
 from pathlib import Path
 from typing import Any, assert_type
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError, ProducerClosed
+from lmpool.errors import LMPoolError, ModelMismatch, ProducerClosed, SettingsError
 from lmpool.producer import Continuation, PooledTrie, Producer, SyncProducer, SyncTrie, TopK
 from lmpool.synthetic import synthetic_row
 from tests.support.pool import DEADLINE_S, Pool, V, until
@@ -171,9 +171,57 @@ def test_weights_are_published_and_each_version_has_a_producer(pool: Pool) -> No
         assert old is producer.at(0)
         assert np.array_equal(old.logprobs([1]), rows[0])  # From the cache: no worker serves version 0 any more.
         assert old.versioned(old.logprobs, [1])[1] == 0
+        with producer.at(1) as other:
+            other.logprobs([1])
+        assert producer._pinned == {0: old, 1: other}
+        assert np.array_equal(producer.at(1).logprobs([1]), row)
     for closed in (old.logprobs, producer.at):
         with pytest.raises(ProducerClosed, match="this SyncProducer is closed"):
             closed(0)
+
+
+def test_arguments_may_be_iterators_that_use_the_producer(pool: Pool) -> None:
+    pool.start("--with-trie")
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        prompts, trie = [[1], [2, 3]], producer.trie()
+        checked = (prompt for prompt in prompts if producer.sample(prompt) >= 0)
+        assert np.array_equal(producer.batch_logprobs(checked), producer.batch_logprobs(prompts))
+        checked = (prompt for prompt in prompts if producer.sample(prompt) >= 0)
+        assert len(trie.batch_weight_sum(prompts=checked)) == 2
+
+        class Lazy:
+            def __iter__(self) -> Iterator[list[int]]:
+                return (prompt for prompt in prompts if producer.sample(prompt) >= 0)
+
+        with pytest.raises(SettingsError, match="uses the SyncProducer: pass a list instead"):
+            producer.batch_logprobs(Lazy())
+
+
+def test_a_call_is_repeated_when_the_weights_change_during_it(pool: Pool) -> None:
+    pool.start()
+    with SyncProducer(redis=pool.url, prefix=pool.prefix) as producer:
+        timeouts: list[float] = []
+        numbers = iter((7, 8))
+
+        def ask(prompts: list[list[int]], *, timeout: float) -> Any:
+            timeouts.append(timeout)
+            rows = producer.batch_logprobs(prompts, timeout=timeout)
+            if (number := next(numbers, None)) is not None:
+                producer.publish_weights({"seed": np.array(number)})
+                if number == 8:
+                    raise ModelMismatch("the parts of a result are of two versions")
+            return rows
+
+        rows, version = producer.versioned(ask, iter([[1], [4]]), timeout=50)
+        assert (version, len(timeouts)) == (2, 3)
+        assert 50 == timeouts[0] > timeouts[1] > timeouts[2]
+        assert np.array_equal(rows, [synthetic_row(prompt, vocab_size=V, seed=8) for prompt in ([1], [4])])
+
+        def fail() -> None:
+            raise ModelMismatch("the vocabulary has another size")
+
+        with pytest.raises(ModelMismatch, match="the vocabulary has another size"):
+            producer.versioned(fail)
 
 
 def test_every_call_takes_the_arguments_of_the_producer_and_waits() -> None:

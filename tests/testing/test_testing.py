@@ -223,6 +223,15 @@ async def test_trie_calls_are_answered() -> None:
 # Failures
 
 
+def test_a_worker_serves_published_weights(memory: MemoryPool) -> None:
+    with SyncProducer(redis=memory.url) as producer:
+        for version in (1, 2):
+            assert producer.publish_weights({"seed": np.array(version)}, timeout=DEADLINE_S) == version
+            other = SyntheticModel(vocab_size=64, seed=version)
+            assert np.array_equal(producer.logprobs([1, 2]), other.row([1, 2]))
+            assert (memory.worker.is_running, memory.worker.info.version) == (True, version)
+
+
 async def test_a_failing_prompt_does_not_affect_other_prompts() -> None:
     model = SyntheticModel(vocab_size=20, fail_token=13)
     async with pool(model) as memory, Producer(redis=memory.url) as producer:

@@ -15,13 +15,15 @@ from safetensors.numpy import save_file
 
 from lmpool.broker.scripts import read_alive
 from lmpool.broker.server import Server
-from lmpool.errors import DeadlineExceeded, SettingsError, UnknownModel, WeightsRefused
+from lmpool.errors import DeadlineExceeded, ModelMismatch, SettingsError, UnknownModel, WeightsRefused
 from lmpool.producer import Producer
 from lmpool.producer.client import versions as client_versions
+from lmpool.producer.client.requests import Deadline
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.version import Version
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import Pool, V, until_async
+from tests.support.gate import Gate, GatedBackend, gated_worker
+from tests.support.pool import Pool, V, is_held, until_async
 from tests.versions.traffic import Seeds, Traffic, weights
 
 PROMPT = [1, 2, 3]
@@ -68,6 +70,26 @@ async def test_a_producer_follows_versions_and_can_use_older_ones(pool: Pool) ->
     async with pool.producer("syn@2") as pinned, pool.producer() as unnamed:
         assert await is_of_seed(pinned, 20)
         assert unnamed.model.name == "syn@2"
+
+
+async def test_waiting_for_a_version_and_for_the_row_have_one_deadline(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool.start("--step-ms", 600_000)
+    async with pool.producer("syn") as producer:
+        session: Any = producer._sessions.session
+        ends: list[float] = []
+
+        async def reach(number: int, deadline: Deadline) -> None:
+            ends.append(deadline.end)
+
+        async def untils() -> list[float]:
+            return [request.until for request in session._requests]
+
+        monkeypatch.setattr(session, "reach", reach)
+        call = asyncio.create_task(producer.logprobs(PROMPT, min_version=1, timeout=50))
+        assert await until_async(untils, "the row is requested") == ends
+        call.cancel()
 
 
 async def test_an_info_that_was_read_before_a_change_does_not_replace_the_info_of_the_new_version(
@@ -197,7 +219,7 @@ async def test_weights_with_a_wrong_row_are_refused_and_the_earlier_ones_are_loa
 
 
 async def test_at_most_so_many_sparse_versions_follow_one_another(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lmpool.producer.client.versions.MAX_SPARSE", 2)
+    monkeypatch.setattr("lmpool.protocol.version.MAX_SPARSE", 2)
     pool.start()
     async with pool.producer("syn") as producer:
         for seed in (1, 2, 3):
@@ -217,10 +239,84 @@ async def test_calls_may_name_many_versions_at_once(pool: Pool) -> None:
         rows = await asyncio.gather(*(producer.logprobs([3], version=version) for version in range(1, 12)))
         for version, row in enumerate(rows, 1):
             assert np.array_equal(row, synthetic_row([3], vocab_size=V, seed=version))
-        kept = producer.at(11)
         # The producers of earlier versions are closed after the calls.
-        assert sorted(producer._pinned) == [*range(4, 12)]
-        assert await is_of_seed(kept, 11, [3])
+        assert sorted(producer._called) == [*range(4, 12)]
+
+
+async def test_a_call_is_repeated_when_the_weights_change_during_it(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        timeouts: list[float] = []
+        numbers = iter((7, 8))
+
+        async def ask(prompts: list[list[int]], *, timeout: float) -> Any:
+            timeouts.append(timeout)
+            rows = await producer.batch_logprobs(prompts, timeout=timeout)
+            if (number := next(numbers, None)) is not None:
+                await producer.publish_weights(weights(number))
+                if number == 8:
+                    raise ModelMismatch("the parts of a result are of two versions")
+            return rows
+
+        rows, version = await producer.versioned(ask, iter([PROMPT, [4]]), timeout=50)
+        assert (version, len(timeouts)) == (2, 3)
+        assert 50 == timeouts[0] > timeouts[1] > timeouts[2]
+        expected = [synthetic_row(prompt, vocab_size=V, seed=8) for prompt in (PROMPT, [4])]
+        assert np.array_equal(rows, expected)
+
+        async def fail(**_: float) -> None:
+            raise ModelMismatch("the vocabulary has another size")
+
+        with pytest.raises(ModelMismatch, match="the vocabulary has another size"):
+            await producer.versioned(fail)
+
+
+async def test_a_closed_producer_of_a_version_is_not_kept(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        first = producer.at(0)
+        async with first:
+            assert producer.at(0) is first
+            kept = producer.at(1)
+        assert producer._pinned == {1: kept}
+        async with producer.at(0) as second:
+            assert second is not first
+            await first.close()
+            assert producer.at(0) is second
+            assert await is_of_seed(second, 0)
+    assert not producer._pinned
+
+
+@pytest.mark.parametrize("other", ["another block", "another call"])
+async def test_the_end_of_a_block_ends_no_calls_of_others(pool: Pool, tmp_path: Path, other: str) -> None:
+    gate = Gate(tmp_path / "gate")
+    gate.open()
+    async with gated_worker(pool, GatedBackend(gate)), pool.producer("syn") as producer:
+        await producer.logprobs([1])
+        gate.shut()
+
+        async def in_a_block() -> Any:
+            async with producer.at(0) as pinned:
+                return await pinned.logprobs([2])
+
+        async with producer.at(0):
+            call = in_a_block() if other == "another block" else producer.logprobs([2], version=0)
+            running = asyncio.create_task(call)
+            await until_async(lambda: is_held(pool), "a worker computes the row")
+        gate.open()
+        assert np.array_equal(await running, synthetic_row([2], vocab_size=V))
+
+
+async def test_calls_of_a_version_use_the_cache_and_the_counters_of_the_producer(pool: Pool) -> None:
+    pool.start()
+    async with pool.producer("syn") as producer:
+        for _ in range(2):
+            await producer.logprobs(PROMPT, version=0)
+        assert (producer.stats().computed, producer.stats().local_hits) == (1, 1)
+        producer.clear_cache()
+        await producer.logprobs(PROMPT, version=0)
+        assert (producer.stats().cache_hits, producer.stats().local_hits) == (1, 1)
+        assert producer.at(0).stats().requests == 0
 
 
 async def test_of_two_publishers_one_gets_the_number(pool: Pool) -> None:

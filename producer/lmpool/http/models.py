@@ -202,11 +202,11 @@ class Targets:
         async with self.use(name, turn, adapter) as target:
             held = turn.held
 
-            async def attempt() -> Response:
+            async def attempt(**_: object) -> Response:
                 turn.release(held)
                 return await make(target)
 
-            response, version = await target.producer.versioned(attempt)
+            response, version = await target.producer.versioned(attempt, timeout=turn.deadline.left)
             response.headers[VERSION_HEADER] = str(version)
             return response
 

@@ -80,6 +80,10 @@ class Counters:
     shared: ReadCounts = field(default_factory=ReadCounts)
     model: str = ""
 
+    def count_in(self, other: Counters) -> None:
+        """Count requests and reads of shared memory in `other`; call this before the producer connects."""
+        self.stats, self.seconds, self.failures, self.shared = other.stats, other.seconds, other.failures, other.shared
+
     @property
     def in_flight(self) -> int:
         """Number of requests that have not ended."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, get_args
 
@@ -109,6 +109,11 @@ check_mode = partial(check_choice, "mode", choices=get_args(Mode))
 check_flag = partial(check_kind, kind=bool, what="True or False")
 
 
+def repeatable(arguments: Iterable[Any]) -> tuple[Any, ...]:
+    """Return the arguments of a call, with lists in place of iterators, which can be read only once."""
+    return tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
+
+
 def _plain(value: Any) -> Any:
     """Convert a numpy scalar to a Python number; return other values unchanged."""
     return value.item() if isinstance(value, np.generic) else value
@@ -152,8 +157,8 @@ def check_temperature(temperature: Any) -> float:
     return float(temperature)
 
 
-def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: int) -> Wanted:
-    """Convert the options of `Producer.positions` to the values of `count` positions from `start` on."""
+def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: int | None = None) -> Wanted:
+    """Convert the options of `Producer.positions` to the values of `count` positions; None leaves the targets out."""
     read = read_options(options, PositionOptions)
     top, targets = options.get("top"), options.get("targets")
     names = ("next_token", "logz", "tail", "full")
@@ -168,7 +173,7 @@ def read_wanted(options: PositionOptions, vocab_size: int, start: int, count: in
     )  # fmt: skip
     if top is not None:
         wanted = wanted._replace(top=check_k(top, vocab_size, "top"))
-    if targets is not None:
+    if targets is not None and count is not None:
         wanted = wanted._replace(targets=read_position_targets(targets, vocab_size, count))
     return wanted
 

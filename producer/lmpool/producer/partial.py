@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from lmpool.errors import InvalidPrompt, ModelMismatch, SettingsError
 from lmpool.producer import options as arguments
 from lmpool.producer.byte_mass import ByteMass, ByteOptions, Search, read_texts
-from lmpool.producer.client.queries import Queries, Wanted, for_each
+from lmpool.producer.client.queries import Queries, Wanted, check_each, for_each
 from lmpool.producer.client.requests import Deadline
 from lmpool.producer.client.session import Session, SessionPerLoop
 from lmpool.producer.metrics import Traces
 from lmpool.producer.options import GenerateOptions, PositionOptions, QueryOptions, SampleOptions
-from lmpool.protocol.job import list_prompts
+from lmpool.protocol.job import Prompt, list_prompts
 from lmpool.protocol.picks import TopK
 from lmpool.protocol.query import MAX_SEED, Continuation, GenerateQuery, Predictions, pack_stops, stack_tops
 from lmpool.protocol.row import Head
@@ -93,7 +93,7 @@ class PartialRows:
             sets = arguments.read_batch_allowed(allowed, len(encoded), queries.vocab_size, count)
             pairs = zip(encoded, sets, strict=True)
             work = [queries.top(prompt, count, read.mode, tokens, read.temperature) for prompt, tokens in pairs]
-            return stack_tops(await for_each(listed, work), count)
+            return stack_tops(await for_each(work), count)
 
         return await self._request(read.adapter, read.timeout, ask, keep_row=keep_row)
 
@@ -116,7 +116,7 @@ class PartialRows:
                 queries.sample(prompt, sampling._replace(seed=seed), tokens, private=is_private)
                 for prompt, seed, tokens in zip(encoded, seeds, sets, strict=True)
             ]
-            return np.array(await for_each(listed, work), np.int64)
+            return np.array(await for_each(work), np.int64)
 
         keep_row = options.get("keep_row", False)
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask, keep_row=keep_row)
@@ -155,7 +155,7 @@ class PartialRows:
             if not all(tokens.packed for tokens in sets):
                 raise SettingsError("allowed: None: give the tokens whose probability is wanted")
             pairs = zip(encoded, sets, strict=True)
-            return np.array(await for_each(listed, [queries.mass(*pair) for pair in pairs]), np.float32)
+            return np.array(await for_each([queries.mass(*pair) for pair in pairs]), np.float32)
 
         return await self._request(adapter, timeout, ask, keep_row=keep_row)
 
@@ -249,14 +249,17 @@ class PartialRows:
 
         async def ask(queries: Queries) -> list[Continuation]:
             stop = pack_stops(arguments.read_stops(options.get("stop", ()), queries.vocab_size))
-            encoded, longest = queries.encode_all(listed), queries.session.info.max_prompt_tokens
-            counts = [arguments.check_room(max_tokens, prompt, longest) for prompt in encoded]
+            # `generate` passes one prompt several times: then an error has no index.
+            name = "prompts" if any(ids is not listed[0] for ids in listed) else ""
+            encoded, count = queries.encode_all(listed, name), arguments.check_whole("max_tokens", max_tokens, 1)
+            room = partial(arguments.check_room, count, max_prompt_tokens=queries.session.info.max_prompt_tokens)
+            check_each(room, encoded, name=name)
             work = []
-            for at, (prompt, count) in enumerate(zip(encoded, counts, strict=True)):
+            for at, prompt in enumerate(encoded):
                 seed = secrets.randbits(64) if is_private else (sampling.seed + (at << 32)) & MAX_SEED
                 query = GenerateQuery(count, sampling.temperature, sampling.top_p, seed, stop)
                 work.append(queries.continuation(prompt, query, private=is_private))
-            return await for_each(listed, work)
+            return await for_each(work, name)
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
@@ -291,7 +294,7 @@ class PartialRows:
             if len(firsts) != len(seconds):
                 raise SettingsError(f"continuations: {len(seconds)} for {len(firsts)} prompts; each prompt needs one")
             pairs = zip(firsts, seconds, strict=True)
-            return await for_each(first_ids, [queries.scores(*pair, read.mode, read.temperature) for pair in pairs])
+            return await for_each([queries.scores(*pair, read.mode, read.temperature) for pair in pairs])
 
         return await self._request(read.adapter, read.timeout, ask)
 
@@ -326,13 +329,17 @@ class PartialRows:
         targets = arguments.targets_of_texts(options.get("targets"), len(listed))
 
         async def ask(queries: Queries) -> list[Predictions]:
-            encoded = [arguments.check_start(start, text) for text in queries.encode_all(listed, "texts")]
-            work = []
-            for text, some in zip(encoded, targets, strict=True):
-                of_text: PositionOptions = {**options, "targets": some}
-                wanted = arguments.read_wanted(of_text, queries.vocab_size, start, len(text.ids) // 4 - start)
-                work.append((text, wanted))
-            return await for_each(listed, [queries.positions(text, start, wanted) for text, wanted in work], "texts")
+            encoded = queries.encode_all(listed, "texts")
+            wanted = arguments.read_wanted(options, queries.vocab_size, start)
+
+            def read(text: Prompt, ids: Any) -> Wanted:
+                count = len(arguments.check_start(start, text).ids) // 4 - start
+                if ids is None:
+                    return wanted
+                return wanted._replace(targets=arguments.read_position_targets(ids, queries.vocab_size, count))
+
+            pairs = zip(encoded, check_each(read, encoded, targets, name="texts"), strict=True)
+            return await for_each([queries.positions(text, start, each) for text, each in pairs], "texts")
 
         return await self._request(options.get("adapter", ""), options.get("timeout"), ask)
 
@@ -379,7 +386,7 @@ class PartialRows:
 
         async def ask(queries: Queries) -> NDArray[np.float32]:
             work = [queries.last(prompt, Wanted(logz=True)) for prompt in queries.encode_all(listed)]
-            found = [last.logz for last in await for_each(listed, work)]
+            found = [last.logz for last in await for_each(work)]
             return np.array(found, np.float32).reshape(len(listed))
 
         return await self._request(adapter, timeout, ask)
@@ -408,7 +415,7 @@ class PartialRows:
         """Return the weights, bias, scale and soft-cap of the model's last layer, which turns hidden states into rows.
 
         The head of an adapter that targets the last layer also has LoRA factors. The producer fetches the head once, in
-        parts of 8 MiB, and keeps it until the model changes.
+        parts of 8 MiB, and keeps it until the model changes. All callers share its arrays, which are read-only.
 
         Raises:
             SettingsError: the backend does not return the head (`producer.model.hidden` is 0).
@@ -436,7 +443,7 @@ class PartialRows:
     async def _request(
         self,
         adapter: object,
-        timeout: float | None,
+        timeout: float | Deadline | None,
         ask: Callable[[Queries], Awaitable[T]],
         operation: str = "",
         *,

@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lmpool.broker.server import RedisLike, Server, where
-from lmpool.errors import DeadlineExceeded, LMPoolError, SettingsError
+from lmpool.errors import DeadlineExceeded, LMPoolError, ModelMismatch, SettingsError
 from lmpool.metrics import is_traced
 from lmpool.producer.client.queries import Mode, Queries, Wanted, entries_of
 from lmpool.producer.client.requests import Deadline, RowLRU, SessionSettings, check_timeout
 from lmpool.producer.client.session import CopiedAsItself, Priority, Session, SessionPerLoop, WhenAbsent, WhenFull
 from lmpool.producer.metrics import Counters, ProducerStats, Traces
-from lmpool.producer.options import QueryOptions, check_flag, read_batch_targets, read_options, read_targets
+from lmpool.producer.options import QueryOptions, check_flag, read_batch_targets, read_options, read_targets, repeatable
 from lmpool.producer.partial import PartialRows
 from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer, import_package
 from lmpool.producer.trie import PooledTrie, trie_of
@@ -38,14 +38,17 @@ T = TypeVar("T")
 CHANGES_TOO_OFTEN = "versioned: the weights changed during each call until the timeout: use a producer of `at`"
 """Message of a call that no single version has computed."""
 
+check_version = partial(check_number, "version", least=0, most=MAX_NUMBER)
+
 _MAX_UNUSED = 8  # Max producers for one version each that stay open after calls with `version=`.
 
 
 class Producer(CopiedAsItself, PartialRows):
     """Requests rows from a pool, and results that are less or more than a row (see `PartialRows`).
 
-    Use a producer as an async context manager, or directly: its first request connects. One producer serves any number
-    of concurrent calls, and can be used in several `asyncio.run` calls one after the other.
+    Use a producer as an async context manager, or directly: its first request connects. Of concurrent `async with`
+    blocks, the last one closes the producer. One producer serves any number of concurrent calls, and can be used in
+    several `asyncio.run` calls one after the other.
 
     A pickle contains the arguments below, including a password in the URL, but no rows and no connections. The
     unpickled producer connects to the same model with its first request. A copy of a producer is the producer itself.
@@ -122,8 +125,9 @@ class Producer(CopiedAsItself, PartialRows):
         # that trie workers compute from rows.
         of_tries = replace(settings, counters=Counters(ProducerStats(), RowLRU(0)), traces=None)
         server, waits = partial(Server, redis), when_absent == "wait"
-        self._pinned: dict[int, Producer] = {}
-        self._calls: dict[int, int] = {}  # Running calls of each version that `version=` has named, and `at` has not.
+        self._pinned: dict[int, Producer] = {}  # The producers of `at` that have not been closed.
+        self._called: dict[int, tuple[Producer, int]] = {}  # Producer for `version=`, and the number of running calls.
+        self._forget: Callable[[], object] | None = None  # Removes this producer of `at` from the one that made it.
         self._sessions = SessionPerLoop(server, partial(Session, settings=settings), model, waits)
         self._trie_sessions = SessionPerLoop(server, partial(Session, settings=of_tries), TRIE_SERVICE, waits)
 
@@ -186,14 +190,8 @@ class Producer(CopiedAsItself, PartialRows):
                 return await waiter.future
             finally:
                 session.end(waiter)
-        if not is_newest:
-            options: dict[str, Any] = {"targets": targets, "mode": mode, "temperature": temperature, "fresh": fresh}
-            options |= {"keep_row": keep_row, "adapter": adapter, "timeout": timeout}
-            with nullcontext(self) if version == "latest" else self._using(version) as producer:
-                await producer.reach_version(min_version, timeout=timeout)
-                return await producer.logprobs(ids, **options)
         check_flag("fresh", fresh)
-        read_options({"mode": mode, "temperature": temperature})
+        temperature = read_options({"mode": mode, "temperature": temperature}).temperature
         if mode == "logits" and fresh:
             raise SettingsError("fresh: True, of rows only: not with mode='logits'")
         if keep_row and fresh:
@@ -213,7 +211,12 @@ class Producer(CopiedAsItself, PartialRows):
             row = tempered(row[None], temperature)[0]
             return row if entries is None else entries_of(row, entries)
 
-        return await self._request(adapter, timeout, ask, keep_row=keep_row)
+        if is_newest:
+            return await self._request(adapter, timeout, ask, keep_row=keep_row)
+        deadline = Deadline.of(timeout, self._timeout)
+        with nullcontext(self) if version == "latest" else self._using(version) as producer:
+            await producer._reach(min_version, deadline)
+            return await producer._request(adapter, deadline, ask, keep_row=keep_row)
 
     async def batch_logprobs(
         self, prompts: Iterable[Any], *, targets: Any = None, keep_row: bool = False, **options: Unpack[QueryOptions]
@@ -247,40 +250,45 @@ class Producer(CopiedAsItself, PartialRows):
     def at(self, version: int) -> Producer:
         """Return a producer for one version of the model's weights; all its answers are of this version.
 
-        Rows that are not cached are computed only while workers serve the version. The returned producer is closed with
-        this one, or earlier by its own `close`.
+        Rows that are not cached are computed only while workers serve the version. The returned producer has a cache
+        and counters of its own. It is closed with this one, or earlier by its own `close`; until then, all calls of
+        `at` for the version return this producer.
 
         Raises:
             SettingsError: `version` is no number from 0 (the checkpoint that the workers were started with).
             LMPoolError: this producer names no model, and has not connected yet.
         """
-        check_number("version", version, 0, MAX_NUMBER)
-        self._calls.pop(version, None)
-        return self._pin(version)
+        if (producer := self._pinned.get(check_version(version))) is None:
+            producer = self._pinned.setdefault(version, self._of_version(version))
+            producer._forget = partial(self._pinned.pop, version, None)
+        return producer
 
-    def _pin(self, version: int) -> Producer:
-        if version not in self._pinned:
-            name = f"{split_name(self._model or self.model.base)[0]}@{version}"
-            self._pinned.setdefault(version, Producer(name, redis=self._redis, **self._options))
-        return self._pinned[version]
+    def _of_version(self, version: int) -> Producer:
+        name = f"{split_name(self._model or self.model.base)[0]}@{version}"
+        return Producer(name, redis=self._redis, **self._options)
 
     @contextmanager
     def _using(self, version: int) -> Iterator[Producer]:
         """A producer for a call with `version=`; closes all but the last ones, as a program may name many versions."""
-        check_number("version", version, 0, MAX_NUMBER)
-        if version not in self._pinned:
-            self._calls[version] = 0
-        producer, calls = self._pin(version), self._calls
-        if version in calls:
-            calls[version] = calls.pop(version) + 1  # The version that was named last is the last one.
+        called = self._called
+        if check_version(version) not in called:
+            called[version] = self._of_version(version), 0
+            called[version][0]._counters.count_in(self._counters)
+        producer, calls = called.pop(version)
+        called[version] = producer, calls + 1  # The version that was named last is the last one.
         try:
             yield producer
         finally:
-            if version in calls:
-                calls[version] -= 1
-            for old in [other for other, count in calls.items() if not count][:-_MAX_UNUSED]:
-                del calls[old]
-                self._pinned.pop(old).close_soon()
+            called[version] = producer, called[version][1] - 1
+            for old in [other for other, (_, calls) in called.items() if not calls][:-_MAX_UNUSED]:
+                called.pop(old)[0].close_soon()
+
+    def _detach(self) -> list[Producer]:
+        """Leave the producer whose `at` made this one; returns the producers that are closed with this one."""
+        forget, self._forget = self._forget, None
+        if forget is not None:
+            forget()
+        return [*self._pinned.values(), *(producer for producer, _ in self._called.values())]
 
     async def versioned(self, ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> tuple[T, int]:
         """Call a method of this producer; returns its answer, and the version of the weights that computed all of it.
@@ -288,21 +296,27 @@ class Producer(CopiedAsItself, PartialRows):
         For example `row, version = await producer.versioned(producer.logprobs, ids)`. If clients change to another
         version during the call, the call is made again, until `timeout=` or the producer's timeout.
         """
-        deadline = Deadline.of(options.get("timeout"), self._timeout)
-        owner = getattr(ask, "__self__", self)
+        deadline, args = Deadline.of(options.get("timeout"), self._timeout), repeatable(args)
+        owner = getattr(ask, "__self__", None)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, Producer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         while True:
-            before = await self._weights()
-            answer = await ask(*args, **options)
-            if await self._weights() == before:
-                return answer, before[1].version
+            before = await self._weights(deadline)
+            try:
+                answer = await ask(*args, **options)
+                if await self._weights(deadline) == before:
+                    return answer, before[1].version
+            except ModelMismatch:  # The weights may have changed between two parts of the result.
+                if await self._weights(deadline) == before:
+                    raise
             if deadline.end <= deadline.loop.time():
                 raise DeadlineExceeded(CHANGES_TOO_OFTEN)
+            if owner is self or options.get("timeout") is not None:
+                options["timeout"] = deadline.left
 
-    async def _weights(self) -> tuple[Session, ModelInfo]:
+    async def _weights(self, deadline: Deadline) -> tuple[Session, ModelInfo]:
         """The session of the running event loop, and the info of the weights that it uses now."""
-        session = await self._sessions.open(Deadline(self._timeout))
+        session = await self._sessions.open(deadline)
         return session, session.info
 
     async def reach_version(self, version: int, *, timeout: float | None = None) -> None:
@@ -310,7 +324,9 @@ class Producer(CopiedAsItself, PartialRows):
 
         Raises DeadlineExceeded if no worker serves one in time, and the exceptions of `open`.
         """
-        deadline = Deadline.of(timeout, self._timeout)
+        await self._reach(version, Deadline.of(timeout, self._timeout))
+
+    async def _reach(self, version: int, deadline: Deadline) -> None:
         check_number("min_version", version, 0, MAX_NUMBER)
         await (await self._sessions.open(deadline)).reach(version, deadline)
 
@@ -485,7 +501,8 @@ class Producer(CopiedAsItself, PartialRows):
 
     def clear_cache(self) -> None:
         """Drop the rows in this producer's own memory. The pool's cache, which all clients share, does not change."""
-        self._counters.cache.clear()
+        for producer in [self, *(called for called, _ in self._called.values())]:
+            producer._counters.cache.clear()
 
     async def open(self, *, timeout: float | None = None) -> None:
         """Connect now instead of with the first request.
@@ -500,24 +517,28 @@ class Producer(CopiedAsItself, PartialRows):
 
     def close_soon(self) -> None:
         """Close without waiting, from any thread: each connection is closed in its own event loop."""
-        for producer in list(self._pinned.values()):
+        for producer in self._detach():
             producer.close_soon()
         self._trie_sessions.close_soon()
         self._sessions.close_soon()
 
     async def close(self) -> None:
         """End pending requests and close the connections. The producer can be opened again."""
-        for producer in list(self._pinned.values()):
+        for producer in self._detach():
             await producer.close()
         await self._trie_sessions.close()
         await self._sessions.close()
 
     async def __aenter__(self) -> Self:
-        await self.open()
+        (await self._sessions.open(Deadline(self._timeout))).blocks += 1
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        session = self._sessions.by_loop.get(asyncio.get_running_loop())
+        if session is not None and session.blocks > 1:  # Another task is in an `async with` block of this producer.
+            session.blocks -= 1
+        else:
+            await self.close()
 
     @property
     def _name(self) -> str | None:

@@ -16,12 +16,12 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from lmpool.aio import end_tasks
 from lmpool.broker.server import where
-from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError
+from lmpool.errors import DeadlineExceeded, ModelMismatch, ProducerClosed, SettingsError
 from lmpool.producer.client.requests import check_timeout
-from lmpool.producer.client.session import CopiedAsItself
+from lmpool.producer.client.session import CopiedAsItself, Session
 from lmpool.producer.metrics import Counters, ProducerStats
-from lmpool.producer.options import PositionOptions
-from lmpool.producer.producer import CHANGES_TOO_OFTEN, Producer
+from lmpool.producer.options import PositionOptions, repeatable
+from lmpool.producer.producer import CHANGES_TOO_OFTEN, Producer, check_version
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Predictions
@@ -34,11 +34,16 @@ _CLOSED = "this SyncProducer is closed"
 
 
 def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Any, P], T]:
-    """Convert a coroutine method to a method with the same parameters, which waits and returns the result."""
+    """Convert a coroutine method to a method with the same parameters, which waits and returns the result.
+
+    The calling thread reads arguments that are iterators: they may call the producer, for which the background thread
+    could not wait.
+    """
 
     @wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        result: T = self._wait_for(method(self._asynchronous, *args, **kwargs))
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
+        options = dict(zip(kwargs, repeatable(kwargs.values()), strict=True))
+        result: T = self._wait_for(method(self._asynchronous, *repeatable(args), **options))
         return result
 
     name = method.__qualname__.replace("PartialRows", "Producer")
@@ -172,33 +177,38 @@ class SyncProducer(CopiedAsItself):
     def at(self, version: int) -> SyncProducer:
         """As `Producer.at`, but return a `SyncProducer`, which is closed with this one."""
         _ = self.model  # Connect, because only a connected producer knows the name of its model.
-
-        async def make() -> Producer:  # This coroutine runs in the thread that uses the producer.
-            return self._asynchronous.at(version)
-
-        producer = self._wait_for(make())
         with self._closing:
             if self._closed:
                 raise ProducerClosed(_CLOSED)
-            if version not in self._pinned:
+            self._pinned = {number: other for number, other in self._pinned.items() if not other._closed}
+            if check_version(version) not in self._pinned:
                 self._pinned[version] = SyncProducer.__new__(SyncProducer)
-                self._pinned[version].__setstate__(producer)
+                self._pinned[version].__setstate__(self._asynchronous._of_version(version))
             return self._pinned[version]
 
     def versioned(self, ask: Callable[..., T], *args: Any, **options: Any) -> tuple[T, int]:
         """As `Producer.versioned`, for a method of this `SyncProducer`."""
-        owner = getattr(ask, "__self__", self)
+        owner, args = getattr(ask, "__self__", None), repeatable(args)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, SyncProducer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         timeout = options.get("timeout")
         end = time.monotonic() + (self._asynchronous._timeout if timeout is None else check_timeout(timeout))
         while True:
-            before = self.model, self._asynchronous._sessions.session
-            answer = ask(*args, **options)
-            if (self.model, self._asynchronous._sessions.session) == before:
-                return answer, before[0].version
-            if time.monotonic() >= end:
+            before = self._weights()
+            try:
+                answer = ask(*args, **options)
+                if self._weights() == before:
+                    return answer, before[1].version
+            except ModelMismatch:  # The weights may have changed between two parts of the result.
+                if self._weights() == before:
+                    raise
+            if (left := end - time.monotonic()) <= 0:
                 raise DeadlineExceeded(CHANGES_TOO_OFTEN)
+            if owner is self or timeout is not None:
+                options["timeout"] = left
+
+    def _weights(self) -> tuple[Session | None, ModelInfo]:
+        return self._asynchronous._sessions.session, self.model
 
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`: drop the rows in this producer's own memory."""
@@ -269,6 +279,9 @@ class SyncProducer(CopiedAsItself):
         if os.getpid() != self._process:
             work.close()
             raise ProducerClosed("this SyncProducer was made before a fork: make another one in this process")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise SettingsError("an argument of this SyncProducer's call uses the SyncProducer: pass a list instead")
         with self._closing:  # Hold the lock, so that `close` also ends the call that begins here.
             if self._closed:
                 work.close()

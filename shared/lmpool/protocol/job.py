@@ -105,8 +105,10 @@ def encode_prompt(ids: Any, *, vocab_size: int, max_tokens: int, adapter: str = 
 def list_prompts(prompts: Iterable[Any]) -> list[Any]:
     """A list of the prompts in an iterable or in the rows of a 2-D array; the prompts are not checked.
 
-    Raises `SettingsError` for text, or for a value that cannot be iterated over.
+    Raises `SettingsError` for text, the output of a tokenizer, or a value that cannot be iterated over.
     """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        raise SettingsError(f'prompts: {type(prompts).__name__} is not a sequence of prompts; pass its ["input_ids"]')
     # A 0-D array has `__iter__` too, but cannot be iterated over.
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__") or getattr(prompts, "ndim", 1) == 0:
         raise SettingsError(f"prompts: {type(prompts).__name__} is not a sequence of prompts")

@@ -134,10 +134,11 @@ def logsumexp(logits: Row) -> Row:
 
 
 def tempered(rows: Row, temperature: float) -> Row:
-    """The log-probabilities (n, V) after division of the logits by a temperature; `rows` itself for 1."""
+    """The log-probabilities (n, V) of logits divided by a temperature; for 1, `rows`, which are log-probabilities."""
     if temperature == 1:
         return rows
-    rows = rows / np.float32(temperature)
+    # Subtract the largest entry first: float32 has too few digits for the sum of the quotients of a small temperature.
+    rows = (rows - rows.max(axis=1, keepdims=True)) / np.float32(temperature)
     rows -= logsumexp(rows)[:, None]
     return rows
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lmpool.errors import ProtocolError
 from lmpool.protocol.job import DIGEST_SIZE, Message, unpack
-from lmpool.protocol.picks import Sampling, TopK, logsumexp, top
+from lmpool.protocol.picks import Sampling, TopK, logsumexp, tempered, top
 from lmpool.protocol.row import FACTS, Row, check_largest, check_logits, check_logprobs
 
 MAX_SEED = 2**64 - 1
@@ -341,10 +341,12 @@ class PositionsQuery(QueryMessage, frozen=True, tag="predictions"):
             positions: the n positions.
             following: the token after each position; missing tokens at the end are replaced by token 0.
         """
+        entries = logits
         if self.temperature != 1:
-            logits = logits / np.float32(self.temperature)
-            log_z = logsumexp(logits)
-        entries = logits if self.values == "logits" else logits - log_z[:, None]
+            entries = logits / np.float32(self.temperature)
+            log_z = logsumexp(entries)
+        if self.values == "logprobs":
+            entries = logits - log_z[:, None] if self.temperature == 1 else tempered(logits, self.temperature)
         if not self.is_of_entries:
             return entries
         columns, named = list[Row](), list[NDArray[np.int64]]()

@@ -169,10 +169,8 @@ def check_sparse(types: Types, wanted: Types) -> None:
         _check_type(name, found, {name: TensorType("I64" if name.endswith(INDICES) else of.dtype, (count,))})
         places, values = (types[f"{changed}{ending}"].shape for ending in (INDICES, VALUES))
         if places != values:
-            text = f"{places} ({INDICES}) and {values} ({VALUES})"
-            raise SettingsError(
-                f"weights: {shown(changed)} is given with the shapes {text}: give one number for each place"
-            )
+            text = f"{shown(changed)} is given with the shapes {places} ({INDICES}) and {values} ({VALUES})"
+            raise SettingsError(f"weights: {text}: give one number for each place")
 
 
 def pack_types(types: Types) -> bytes:

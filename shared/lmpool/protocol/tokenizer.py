@@ -156,9 +156,8 @@ def check_tokenizer(text: str) -> float:
             for component in _components(part, getattr(file, part)):
                 growth[part] *= _check_component(part, component)
                 if (factor := growth[part]) > MAX_GROWTH:
-                    raise InvalidVocabulary(
-                        f"its {part} can lengthen a text {factor:.3g} times; the limit is {MAX_GROWTH}"
-                    )
+                    found = f"its {part} can lengthen a text {factor:.3g} times; the limit is {MAX_GROWTH}"
+                    raise InvalidVocabulary(found)
     except (KeyError, TypeError, AttributeError) as error:
         raise InvalidVocabulary(f"its tokenizer.json has a component without the fields it needs: {error}") from error
     return growth["normalizer"]

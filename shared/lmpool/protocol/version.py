@@ -59,9 +59,8 @@ def pointer_of(base: str) -> str:
 def check_base(field: str, name: str) -> None:
     """Refuse a model's name that looks like the name of a version; `field` names the setting in the error."""
     if name.endswith("@") or split_name(name)[1] is not None:
-        raise SettingsError(
-            f"{field}: {shown(name)} must not end with @ or with @ and a number: versions have such names"
-        )
+        text = f"{field}: {shown(name)} must not end with @ or with @ and a number"
+        raise SettingsError(f"{text}: versions have such names")
 
 
 class Version(Message, frozen=True, tag=_FORMAT):

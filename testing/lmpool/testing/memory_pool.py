@@ -11,7 +11,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import redis as redis_sync
@@ -138,14 +138,18 @@ class MemoryWorker:
     async def start(self, worker: Worker) -> None:
         """Start the worker in the running event loop; return when it takes prompts. Raises as `Worker.run` does."""
         self._loop = asyncio.get_running_loop()
-        ready: asyncio.Future[ModelInfo] = self._loop.create_future()
+        ready: asyncio.Future[None] = self._loop.create_future()
+
+        def serve(info: ModelInfo) -> None:  # The worker calls this for each version of its weights.
+            self.info = info
+            if not ready.done():
+                ready.set_result(None)
+
         self._worker = worker
-        self._task = self._loop.create_task(worker.run(ready.set_result), name=f"worker {worker.worker_id}")
-        first: list[asyncio.Future[Any]] = [ready, self._task]
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        self._task = self._loop.create_task(worker.run(serve), name=f"worker {worker.worker_id}")
+        await asyncio.wait([ready, self._task], return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
             self._task.result()
-        self.info = ready.result()
 
     @property
     def is_running(self) -> bool:

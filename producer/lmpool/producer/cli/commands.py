@@ -17,20 +17,9 @@ from lmpool.broker.server import Server
 from lmpool.broker.server_checks import check_server
 from lmpool.cli import Terminal, say, say_json
 from lmpool.errors import SettingsError
+from lmpool.producer.cli import status as tables
 from lmpool.producer.cli.options import TEXT, AreIds, AsJson, PoolOptions, ServerOptions, read_prompt, run, with_options
 from lmpool.producer.cli.queues import dead_app, queue_app
-from lmpool.producer.cli.status import (
-    DEFAULT_WORKERS,
-    STATUS,
-    AllWorkers,
-    Column,
-    FittingTable,
-    MaxWorkers,
-    limited,
-    max_listed,
-    survey_tables,
-    top,
-)
 from lmpool.producer.cli.trie_show import trie_app
 from lmpool.producer.producer import Producer
 from lmpool.producer.tokenizer import TOKENIZERS, find_tokenizer, parse_ids, published_tokenizer
@@ -49,7 +38,7 @@ _MAX_ALONE_S = 5.0  # Max seconds that `bench` spends on single prompts: a slow 
 
 def register(app: typer.Typer) -> None:
     """Add the client commands."""
-    for command in (logprobs, status, top, flush, bench):
+    for command in (logprobs, status, tables.top, flush, bench):
         app.command()(command)
     for group in (trie_app, adapters_app, weights_app, dead_app, queue_app):
         app.add_typer(group)
@@ -93,18 +82,18 @@ def logprobs(
 
 @with_options
 async def status(
-    at: ServerOptions, workers: MaxWorkers = None, every: AllWorkers = False, as_json: AsJson = False
+    at: ServerOptions, workers: tables.MaxWorkers = None, every: tables.AllWorkers = False, as_json: AsJson = False
 ) -> None:
     """Show models, workers, queue depths and rates."""
-    server, most = Server(at.redis), max_listed(workers, every)
+    server, most = Server(at.redis), tables.max_listed(workers, every)
     models, (memory, doubts) = await survey(server, at.keys), await check_server(server)
     for warning in (*doubts, *file_notices(models)):
         say(warning, err=True)
     if as_json:
-        say_json([{**model, "server_memory": memory and memory._asdict()} for model in limited(models, most)])
+        say_json([{**model, "server_memory": memory and memory._asdict()} for model in tables.limited(models, most)])
         return
     if models:
-        Terminal().print(*survey_tables(models, STATUS, DEFAULT_WORKERS if most is None else most))
+        Terminal().print(*tables.survey_tables(models, tables.STATUS, tables.DEFAULT_WORKERS if most is None else most))
     else:
         say(f"no model is served under the prefix {at.prefix!r} at {server}")
     if memory:
@@ -212,7 +201,7 @@ async def list_adapters(at: PoolOptions, as_json: AsJson = False) -> None:
         say("the model has no adapters")
     else:
         rows = [{"adapter": name, "revision": revisions[name]} for name in sorted(revisions)]
-        Terminal().print(FittingTable(None, (Column("adapter", 0), Column("revision", 0)), rows))
+        Terminal().print(tables.FittingTable(None, (tables.Column("adapter", 0), tables.Column("revision", 0)), rows))
 
 
 @adapters_app.command()
@@ -248,7 +237,7 @@ async def list_versions(at: PoolOptions, as_json: AsJson = False) -> None:
         return
     if states:
         rows = [{"version": number, "state": state or "not served yet"} for number, state in states.items()]
-        Terminal().print(FittingTable(None, (Column("version", 0), Column("state", 0)), rows))
+        Terminal().print(tables.FittingTable(None, (tables.Column("version", 0), tables.Column("state", 0)), rows))
     say(f"clients use version {used}" + ("" if states else ", and no other version was published"))
 
 

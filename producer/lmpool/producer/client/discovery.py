@@ -17,17 +17,8 @@ from redis.exceptions import NoPermissionError, RedisError
 
 from lmpool import errors
 from lmpool.aio import copy_error, delays
+from lmpool.broker import scripts
 from lmpool.broker.registries import VersionRegistry, look_up, look_up_tokenizer, register, register_tokens
-from lmpool.broker.scripts import (
-    Alive,
-    Load,
-    read_alive_in,
-    read_infos,
-    read_loads,
-    read_named,
-    read_pointer,
-    read_texts,
-)
 from lmpool.broker.server import Server
 from lmpool.producer.client.partitions import Partitions
 from lmpool.producer.client.requests import Deadline, Tasks
@@ -302,7 +293,7 @@ class Discovery:
         if name is None and unreadable and not infos:
             raise next(iter(unreadable.values()))
         # The model was registered after the call of `find`; or clients do not use a version yet, and workers serve one.
-        used = await read_pointer(self._redis, self._keys, name) if name is not None else 0
+        used = await scripts.read_pointer(self._redis, self._keys, name) if name is not None else 0
         if named := [info for info in infos.values() if name in (info.name, info.base) and info.version >= used]:
             return max(named, key=lambda info: info.version)
         if name == TRIE_SERVICE:
@@ -342,10 +333,10 @@ class Discovery:
         """
         base, number = split_name(name)
         served = base if number == 0 else name
-        packed, used = await read_named(self._redis, self._keys, served)
+        packed, used = await scripts.read_named(self._redis, self._keys, served)
         if number is None and used:
             served = name_of_version(base, used)
-            packed = await read_infos(self._redis, self._keys, served)
+            packed = await scripts.read_infos(self._redis, self._keys, served)
         infos, unreadable = self._unpack(packed)
         if served in unreadable:
             raise unreadable[served]
@@ -384,7 +375,8 @@ class Discovery:
             key = self._keys.loading()
             with suppress(NoPermissionError):
                 workers = cast(list[bytes] | None, await self._redis.hrandfield(key, _MAX_NAMED)) or []
-                entries = await read_texts(self._redis, key, [worker.decode("utf-8", "replace") for worker in workers])
+                names = [worker.decode("utf-8", "replace") for worker in workers]
+                entries = await scripts.read_texts(self._redis, key, names)
                 for model in sorted(set(entries.values())):
                     # A worker that was killed while it loaded a model may still have an entry: check for a heartbeat.
                     if (await self.alive(model)).loading:
@@ -400,7 +392,7 @@ class Discovery:
 
     async def _read_infos(self, model: str | None = None) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         """Return the infos of one or all models by name, and the errors of unreadable infos by name."""
-        return self._unpack(await read_infos(self._redis, self._keys, model))
+        return self._unpack(await scripts.read_infos(self._redis, self._keys, model))
 
     def _unpack(self, packed: dict[bytes, bytes | int]) -> tuple[dict[str, ModelInfo], dict[str, Exception]]:
         infos: dict[str, ModelInfo] = {}
@@ -421,9 +413,9 @@ class Discovery:
                     _log.warning("%s; the model is left out", unreadable[name])
         return infos, unreadable
 
-    async def alive(self, model: str, partitions: Sequence[int] = (0,)) -> Alive:
+    async def alive(self, model: str, partitions: Sequence[int] = (0,)) -> scripts.Alive:
         """Return how many workers serve a model and how many load it; the cost does not depend on these numbers."""
-        return await read_alive_in(self._redis, [self._keys.model(model, number) for number in partitions])
+        return await scripts.read_alive_in(self._redis, [self._keys.model(model, number) for number in partitions])
 
     async def partitions(self, model: str) -> list[ModelKeys]:
         """Return the keys of each partition of a model's queue; of partition 0 if the model is not served."""
@@ -432,9 +424,9 @@ class Discovery:
             info = await self.find(model)
         return [self._keys.model(model)] if info is None else self._keys.partitions(info)
 
-    async def loads(self, info: ModelInfo) -> dict[int, Load | Exception]:
+    async def loads(self, info: ModelInfo) -> dict[int, scripts.Load | Exception]:
         """Return how busy each partition of a model's queue is, or why its master did not answer."""
-        loads = await read_loads(self._redis, self._keys.partitions(info), info.lease_s)
+        loads = await scripts.read_loads(self._redis, self._keys.partitions(info), info.lease_s)
         return dict(zip(info.partitions, loads, strict=True))
 
     async def gone(self, model: str, workers: Sequence[bytes], partition: int = 0) -> list[bytes]:
@@ -486,17 +478,17 @@ class Liveness:
             return errors.NoWorker(f"{text}: start one with `{info.start_command}`")
         return None
 
-    async def _count(self) -> Alive:
+    async def _count(self) -> scripts.Alive:
         """Count the workers, and record the load of each partition if the model's queue has several."""
         info = self._connections.model.info
         if len(info.partitions) == 1:
             return await self._discovery.alive(info.name)
         loads = await self._discovery.loads(info)
-        known = {number: load for number, load in loads.items() if isinstance(load, Load)}
+        known = {number: load for number, load in loads.items() if isinstance(load, scripts.Load)}
         for number, load in loads.items():
-            self._connections.partitions.note_load(number, load if isinstance(load, Load) else None)
+            self._connections.partitions.note_load(number, load if isinstance(load, scripts.Load) else None)
         if serving := sum(load.workers for load in known.values()):
-            return Alive(serving, 0, ())
+            return scripts.Alive(serving, 0, ())
         # Workers that drain take no jobs, but may still compute this client's prompts. Workers load in partition 0.
         return await self._discovery.alive(info.name, sorted({0, *known}))
 

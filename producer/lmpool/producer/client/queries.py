@@ -34,8 +34,6 @@ _MAX_PARTS_IN_FLIGHT = 2
 # Max entries read one by one from a cached row. For more entries, a query to a worker costs the server less.
 _MAX_READ_IN_PLACE = 128
 _MAX_SHARE = 1 / 8  # Max share of a row's entries that a query requests. For more entries, the row itself is requested.
-
-
 _MIN_TOP = 8  # Request at least this many top tokens, so that calls share results.
 
 
@@ -52,8 +50,6 @@ class Allowed(NamedTuple):
 
 
 _ALL = Allowed()
-
-
 _NO_TARGETS = np.empty(0, np.int64)
 
 
@@ -106,7 +102,7 @@ class Wanted(NamedTuple):
         Numbers that cost next to nothing are always part of it. All else is computed from whole rows, if requested.
         """
         if self.full:  # The logits have logZ too.
-            return Wanted(values="logits" if self.logz else self.values, temperature=self.temperature)
+            return Wanted(values="logits") if self.logz else Wanted(values=self.values, temperature=self.temperature)
         top = self.top and min(vocab_size, max(_MIN_TOP, 1 << (self.top - 1).bit_length()))
         return self._replace(top=top, next_token=True, logz=True, tail=top > 0 or self.targets.size > 0)
 
@@ -115,10 +111,11 @@ class Wanted(NamedTuple):
         part = range(found.start, found.start + len(found))
         if found.full is not None:
             rows, ids, log_z = found.full, decode_ids(text.ids), np.zeros(len(part), np.float32)
-            if self.logz:
-                log_z = picks.logsumexp(rows)
-            full = rows if self.values == "logits" else rows - log_z[:, None] if self.logz else rows
-            query = self._replace(temperature=1.0).query(part, len(ids))
+            full, query = rows, self._replace(temperature=1.0).query(part, len(ids))
+            if self.logz:  # These are logits before the division by the temperature.
+                log_z, query = picks.logsumexp(rows), self.query(part, len(ids))
+                if self.values == "logprobs":
+                    full = picks.tempered(rows - log_z[:, None], self.temperature)
             if self.allowed.tokens is not None:
                 query = query.among(self.allowed.tokens.ids)
             if not query.is_of_entries:
@@ -167,24 +164,13 @@ class Queries:
         """V, the vocabulary size of the model."""
         return self.session.info.vocab_size
 
-    # Prompts
-
     def encode(self, ids: Any) -> Prompt:
         """Check and encode a prompt."""
         return self.session.encode(ids, self.adapter)
 
     def encode_all(self, prompts: Sequence[Any], name: str = "prompts") -> list[Prompt]:
         """Check and encode the prompts of the argument `name`."""
-        encoded: list[Prompt] = []
-        try:
-            for ids in prompts:
-                encoded.append(self.encode(ids))  # noqa: PERF401 `len(encoded)` is an invalid prompt's index.
-        except errors.InvalidPrompt as error:
-            errors.of_prompt(error, name, len(encoded), _count(prompts))
-            raise
-        return encoded
-
-    # Rows and entries
+        return check_each(self.encode, prompts, name=name)
 
     async def row(self, prompt: Prompt) -> Row:
         """Return a row."""
@@ -241,11 +227,8 @@ class Queries:
             else:
                 out[at] = await self.entries(prompts[at], targets[at])
 
-        named = len(prompts) if name else 0
-        await gather(map(put, range(len(prompts))), lambda error, at: errors.of_prompt(error, name, at, named))
+        await for_each([put(at) for at in range(len(prompts))], name)
         return out
-
-    # Results of queries
 
     async def _result(
         self, prompt: Prompt, read: Callable[[Row], T], *, private: bool = False, allowed: Allowed = _ALL
@@ -358,8 +341,6 @@ class Queries:
         tokens = decode_ids(continuation.ids).tolist()
         return (await self.all_entries(prefixes, [[token] for token in tokens], 1))[:, 0]
 
-    # Positions
-
     def parts(self, text: Prompt, start: int, wanted: Wanted) -> list[range]:
         """Split the positions of a text from `start` on into parts whose results each fit into one reply."""
         length, vocab_size = len(text.ids) // 4, self.vocab_size
@@ -457,8 +438,6 @@ class Queries:
         last = len(prompt.ids) // 4 - 1
         return await self.part(prompt, range(last, last + 1), wanted, shares=False)
 
-    # The head
-
     async def head(self, heads: dict[str, Head]) -> Head:
         """Return the head (the last layer) from `heads`, or fetch it for all callers.
 
@@ -475,13 +454,13 @@ class Queries:
             if (head := heads.get(fingerprint)) is None:
                 head = await self._fetch_head()
                 heads.clear()
-                heads[fingerprint] = head
+                heads[fingerprint] = _sealed(head)
             if self.adapter and name not in heads:
                 # Keep the head of one revision of each adapter: a trainer replaces its adapter often.
                 adapter = name_of(self.adapter)
                 for old in [key for key in heads if name_of(key.removeprefix(fingerprint)) == adapter]:
                     del heads[old]
-                heads[name] = await self._with_factors(head)
+                heads[name] = _sealed(await self._with_factors(head))
         finally:
             lock.release()
         return heads[name]
@@ -531,12 +510,28 @@ class Queries:
         return Head(np.concatenate(parts), bias, scale, soft_cap or None, info.dtype)
 
 
-async def for_each(prompts: Sequence[Any], work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
-    """Await the work for each prompt; the first failure cancels the other work, and the error names its prompt."""
-    count = _count(prompts)
-    return await gather(work, lambda error, index: errors.of_prompt(error, name, index, count))
+def _sealed(head: Head) -> Head:
+    """Make the arrays of a head read-only, because all callers share them."""
+    for array in (head.weights, head.bias, head.down, head.up):
+        if array is not None:
+            array.setflags(write=False)
+    return head
 
 
-def _count(prompts: Sequence[Any]) -> int:
-    """Return the number of prompts; several continuations of one prompt count as one."""
-    return len(prompts) if any(ids is not prompts[0] for ids in prompts) else min(1, len(prompts))
+def check_each(check: Callable[..., T], *arguments: Sequence[Any], name: str = "prompts") -> list[T]:
+    """Call `check` with the arguments of each prompt; with a `name`, an error begins with it and the prompt's index."""
+    checked: list[T] = []
+    try:
+        for each in zip(*arguments, strict=True):
+            checked.append(check(*each))  # noqa: PERF401 `len(checked)` is an invalid prompt's index.
+    except (errors.InvalidPrompt, errors.SettingsError) as error:
+        if name and len(arguments[0]) > 1:
+            error.args = (f"{name}[{len(checked)}]: {error}",)
+        raise
+    return checked
+
+
+async def for_each(work: Sequence[Coroutine[Any, Any, T]], name: str = "prompts") -> list[T]:
+    """Await the work for each prompt; the first failure cancels the other work, and begins as in `check_each`."""
+    named = len(work) if name else 0
+    return await gather(work, lambda error, index: errors.of_prompt(error, name, index, named))

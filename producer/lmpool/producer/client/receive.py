@@ -17,20 +17,9 @@ from lmpool import errors
 from lmpool.aio import delays
 from lmpool.broker.scripts import entries_by_stream
 from lmpool.broker.server import Server
+from lmpool.producer.client import requests as pending
 from lmpool.producer.client.discovery import TROUBLE, Connections, Discovery, Liveness
 from lmpool.producer.client.partitions import Partition
-from lmpool.producer.client.requests import (
-    BatchWaiter,
-    Deadline,
-    DeadlineTimers,
-    PendingRequest,
-    PendingRequests,
-    RowLRU,
-    SessionSettings,
-    SingleWaiter,
-    Stage,
-    Waiter,
-)
 from lmpool.producer.client.submit import Submitter
 from lmpool.protocol.job import DIGEST_SIZE, Failure, Prompt, encode_prompt, unpack_failure
 from lmpool.protocol.model_info import ModelInfo
@@ -71,24 +60,26 @@ class Requester:
 
     info: ModelInfo
 
-    def __init__(self, server: Server, settings: SessionSettings) -> None:
+    def __init__(self, server: Server, settings: pending.SessionSettings) -> None:
         self._settings = settings
         is_bulk = settings.priority == "bulk"
         self._connections = connections = Connections(server, settings.keys, is_bulk=is_bulk, is_direct=settings.direct)
         self._discovery = Discovery(connections.redis, settings.keys)
         self._liveness = Liveness(connections, self._discovery)
         self.loop = connections.loop
-        self._cache: RowLRU = settings.counters.cache
+        self._cache: pending.RowLRU = settings.counters.cache
         self._stats = settings.counters.stats
         self._segments = connections.segments
         self._segments.counts = settings.counters.shared
         if connections.direct is not None:
             connections.direct.counts = settings.counters.shared
-        self._requests = PendingRequests(settings.counters)
+        self._requests = pending.PendingRequests(settings.counters)
         waits = settings.when_full == "wait"
         self._submitter = Submitter(connections, self._requests, waits=waits, traces=settings.traces)
         self.entries = EntryReader(connections)
-        self._deadlines = DeadlineTimers(self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds))
+        self._deadlines = pending.DeadlineTimers(
+            self.loop, lambda waiter: self._expire(waiter.request, waiter, waiter.seconds)
+        )
         self._batch_memory = RowMemory()
         self._lookups_left = _MAX_LOOKUPS_PER_TICK
         self.first_queries: dict[bytes, asyncio.Future[None]] = {}
@@ -142,7 +133,7 @@ class Requester:
     async def answer(
         self,
         prompt: Prompt,
-        deadline: Deadline,
+        deadline: pending.Deadline,
         *,
         warm: bool = False,
         private: bool = False,
@@ -169,14 +160,14 @@ class Requester:
         finally:
             self.end(waiter)
 
-    def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> SingleWaiter:
+    def begin(self, prompt: Prompt, until: float, seconds: float, *, warm: bool = False) -> pending.SingleWaiter:
         """Start to wait for a row. The caller awaits the waiter's future, and then always calls `end`."""
-        waiter = SingleWaiter(self.loop, seconds)
+        waiter = pending.SingleWaiter(self.loop, seconds)
         waiter.request = self._add(prompt, waiter, until, warm)
         self._deadlines.add(waiter, until)
         return waiter
 
-    def end(self, waiter: SingleWaiter) -> None:
+    def end(self, waiter: pending.SingleWaiter) -> None:
         """Stop waiting for a row; cancels the request if it has no other waiter."""
         self._deadlines.remove(waiter)
         request = waiter.request
@@ -186,7 +177,7 @@ class Requester:
         if request.is_private and self._requests.get(request.prompt.digest) is None:
             self._submitter.discard([request])
 
-    def _add(self, prompt: Prompt, waiter: Waiter, until: float, warm: bool = False) -> PendingRequest:
+    def _add(self, prompt: Prompt, waiter: pending.Waiter, until: float, warm: bool = False) -> pending.PendingRequest:
         self._stats.requests += 1
         request, is_new = self._requests.add(prompt, waiter, until, warm)
         if is_new:
@@ -195,11 +186,11 @@ class Requester:
             self._settings.traces.note(request, is_new)
         return request
 
-    def _remove_waiter(self, request: PendingRequest, waiter: Waiter, why: str = "cancelled") -> None:
+    def _remove_waiter(self, request: pending.PendingRequest, waiter: pending.Waiter, why: str = "cancelled") -> None:
         if waiter in request.waiters and self._requests.remove_waiter(request, waiter, why):
             self._submitter.cancel(request)
 
-    async def answer_all(self, prompts: Sequence[Prompt], deadline: Deadline) -> NDArray[np.float32]:
+    async def answer_all(self, prompts: Sequence[Prompt], deadline: pending.Deadline) -> NDArray[np.float32]:
         """Request the rows of several prompts: float32 (n, V). The first failure cancels the other requests."""
         vocab_size, is_sharing = self.info.vocab_size, bool(prompts) and self._segments.has_any
         if is_sharing:
@@ -216,9 +207,9 @@ class Requester:
                 await asyncio.sleep(0)
         self._connections.check_open()  # The session may have ended while this call yielded to the event loop.
         self.count_hits(began, len(copied))
-        batch, waits = BatchWaiter(self.loop, rows), list[tuple[PendingRequest, Waiter]]()
+        batch, waits = pending.BatchWaiter(self.loop, rows), list[tuple[pending.PendingRequest, pending.Waiter]]()
         for index, prompt in enumerate(prompts):
-            waiter: Waiter = partial(batch.put, index)
+            waiter: pending.Waiter = partial(batch.put, index)
             if index in copied:
                 batch.count()
             elif (row := self._kept(prompt)) is not None:
@@ -242,7 +233,7 @@ class Requester:
                     self._remove_waiter(request, waiter)
         return rows
 
-    def _expire(self, request: PendingRequest, waiter: Waiter, timeout_s: float) -> None:
+    def _expire(self, request: pending.PendingRequest, waiter: pending.Waiter, timeout_s: float) -> None:
         """End a wait at its deadline, with an error that says why the request has no row yet."""
         if waiter not in request.waiters:
             return
@@ -250,7 +241,7 @@ class Requester:
         error: errors.LMPoolError
         if connections.trouble is not None:
             error = type(connections.trouble)(f"{text}: {connections.trouble}")
-        elif request.is_refused or (self._submitter.is_full and request.stage is not Stage.WAITING):
+        elif request.is_refused or (self._submitter.is_full and request.stage is not pending.Stage.WAITING):
             error = errors.QueueFull(f"{text}: {connections.describe_full_queue()}")
         elif request.lost:  # Report evicted rows first: a server that evicts rows may evict heartbeats too.
             info, length = self.info, request.prompt.length
@@ -273,14 +264,18 @@ class Receiver:
     """
 
     def __init__(
-        self, connections: Connections, requests: PendingRequests, submitter: Submitter, on_change: Callable[[], None]
+        self,
+        connections: Connections,
+        requests: pending.PendingRequests,
+        submitter: Submitter,
+        on_change: Callable[[], None],
     ) -> None:
         self._connections = connections
         self._requests = requests
         self._submitter = submitter
         self._on_change = on_change  # Called when a message says that the model has other weights.
         self.messages = 0
-        self._announced: list[PendingRequest] = []
+        self._announced: list[pending.PendingRequest] = []
         self._has_announced = asyncio.Event()
 
     async def read_all(self) -> None:
@@ -370,7 +365,7 @@ class Receiver:
             except TROUBLE as error:
                 self._connections.note(error)
 
-    def _announce(self, requests: list[PendingRequest]) -> None:
+    def _announce(self, requests: list[pending.PendingRequest]) -> None:
         if requests:
             self._announced += requests
             self._has_announced.set()
@@ -388,9 +383,9 @@ class Receiver:
 
         Returns whether a request waited for the message.
         """
-        joined, pending = fields.get(b"d", b""), self._requests.get
+        joined, find = fields.get(b"d", b""), self._requests.get
         digests = [joined[at : at + DIGEST_SIZE] for at in range(0, len(joined), DIGEST_SIZE)]
-        requests = [request for digest in digests if (request := pending(digest)) is not None]
+        requests = [request for digest in digests if (request := find(digest)) is not None]
         partition.count(-len(digests))
         if not requests:
             return False
@@ -418,9 +413,8 @@ class Receiver:
             awaited = {request.prompt.digest for request in requests if not request.warm}
             direct.note(address, digests, fields.get(b"s", b""), awaited)
         elif len(places := fields.get(b"s", b"")) == len(joined):
-            place_of = {
-                joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in range(0, len(joined), DIGEST_SIZE)
-            }
+            starts = range(0, len(joined), DIGEST_SIZE)
+            place_of = {joined[at : at + DIGEST_SIZE]: places[at : at + PLACE_SIZE] for at in starts}
             segments, vocab_size = self._connections.segments, model.info.vocab_size
             wanted = [request.prompt.digest for request in requests if not request.warm]
             await self._requests.resolve_by(
@@ -453,13 +447,13 @@ class Receiver:
                 self._submitter.homes.note([request.prompt], message.worker, request.partition or 0)
         self._requests.resolve_found(list(rows), list(rows.values()), are_shared=message.are_places)
 
-    def _restart(self, requests: Sequence[PendingRequest]) -> None:
+    def _restart(self, requests: Sequence[pending.PendingRequest]) -> None:
         """Send requests again whose jobs ended without a row because the model now has other weights."""
         for request in requests:
-            request.stage = Stage.UNSENT
+            request.stage = pending.Stage.UNSENT
         self._on_change()
 
-    def _on_failure(self, requests: Sequence[PendingRequest], packed: bytes) -> None:
+    def _on_failure(self, requests: Sequence[pending.PendingRequest], packed: bytes) -> None:
         try:
             failure = unpack_failure(packed)
         except errors.ProtocolError as error:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from time import monotonic
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,8 +79,10 @@ class Deadline:
         self.end = self.loop.time() + seconds
 
     @classmethod
-    def of(cls, timeout: float | None, default: float) -> Self:
-        """Start a deadline of `timeout` seconds, or of `default` seconds if `timeout` is None."""
+    def of(cls, timeout: float | Deadline | None, default: float) -> Deadline:
+        """Start a deadline of `timeout` seconds, or of `default` seconds for None; a deadline is returned unchanged."""
+        if isinstance(timeout, Deadline):
+            return timeout
         return cls(default if timeout is None else check_timeout(timeout))
 
     @property
@@ -92,7 +94,7 @@ class Deadline:
 
     def bounded(self) -> Deadline:
         """Return a deadline for steps that need no worker: this deadline, or `ALONE_S` if this one is endless."""
-        return Deadline(ALONE_S, is_of_caller=False) if self.seconds == ENDLESS_S else self
+        return Deadline(ALONE_S, is_of_caller=False) if self.seconds > ENDLESS_S / 2 else self
 
     @asynccontextmanager
     async def limit(self) -> AsyncIterator[None]:

@@ -58,6 +58,7 @@ class Session(Requester):
 
     Attributes:
         closed: whether the session has ended.
+        blocks: number of `async with` blocks of the producer that are running in this event loop.
         vocabularies: the vocabularies, tokenizers and token sets of the pool.
         adapters: the adapters of the model.
         fetching_head: lock of the caller that fetches the model's head (last layer), which can have a gigabyte.
@@ -66,6 +67,7 @@ class Session(Requester):
     def __init__(self, server: Server, settings: SessionSettings) -> None:
         super().__init__(server, settings)
         self.closed = False
+        self.blocks = 0
         self._connections.partitions.poll = self._poll_loads
         self._receiver = Receiver(self._connections, self._requests, self._submitter, self._follow_model)
         self.vocabularies = Vocabularies(self._connections, settings.keys)
@@ -76,8 +78,6 @@ class Session(Requester):
         self._has_logged_absence = False
         self._alone_since: float | None = None
         self._next_recheck = 0
-
-    # Opening and closing
 
     async def open(self, model: str | None, seen: ModelInfo | None = None) -> None:
         """Connect and read the model info. After a failure the caller may try again.
@@ -146,8 +146,6 @@ class Session(Requester):
         """Close an open session without waiting."""
         if self._supervisor is not None:
             self._supervisor.cancel()
-
-    # The watch
 
     async def _watch(self) -> None:
         """Check the model, its workers and late requests, because notifications can be lost.
@@ -240,8 +238,6 @@ class Session(Requester):
         for request in requests:
             self._requests.resolve(request, error)
             self._submitter.cancel(request)
-
-    # The model
 
     def _adopt(self, info: ModelInfo) -> None:
         """Switch to a model, or to other weights of the same model."""

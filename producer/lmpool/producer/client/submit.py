@@ -172,8 +172,6 @@ class Submitter:
         self._disposable: list[bytes] = []
         self._hit_rate = _MIN_HIT_RATE_OF_FEW
 
-    # Submitting
-
     def add(self, request: PendingRequest) -> None:
         """Send a new request, together with all requests of this event-loop tick."""
         self._unsent.append(request)
@@ -407,8 +405,6 @@ class Submitter:
             raise
         return outcome
 
-    # Fetching
-
     async def fetch(self, digests: Sequence[bytes], *, are_stored: bool = False) -> None:
         """Fetch the rows that are in the cache, and resolve their requests.
 
@@ -441,8 +437,6 @@ class Submitter:
         await self.fetch([request.prompt.digest for request in announced], are_stored=True)
         if lost := [request for request in announced if request.in_flight and self._requests.is_open(request)]:
             await self.submit(lost, again=True)
-
-    # Cancelling
 
     def cancel(self, request: PendingRequest) -> None:
         """Withdraw a request that has no waiters."""

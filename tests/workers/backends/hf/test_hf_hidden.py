@@ -147,7 +147,7 @@ def test_clients_compute_rows_from_hidden_states(pool: Pool, tmp_path: Path, mon
         assert producer.model.hidden == 33
         with ThreadPoolExecutor(4) as threads:
             head, *others = threads.map(lambda _: producer.head(), range(4))
-        assert head.weights.shape == (VOCAB_SIZE, 33)
+        assert (head.weights.shape, head.weights.flags.writeable) == ((VOCAB_SIZE, 33), False)
         assert all(other is head for other in [*others, producer.head()])
         assert producer.stats().requests == 1 + -(-VOCAB_SIZE // 20), "its facts and its parts have come once"
         hidden: NDArray[Any] = producer.hidden(text, 4)
@@ -184,6 +184,7 @@ async def test_the_head_of_an_adapter_has_its_factors(
         for adapter in ("head", "warm"):
             head = await producer.head(adapter=adapter)
             assert (head.up is not None) == (adapter == "head")
+            assert not any(array.flags.writeable for array in (head.down, head.up) if array is not None)
             states = await producer.hidden(range(9), adapter=adapter)
             rows = np.stack([contract_model.reference_row(range(at + 1), adapter) for at in range(9)])
             np.testing.assert_allclose(head.logprobs(states), rows, atol=3e-4)
