@@ -422,6 +422,8 @@ class EmbeddedServer:
         """Start the keeper, and wait until it holds the server's record."""
         for file in (self._socket, self.log_path):
             file.unlink(missing_ok=True)  # A killed process may have left the file.
+        # Replace the record of an earlier server: its keeper may have had the process id of the new keeper.
+        state.write(_SERVER, {"memory_bytes": self._memory_bytes})
         arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
         command = [sys.executable, "-P", "-m", "lmpool.embedded", *arguments]
         with open(self.log_path, "xb", opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o600)) as log:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -254,6 +255,25 @@ def test_a_second_server_of_the_same_process_is_refused() -> None:
         with pytest.raises(AlreadyRunning, match="this process already runs .* at unix://"):
             EmbeddedServer().start()
         assert server.running
+        assert embedded.find() == server.url
+
+
+def test_a_keeper_with_the_process_id_of_an_earlier_keeper_starts_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of a container, its processes often have the same ids as before."""
+    with EmbeddedServer():
+        pass
+    server, popen = EmbeddedServer(), subprocess.Popen
+
+    def start_with_the_recorded_id(*words: Any, **options: Any) -> Any:
+        assert server._state is not None
+        record = server._state.read(0)
+        process = popen(*words, **options)
+        if "keeper" in record:
+            server._state.write(0, record | {"keeper": process.pid})
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_with_the_recorded_id)
+    with server:
         assert embedded.find() == server.url
 
 
