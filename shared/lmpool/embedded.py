@@ -356,13 +356,15 @@ class EmbeddedServer:
         with explained(self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             secure(self._folder)
-            if self._state is None or self._owner != os.getpid():
-                if self._folder in _in_use:
-                    raise AlreadyRunning(f"this process already runs the embedded server at {self.url}")
-                self._state, self._owner = StateFile(self._folder), os.getpid()
+            state = self._state if self._owner == os.getpid() else None
+            if self._folder in _in_use and (state is None or (self.running and not may_join)):
+                raise AlreadyRunning(f"this process already runs the embedded server at {self.url}")
+            if state is None:
+                state = self._state = StateFile(self._folder)
+                self._owner = os.getpid()
                 _in_use.add(self._folder)
             try:
-                return self._start_or_join(self._state, binary, user, may_join)
+                return self._start_or_join(state, binary, user, may_join)
             except BaseException:
                 self.stop()
                 raise
