@@ -315,7 +315,8 @@ class EmbeddedServer:
     @property
     def running(self) -> bool:
         """Whether the server runs."""
-        return self._state is not None and self._state.is_held(_SERVER)
+        # A keeper whose server has ended writes "ended" shortly before it exits, and until then holds the lock.
+        return self._state is not None and self._state.is_held(_SERVER) and "ended" not in self._state.read(_SERVER)
 
     @property
     def pid(self) -> int:
@@ -399,7 +400,7 @@ class EmbeddedServer:
         """Start or join the server, and wait until it answers; returns whether this call started the server."""
         while True:
             with state.mutex():
-                is_running = state.is_held(_SERVER)
+                is_running = self.running
                 if is_running and not may_join and (others := state.users()):
                     raise AlreadyRunning(f"process {others[0].pid} already runs the embedded server at {self.url}")
                 if may_join or not is_running:  # After `claim`, the keeper does not stop the server.

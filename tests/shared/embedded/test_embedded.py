@@ -22,7 +22,7 @@ import pytest
 import redis
 
 from lmpool import embedded
-from lmpool.embedded import AlreadyRunning, EmbeddedServer
+from lmpool.embedded import AlreadyRunning, EmbeddedServer, User
 from lmpool.errors import ServerError, SettingsError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the embedded server needs Unix")
@@ -276,6 +276,34 @@ def test_a_keeper_with_the_process_id_of_an_earlier_keeper_starts_a_server(monke
     monkeypatch.setattr(subprocess, "Popen", start_with_the_recorded_id)
     with server:
         assert embedded.find() == server.url
+
+
+# In place of a keeper whose server has ended: it exits when the server's record is replaced.
+LAST_MOMENT_OF_A_KEEPER = """
+import sys, time
+from pathlib import Path
+from lmpool.embedded import StateFile
+state = StateFile(Path(sys.argv[1]))
+assert state.lock(0)
+state.write(0, {"ended": "was ended by signal 9 (SIGKILL)"})
+print("ended", flush=True)
+while "ended" in state.read(0):
+    time.sleep(0.01)
+"""
+
+
+def test_a_join_while_the_keeper_of_an_ended_server_exits_starts_a_server(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    command, server = [sys.executable, "-c", LAST_MOMENT_OF_A_KEEPER, str(folder)], EmbeddedServer()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == "ended\n"
+        try:
+            assert server.join(User(os.getpid()))
+            assert embedded.find() == server.url
+        finally:
+            keeper.kill()
+            server.stop()
 
 
 def test_a_second_server_of_another_process_is_refused(start_owner: Callable[..., Owner]) -> None:
