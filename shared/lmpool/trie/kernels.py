@@ -36,6 +36,14 @@ class Kernels(Protocol):
         ...
 
 
+def kernel_device(device: str) -> str:
+    """The device of the kernels for a model on `device`: a CUDA device itself, otherwise "cpu".
+
+    The torch kernels add in float64, which other devices, such as a Mac's "mps", may not have.
+    """
+    return device if device.partition(":")[0] == "cuda" else "cpu"
+
+
 def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:
     """Create the kernels of a trie: by numba for "cpu", by torch for a device of torch, such as "cuda" or "cuda:1".
 
