@@ -19,7 +19,7 @@ from lmpool.broker.server import URL_VARIABLE, Server
 from lmpool.cli import say
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
-from lmpool.settings import check_choice, check_known, shown
+from lmpool.settings import check_choice, check_known, check_number, shown
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
 from lmpool.workers.cli.doctor import RedisUrl, doctor
@@ -147,6 +147,8 @@ def up(
     if len(plan) > 1 and given.get("device_map"):
         reason = "it spreads one worker over all devices of the machine"
         raise SettingsError(f"device_map: {reason}, so {len(plan)} workers have none left: leave out --workers")
+    ports = f", because {len(plan)} workers take consecutive ports"
+    check_number("metrics_port", settings.metrics_port, 0, 65_536 - len(plan), note=ports)
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return

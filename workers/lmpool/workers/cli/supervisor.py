@@ -47,7 +47,7 @@ _NVIDIA_SMI_TIMEOUT_S = 10.0  # Max seconds that nvidia-smi may run; it takes a 
 _POLL_S = 0.05  # Seconds between two checks of child processes and signals.
 _MIN_LIFE_S = 60.0  # Seconds; a process that ended sooner after its start would probably end soon again.
 _MAX_QUICK_CRASHES = 5  # Number of crashes in a row, each within `_MIN_LIFE_S`, after which a worker is given up.
-_REFUSED = 2  # Exit code of a worker whose options are wrong.
+_REFUSED = 2  # Exit code of a worker after an error: if no worker has served, its options are probably wrong.
 _GAVE_UP = 1  # Exit code of the supervisor when the server or a worker was given up.
 _SECOND_SIGNAL_S = 0.25  # Seconds between the two SIGTERM of `lmpool down --now`: the kernel would merge two at once.
 _KILL_S = 5.0  # Seconds after which `lmpool down --now` sends SIGKILL.
@@ -261,9 +261,9 @@ class Supervisor:
         if self.is_stopping:
             worker.is_gone = True
             return
-        if code == _REFUSED and not worker.has_served:
+        if code == _REFUSED and not any(other.has_served for other in self.workers):
             if len(self.workers) > 1:  # A single worker itself logs the reason.
-                _log.critical("%s, before it served: stopping all workers", how)
+                _log.critical("%s, before any worker served: stopping all workers", how)
             self._stop(_REFUSED)
         elif code == 0:
             _log.warning("%s: it is not started again; %d workers go on", how, others)
@@ -281,7 +281,7 @@ class Supervisor:
     def _report_if_ready(self) -> None:
         """Report that the workers serve, once every worker that was not given up has served."""
         left = [worker for worker in self.workers if not worker.is_gone]
-        if left and all(worker.has_served for worker in left):
+        if left and not self.is_stopping and all(worker.has_served for worker in left):
             if (count := len(self.workers)) > 1:
                 _log.info("%s %d workers serve", "all" if len(left) == count else f"{len(left)} of", count)
             report_ready()
