@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -11,14 +12,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from lmpool.embedded import EmbeddedServer, User
 from lmpool.workers.cli import supervisor
 from lmpool.workers.cli.supervisor import SupervisedWorker
-from tests.support.pool import WorkerProcess
+from tests.support.pool import DEADLINE_S, WorkerProcess
 
 # A script that stands in for a worker. Its argument lists the actions: follow another worker that serves, serve, wait,
 # end with an exit code.
@@ -142,6 +143,29 @@ def test_a_worker_that_serves_after_the_stop_is_not_reported(
     os.close(writer)
     assert worker.has_served
     assert reports == ([] if is_stopping else ["ready"])
+
+
+def test_a_worker_whose_process_cannot_be_started_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    worker = SupervisedWorker(0, [], {})
+    up = supervisor.Supervisor(EmbeddedServer(), User(os.getpid()), [worker], 3)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    with monkeypatch.context() as without_processes:
+        without_processes.setattr(subprocess, "Popen", refuse)
+        up._check(worker)
+    assert len(list(Path("/proc/self/fd").iterdir())) == files
+    assert "worker 0 cannot be started, trying again in 1 s: [Errno 11] Resource temp" in caplog.text
+    assert worker.start_at > time.monotonic()
+    worker.start_at = 0.0
+    monkeypatch.setattr(supervisor, "LAUNCH", "pass")
+    up._check(worker)
+    assert worker.process is not None
+    assert worker.process.wait(DEADLINE_S) == 0
+    worker.on_end()
 
 
 def test_a_terminal_that_closes_drains_the_workers_although_it_sends_two_signals(tmp_path: Path) -> None:

@@ -130,8 +130,13 @@ def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> 
     reader, ready = os.pipe()
     command, variables = [sys.executable, "-P", *words], {**os.environ, **environment, READY_VARIABLE: str(ready)}
     # Start a new session: Ctrl-C in the terminal then reaches only the supervisor, which signals its children.
-    process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
-    os.close(ready)
+    try:
+        process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
+    except OSError:
+        os.close(reader)
+        raise
+    finally:
+        os.close(ready)
     return process, reader
 
 
@@ -157,6 +162,12 @@ class SupervisedWorker:
         # Give the worker a pipe as standard input: the pipe closes when the supervisor ends, and then the worker ends.
         self.process, self.ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
         os.set_blocking(self.ready, False)
+
+    def start_later(self) -> int:
+        """Set the time of the next start, and return the seconds until then: 1, 2, 4 or 8, by the crashes in a row."""
+        pause_s: int = 2 ** max(0, self.quick_crashes - 1)
+        self.start_at = time.monotonic() + pause_s
+        return pause_s
 
     def on_end(self) -> None:
         """Count a crash, and close the pipes of the process that has ended."""
@@ -242,7 +253,11 @@ class Supervisor:
             if self.is_stopping:
                 worker.is_gone = True
             elif not worker.is_gone and time.monotonic() >= worker.start_at:
-                worker.start()
+                try:
+                    worker.start()
+                except OSError as error:  # For example, this machine has no free memory or no free process id.
+                    text = "worker %d cannot be started, trying again in %d s: %s"
+                    _log.warning(text, worker.number, worker.start_later(), error)
             return
         code = worker.process.poll()
         with suppress(BlockingIOError):
@@ -271,9 +286,7 @@ class Supervisor:
             _log.critical("%s, the %d. time in a row: it is given up; %d workers go on", how, crashes, others)
             self.code = _GAVE_UP
         else:
-            pause = 2 ** max(0, crashes - 1)
-            _log.warning("%s: starting it again in %d s", how, pause)
-            worker.start_at = time.monotonic() + pause
+            _log.warning("%s: starting it again in %d s", how, worker.start_later())
             return
         worker.is_gone = True
         self._report_if_ready()
