@@ -232,11 +232,10 @@ class StateFile:
 
     def lock(self, offset: int, length: int = 1, how: int | None = None) -> bool:
         """Lock bytes (exclusively, if `how` is None); False if another process holds a lock on any of them."""
-        try:
+        with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.lockf(self.file, (fcntl.LOCK_EX if how is None else how) | fcntl.LOCK_NB, length, offset)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+            return True
+        return False
 
     def unlock(self, offset: int) -> None:
         """Release the lock of a byte."""

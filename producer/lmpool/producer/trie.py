@@ -182,8 +182,8 @@ class PooledTrie(CopiedAsItself):
             return _Choice(trie.n_nodes, None, "inner", b"")
         if not isinstance(under, bytes):
             raise errors.SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
-        prefix = bytes(under)  # A subclass of bytes may have another hash, such as genlm's `Token`.
-        if (choice := self._under.get(prefix)) is None:
+        # Convert the prefix: a subclass of bytes may have another hash, such as genlm's `Token`.
+        if (choice := self._under.get(prefix := bytes(under))) is None:
             if len(self._under) >= _MAX_CHOICES:
                 self._under.clear()
             children = trie.children(node := trie.node(prefix))

@@ -27,7 +27,6 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_infos, read_texts
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, LAUNCH, READY_VARIABLE, report_ready, say
 from lmpool.embedded import LOGS, EmbeddedServer, StateFile, User, ending, explained, runtime_dir, secure
@@ -39,9 +38,8 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.up")  # This logger does not suppress repeated warnings.
 
+# Environment variable with the path of the log of `lmpool up --detach`, for the process in the background.
 LOG_VARIABLE = "LMPOOL_DETACHED_LOG"
-"""Environment variable with the path of the log of `lmpool up --detach`, for the process in the background."""
-
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_TIMEOUT_S = 10.0  # Max seconds that nvidia-smi may run; it takes a second if it must load the driver.
 _POLL_S = 0.05  # Seconds between two checks of child processes and signals.
@@ -77,9 +75,8 @@ def plan_workers(wanted: str, backend: str, device: str | None, ranks: int = 1) 
         raise SettingsError(f"workers: {count} would take {count * ranks} {unit}, and this machine has {has}: {advice}")
     if wanted == "all" and gpus and (idle := has % ranks):
         advice = f"start --workers {limit} if they may be idle, or take other parallel sizes"
-        raise SettingsError(
-            f"workers: all, with {ranks} GPUs each, would leave {idle} of {has} GPUs without work: {advice}"
-        )
+        waste = f"all, with {ranks} GPUs each, would leave {idle} of {has} GPUs without work"
+        raise SettingsError(f"workers: {waste}: {advice}")
     if not gpus:
         threads = {"OMP_NUM_THREADS": str(max(1, count_threads() // (count * ranks)))}
         return [threads if count * ranks > 1 else {}] * count
@@ -163,11 +160,11 @@ class SupervisedWorker:
         self.process, self.ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
         os.set_blocking(self.ready, False)
 
-    def start_later(self) -> int:
-        """Set the time of the next start, and return the seconds until then: 1, 2, 4 or 8, by the crashes in a row."""
-        pause_s: int = 2 ** max(0, self.quick_crashes - 1)
-        self.start_at = time.monotonic() + pause_s
-        return pause_s
+    def start_later(self, why: str) -> None:
+        """Log that the next process starts after 1, 2, 4 or 8 s, by the crashes in a row, and set its time."""
+        pause = 2 ** max(0, self.quick_crashes - 1)
+        _log.warning("%s: starting it again in %d s", why, pause)
+        self.start_at = time.monotonic() + pause
 
     def on_end(self) -> None:
         """Count a crash, and close the pipes of the process that has ended."""
@@ -181,10 +178,8 @@ class SupervisedWorker:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; SIGKILL also to the processes that the worker has started."""
         if self.process is not None and self.process.poll() is None:
-            if number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
+            send = os.killpg if number == signal.SIGKILL else os.kill
+            send(self.process.pid, number)
 
 
 @dataclass(slots=True)
@@ -256,8 +251,7 @@ class Supervisor:
                 try:
                     worker.start()
                 except OSError as error:  # For example, this machine has no free memory or no free process id.
-                    text = "worker %d cannot be started, trying again in %d s: %s"
-                    _log.warning(text, worker.number, worker.start_later(), error)
+                    worker.start_later(f"worker {worker.number} cannot be started: {error}")
             return
         code = worker.process.poll()
         with suppress(BlockingIOError):
@@ -286,7 +280,7 @@ class Supervisor:
             _log.critical("%s, the %d. time in a row: it is given up; %d workers go on", how, crashes, others)
             self.code = _GAVE_UP
         else:
-            _log.warning("%s: starting it again in %d s", how, worker.start_later())
+            worker.start_later(how)
             return
         worker.is_gone = True
         self._report_if_ready()
@@ -321,8 +315,8 @@ class Supervisor:
             async with Server(self.server.url).client() as redis:
                 heartbeat = everything.worker(worker_id)
                 # The worker may have served a version of the model's weights, which has a name of its own.
-                model = (await read_texts(redis, heartbeat, ["model"])).get("model", model)
-                seen = (await read_infos(redis, everything, model)).get(model.encode(), b"")
+                model = (await scripts.read_texts(redis, heartbeat, ["model"])).get("model", model)
+                seen = (await scripts.read_infos(redis, everything, model)).get(model.encode(), b"")
                 await redis.delete(heartbeat)
                 for number in partitions_in(seen):
                     count += await self._requeue_in(redis, everything.model(model, number), worker_id, reason)
