@@ -232,11 +232,10 @@ class StateFile:
 
     def lock(self, offset: int, length: int = 1, how: int | None = None) -> bool:
         """Lock bytes (exclusively, if `how` is None); False if another process holds a lock on any of them."""
-        try:
+        with contextlib.suppress(BlockingIOError, PermissionError):
             fcntl.lockf(self.file, (fcntl.LOCK_EX if how is None else how) | fcntl.LOCK_NB, length, offset)
-        except (BlockingIOError, PermissionError):
-            return False
-        return True
+            return True
+        return False
 
     def unlock(self, offset: int) -> None:
         """Release the lock of a byte."""
@@ -315,7 +314,8 @@ class EmbeddedServer:
     @property
     def running(self) -> bool:
         """Whether the server runs."""
-        return self._state is not None and self._state.is_held(_SERVER)
+        # A keeper whose server has ended writes "ended" shortly before it exits, and until then holds the lock.
+        return self._state is not None and self._state.is_held(_SERVER) and "ended" not in self._state.read(_SERVER)
 
     @property
     def pid(self) -> int:
@@ -356,13 +356,15 @@ class EmbeddedServer:
         with explained(self._folder):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             secure(self._folder)
-            if self._state is None or self._owner != os.getpid():
-                if self._folder in _in_use:
-                    raise AlreadyRunning(f"this process already runs the embedded server at {self.url}")
-                self._state, self._owner = StateFile(self._folder), os.getpid()
+            state = self._state if self._owner == os.getpid() else None
+            if self._folder in _in_use and (state is None or (self.running and not may_join)):
+                raise AlreadyRunning(f"this process already runs the embedded server at {self.url}")
+            if state is None:
+                state = self._state = StateFile(self._folder)
+                self._owner = os.getpid()
                 _in_use.add(self._folder)
             try:
-                return self._start_or_join(self._state, binary, user, may_join)
+                return self._start_or_join(state, binary, user, may_join)
             except BaseException:
                 self.stop()
                 raise
@@ -397,7 +399,7 @@ class EmbeddedServer:
         """Start or join the server, and wait until it answers; returns whether this call started the server."""
         while True:
             with state.mutex():
-                is_running = state.is_held(_SERVER)
+                is_running = self.running
                 if is_running and not may_join and (others := state.users()):
                     raise AlreadyRunning(f"process {others[0].pid} already runs the embedded server at {self.url}")
                 if may_join or not is_running:  # After `claim`, the keeper does not stop the server.
@@ -422,6 +424,8 @@ class EmbeddedServer:
         """Start the keeper, and wait until it holds the server's record."""
         for file in (self._socket, self.log_path):
             file.unlink(missing_ok=True)  # A killed process may have left the file.
+        # Replace the record of an earlier server: its keeper may have had the process id of the new keeper.
+        state.write(_SERVER, {"memory_bytes": self._memory_bytes})
         arguments = [str(self._folder), binary, str(self._memory_bytes), "yes" if self._appendonly else "no"]
         command = [sys.executable, "-P", "-m", "lmpool.embedded", *arguments]
         with open(self.log_path, "xb", opener=lambda path, flags: os.open(path, flags | os.O_APPEND, 0o600)) as log:

@@ -13,6 +13,7 @@ import lmpool.testing
 from lmpool.errors import DeadlineExceeded, InvalidVocabulary, LMPoolError, PromptTooLong, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer.byte_mass import MAX_CONTINUATION_BYTES
+from lmpool.producer.genlm.numbering import Token
 from lmpool.protocol.tokenizer import special_tokens
 from lmpool.synthetic import synthetic_row
 from lmpool.testing import SyntheticModel
@@ -62,6 +63,13 @@ async def test_masses_equal_the_sum_over_all_token_sequences(producer: Producer)
     assert logprobs[0] == 0.0
     assert np.array_equal(logprobs[[7, 8]], [-np.inf, -np.inf])
     assert all(len(values) == 0 for values in await producer.mass_of_bytes(PROMPT, []))
+
+
+async def test_tokens_of_genlm_count_by_their_bytes(producer: Producer) -> None:
+    """The hash of a `Token` is its id, and two tokens of one id are equal."""
+    plain = await producer.mass_of_bytes(PROMPT, TEXTS)
+    tokens = await producer.mass_of_bytes(PROMPT, [Token(index % 3, text) for index, text in enumerate(TEXTS)])
+    assert np.array_equal(tokens, plain)
 
 
 async def test_a_certain_byte_has_no_larger_probability_than_1() -> None:

@@ -38,14 +38,6 @@ class _Child:
             return -signal.SIGKILL if self.worker.code is None else self.worker.code
         return self.worker.code
 
-    def send_signal(self, number: signal.Signals) -> None:
-        """SIGTERM drains the worker; SIGUSR1 makes it claim jobs of crashed workers."""
-        if number == signal.SIGTERM:
-            self.worker.drain()
-        elif self.worker.worker is not None:
-            loop = self.worker.world.loop
-            loop.call_soon(self.worker.worker.claim_now, context=loop.context_of(self._process))
-
 
 class _Supervised(supervisor.SupervisedWorker):
     """A worker of the supervisor whose process is simulated."""
@@ -76,6 +68,15 @@ class System:
 
     def close(self, _: int) -> None:
         """Close a pipe."""
+
+    def kill(self, number: int, sent: signal.Signals) -> None:
+        """SIGTERM drains the worker; SIGUSR1 makes it claim jobs of crashed workers."""
+        worker = System.workers[number]
+        if sent == signal.SIGTERM:
+            worker.drain()
+        elif worker.worker is not None:
+            loop = worker.world.loop
+            loop.call_soon(worker.worker.claim_now, context=loop.context_of(worker.process))
 
     def killpg(self, number: int, _: int) -> None:
         """SIGKILL."""

@@ -98,7 +98,7 @@ class _Step(NamedTuple):
 
 
 def read_texts(continuations: Iterable[bytes], options: ByteOptions) -> list[bytes]:
-    """Return the continuations of a call, and check its options."""
+    """Return the continuations of a call as plain bytes, and check its options."""
     check_known(options, ByteOptions.__annotations__)
     check_number("tolerance", options.get("tolerance", 0.0), 0, 1, whole=False)
     check_number("max_rows", options.get("max_rows", DEFAULT_MAX_ROWS), 1)
@@ -111,7 +111,7 @@ def read_texts(continuations: Iterable[bytes], options: ByteOptions) -> list[byt
     if (size := sum(len(text) * (len(text) + 1) // 2 for text in texts)) > MAX_PREFIX_BYTES:
         found = f"their prefixes have {size:,} bytes; the limit is {MAX_PREFIX_BYTES:,}"
         raise SettingsError(f"continuations: {found}: request fewer or shorter ones in one call")
-    return texts
+    return list(map(bytes, texts))  # A subclass of bytes may have another hash, such as genlm's `Token`.
 
 
 class Spellings:

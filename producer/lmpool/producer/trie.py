@@ -182,11 +182,12 @@ class PooledTrie(CopiedAsItself):
             return _Choice(trie.n_nodes, None, "inner", b"")
         if not isinstance(under, bytes):
             raise errors.SettingsError(f"under: {under!r:.80} is not bytes: pass the prefix as bytes, such as b' the'")
-        if (choice := self._under.get(under)) is None:
+        # Convert the prefix: a subclass of bytes may have another hash, such as genlm's `Token`.
+        if (choice := self._under.get(prefix := bytes(under))) is None:
             if len(self._under) >= _MAX_CHOICES:
                 self._under.clear()
-            children = trie.children(node := trie.node(under))
-            choice = self._under[under] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
+            children = trie.children(node := trie.node(prefix))
+            choice = self._under[prefix] = _Choice(len(children), children, "under", node.to_bytes(4, "little"))
         return choice
 
     def _compute(self, call: _Call, weights: Values) -> Values:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numba
@@ -36,10 +36,7 @@ WIDTHS = (1, 4, WIDEST)  # Possible numbers of rows in a block; loops are compil
 MIN_LOG, MAX_LOG = -700.0, 600.0
 
 
-def _read_only(kind: Any, ndim: int) -> Any:
-    return types.Array(kind, ndim, "C", readonly=True)
-
-
+_read_only = partial(types.Array, layout="C", readonly=True)
 _INTS, _WEIGHTS = _read_only(types.uint32, 1), _read_only(types.float32, 2)
 _SINGLES, _DOUBLES, _STACK = types.float32[:, ::1], types.float64[:, ::1], types.float64[::1]
 

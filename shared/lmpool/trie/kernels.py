@@ -29,11 +29,14 @@ class Kernels(Protocol):
 
     def inner(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of the inner nodes for weights of shape (B, V): float32 (B, M), owned by the caller."""
-        ...
 
     def values(self, op: Op, weights: NDArray[np.float32]) -> NDArray[np.float32]:
         """Values of all nodes, float32 (B, N): like `trie.expand` of `inner`, but faster."""
-        ...
+
+
+def kernel_device(device: str) -> str:
+    """The device of the kernels for a model on `device`: "cpu" unless CUDA, as other devices may have no float64."""
+    return device if device.partition(":")[0] == "cuda" else "cpu"
 
 
 def open_kernels(trie: Compressed, device: str = "cpu") -> Kernels:

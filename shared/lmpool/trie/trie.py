@@ -20,9 +20,8 @@ from lmpool.protocol.row import Values
 from lmpool.settings import count_threads, shown
 from lmpool.vocabulary import Vocabulary
 
+# Max rows that the loops of the CPU kernels process side by side; wider blocks exceed the first-level cache.
 WIDEST = 8
-"""Max rows that the loops of the CPU kernels process side by side; wider blocks exceed the first-level cache."""
-
 _MAX_SHOWN = 120  # Max characters of a value in an error message.
 _WINDOW = 8  # Bytes of two tokens that are compared at once; most tokens differ within 8 bytes.
 _BLOCK = 1 << 22  # Max bytes of all compared windows together, which bounds the memory.

@@ -16,12 +16,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from lmpool import embedded
-from lmpool.embedded import AlreadyRunning, EmbeddedServer
+from lmpool.embedded import AlreadyRunning, EmbeddedServer, User
 from lmpool.errors import ServerError, SettingsError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="the embedded server needs Unix")
@@ -249,12 +250,60 @@ def test_leftovers_of_a_killed_owner_are_cleared(folder: Path) -> None:
     assert left_in(folder) == []
 
 
-def test_a_second_server_of_the_same_process_is_refused() -> None:
+def test_a_second_start_in_the_same_process_is_refused_and_leaves_the_server_alone() -> None:
     with EmbeddedServer() as server:
-        with pytest.raises(AlreadyRunning, match="this process already runs .* at unix://"):
-            EmbeddedServer().start()
-        assert server.running
+        for second in (EmbeddedServer(), server):
+            with pytest.raises(AlreadyRunning, match="this process already runs .* at unix://"):
+                second.start()
+            assert server.running
+            assert embedded.find() == server.url
+
+
+def test_a_keeper_with_the_process_id_of_an_earlier_keeper_starts_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart of a container, its processes often have the same ids as before."""
+    with EmbeddedServer():
+        pass
+    server, popen = EmbeddedServer(), subprocess.Popen
+
+    def start_with_the_recorded_id(*words: Any, **options: Any) -> Any:
+        assert server._state is not None
+        record = server._state.read(0)
+        process = popen(*words, **options)
+        if "keeper" in record:
+            server._state.write(0, record | {"keeper": process.pid})
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_with_the_recorded_id)
+    with server:
         assert embedded.find() == server.url
+
+
+# In place of a keeper whose server has ended: it exits when the server's record is replaced.
+LAST_MOMENT_OF_A_KEEPER = """
+import sys, time
+from pathlib import Path
+from lmpool.embedded import StateFile
+state = StateFile(Path(sys.argv[1]))
+assert state.lock(0)
+state.write(0, {"ended": "was ended by signal 9 (SIGKILL)"})
+print("ended", flush=True)
+while "ended" in state.read(0):
+    time.sleep(0.01)
+"""
+
+
+def test_a_join_while_the_keeper_of_an_ended_server_exits_starts_a_server(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    command, server = [sys.executable, "-c", LAST_MOMENT_OF_A_KEEPER, str(folder)], EmbeddedServer()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as keeper:
+        assert keeper.stdout is not None
+        assert keeper.stdout.readline() == "ended\n"
+        try:
+            assert server.join(User(os.getpid()))
+            assert embedded.find() == server.url
+        finally:
+            keeper.kill()
+            server.stop()
 
 
 def test_a_second_server_of_another_process_is_refused(start_owner: Callable[..., Owner]) -> None:

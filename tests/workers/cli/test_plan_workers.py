@@ -41,6 +41,13 @@ def test_an_impossible_number_of_workers_is_reported_in_one_line() -> None:
         assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_more_workers_than_ports_for_metrics_are_refused(detach: list[str]) -> None:
+    ended = run_lmpool("up", "syn", "--backend", "synthetic", "--workers", "2", "--metrics-port", "65535", *detach)
+    reason = "65535 must be a whole number from 0 to 65534, because 2 workers take consecutive ports"
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, "", f"lmpool: --metrics-port: {reason}\n")
+
+
 def test_a_worker_on_all_devices_is_refused_next_to_others(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     ended = run_lmpool("up", str(tmp_path), "--backend", "hf", "--device-map", "auto", "--workers", "2")

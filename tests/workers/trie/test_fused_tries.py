@@ -15,6 +15,8 @@ from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import OPS, Op
 from lmpool.synthetic import synthetic_row, synthetic_vocabulary
+from lmpool.workers.backends.synthetic import SyntheticBackend, SyntheticSettings
+from tests.shared.broker.adapters.test_adapters import serving
 from tests.support.pool import Pool, until_done
 from tests.support.trie_answers import (
     answers,
@@ -35,6 +37,16 @@ async def test_a_model_worker_with_tries_computes_the_same_values(fused: Pool, o
                 prompts = [[OPS.index(op), 3, i] for i in range(5)]
                 exact = np.stack([told.of(op, row_weights(prompt, V, op)) for prompt in prompts])[:, nodes]
                 assert_right(await ask_batch(trie, op, prompts=prompts, **options), exact)
+
+
+async def test_a_model_on_a_device_without_float64_computes_tries_on_the_cpu(pool: Pool) -> None:
+    """Torch has no float64 on `mps`, the GPU of a Mac."""
+    backend = SyntheticBackend(SyntheticSettings("syn", vocab_size=300))
+    backend.device = "mps"
+    async with serving(pool, backend, with_trie=True), pool.producer("syn") as producer:
+        trie = await producer.trie()
+        exact = answers_of(trie.structure).of("sum", row_weights([5], 300, "sum"))
+        assert_right(await trie.weight_sum(prompt=[5]), exact)
 
 
 async def test_one_step_computes_the_row_and_answers(fused: Pool) -> None:

@@ -17,6 +17,7 @@ from lmpool.broker.server import Server
 from lmpool.errors import DeadlineExceeded, ProducerClosed, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer import trie as trie_module
+from lmpool.producer.genlm.numbering import Token
 from lmpool.producer.trie import PooledTrie
 from lmpool.protocol.query import OPS, Op
 from lmpool.rows.connection import RawRowReceiver
@@ -73,6 +74,16 @@ async def test_every_form_of_a_call_matches_the_definition(shared: Pool, op: Op,
                 exact = np.stack([told.of(op, row_weights(prompt, V, op)) for prompt in prompts])[:, nodes]
                 assert_right(await ask(trie, op, prompt=prompts[0], **options), exact[0])
                 assert_right(await ask_batch(trie, op, prompts=prompts, **options), exact)
+
+
+async def test_a_token_of_genlm_is_a_prefix_by_its_bytes(shared: Pool) -> None:
+    """The hash of a `Token` is its id, and two tokens of one id are equal."""
+    async with shared.producer() as producer:
+        trie, weights = await producer.trie(words(1, V)), draw_weights(1, V)
+        for node in trie.structure.children(0)[:2]:
+            prefix = trie.structure.prefix(node)
+            values = await trie.weight_sum(weights, under=Token(7, prefix), local=True)
+            assert np.array_equal(values, await trie.weight_sum(weights, under=prefix, local=True))
 
 
 @pytest.mark.parametrize("op", OPS)

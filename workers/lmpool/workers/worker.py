@@ -27,6 +27,7 @@ from lmpool.protocol.model_info import TRIE_SERVICE, ModelInfo
 from lmpool.rows.cache import RowCache
 from lmpool.rows.segment import SegmentWriter
 from lmpool.rows.shared_memory import SegmentReader
+from lmpool.trie.kernels import kernel_device
 from lmpool.workers.dispatch import Dispatcher, FetchLoop, Lifecycle, ResultQueue
 from lmpool.workers.execution.contract import BackendSettings, BackendStats
 from lmpool.workers.execution.engine_thread import EngineThread, Opened, StepResult
@@ -107,7 +108,7 @@ class Serving:
         limit = getattr(worker._backend, "max_adapters", MAX_LOADED)
         registry = AdapterRegistry(redis, keys.model(info.base), info.lineage)
         self.adapters = AdapterCache(registry, engine_thread, opened.adapters, limit, settings, worker_id, in_flight)
-        self.trie_inputs = TrieInputs(server, keys, opened.device, settings, self.segments, counters)
+        self.trie_inputs = TrieInputs(server, keys, kernel_device(opened.device), settings, self.segments, counters)
         queries = QueryAnswerer(self.trie_inputs, self.publisher, info, redis, keys)
         self.consumer = Consumer(reader, self.connection)
         self.leases = Leases(reader, settings.max_deliveries)
@@ -273,7 +274,7 @@ class Worker:
         """Register for the model, serve the model until `stop`, and deregister."""
         _log.info("joining the pool")
         if self.settings.with_trie:
-            await asyncio.to_thread(warm_up, opened.device)
+            await asyncio.to_thread(warm_up, kernel_device(opened.device))
         serving = self._serving = Serving(self, engine_thread, opened)
         try:
             await serving.partitions.choose_first()

@@ -19,7 +19,7 @@ from lmpool.broker.server import URL_VARIABLE, Server
 from lmpool.cli import say
 from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import TRIE_SERVICE
-from lmpool.settings import check_choice, check_known, shown
+from lmpool.settings import check_choice, check_known, check_number, shown
 from lmpool.workers.backends.checkpoint import check_model_path
 from lmpool.workers.backends.settings import ModelSettings
 from lmpool.workers.cli.doctor import RedisUrl, doctor
@@ -30,22 +30,21 @@ from lmpool.workers.trie import TrieSettings
 
 T = TypeVar("T")
 
+# Name of a setting -> vLLM's name of the same option; lmpool accepts both names.
 ALIASES = {
     "name": ("--served-model-name",),
     "max_prompt_tokens": ("--max-model-len",),
     "max_batch": ("--max-num-seqs",),
     "max_batch_tokens": ("--max-num-batched-tokens",),
 }
-"""Name of a setting -> vLLM's name of the same option; lmpool accepts both names."""
-
+# The settings that `--help` shows; `--help-all` shows all settings.
 SHORT = {
     "name", "dtype", "device", "max_prompt_tokens", "max_batch", "kv_cache_bytes", "adapters", "metrics_port",
     "trie_mb",
 }  # fmt: skip
-"""The settings that `--help` shows; `--help-all` shows all settings."""
 
 _SIZED = ("_bytes", "_tokens", "_size")
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]|i)?")
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)\s*([kKmMgGtT]?)(i?[bB]|i)?")
 _BUILT_IN = ("hf", "vllm", "sglang", "synthetic")
 _COMMON = ("backend", "redis", "memory_mb", "workers", "detach", "help_all")
 
@@ -147,6 +146,8 @@ def up(
     if len(plan) > 1 and given.get("device_map"):
         reason = "it spreads one worker over all devices of the machine"
         raise SettingsError(f"device_map: {reason}, so {len(plan)} workers have none left: leave out --workers")
+    ports = f", because {len(plan)} workers take consecutive ports"
+    check_number("metrics_port", settings.metrics_port, 0, 65_536 - len(plan), note=ports)
     if detach:
         start_detached([word for word in sys.argv[1:] if word != "--detach"], chosen.served_as)
         return
@@ -250,8 +251,7 @@ def option_parameters(classes: Mapping[str, type], leave_out: Collection[str] = 
             **sizes,
         )
         annotation: Any = Annotated[hint if hint is bool else hint | None, option]
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters.append(inspect.Parameter(name, keyword, default=None, annotation=annotation))
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation))
     return parameters
 
 
@@ -264,8 +264,7 @@ def build(kind: type[T], given: dict[str, Any], where: str) -> T:
 def parse_size(text: str | int) -> int:
     """A number of bytes or tokens: 4096, 128k, 8g; 8K, 8Ki and 8KiB have units of 1,024."""
     text = str(text).strip()
-    if re.fullmatch(r"-\d+", text):
-        return int(text)  # Accept negative numbers here: the class of the settings refuses them.
+    # Accept negative numbers here: the class of the settings refuses them.
     if (match := _SIZE.fullmatch(text)) is None:
         raise typer.BadParameter(f"{shown(text)} is no size: write 4096, 128k, 8g, or 8GiB")
     number, unit, suffix = match[1], match[2], match[3] or ""

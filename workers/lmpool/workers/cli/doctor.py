@@ -42,7 +42,6 @@ _LISTED = ("torch", "transformers", "tokenizers", "vllm", "sglang", "redis", "nu
 _FOR_DEVELOPERS = ("dev", "test")  # Extras that only developers of lmpool need.
 _IN_CLONE = "in the clone:"  # Beginning of advice to install lmpool, which no package index has.
 
-
 RedisUrl = Annotated[
     str | None, typer.Option(help="URL of the server (default: LMPOOL_REDIS_URL, then your embedded server).")
 ]
@@ -94,8 +93,7 @@ def _installed() -> Iterator[Finding]:
     whole, missing = list[str](), list[str]()
     for extra in sorted(set(metadata("lmpool").get_all("Provides-Extra") or ()) - set(_FOR_DEVELOPERS)):
         lacks = list(_troubles(extra))
-        outdated = [text for text in lacks if "is needed" in text]
-        if outdated:
+        if outdated := [text for text in lacks if "is needed" in text]:
             yield Finding(f"extra {extra}", "look", outdated[0], f"{_IN_CLONE} pip install --upgrade '.[{extra}]'")
         else:
             (missing if lacks else whole).append(extra)
@@ -121,10 +119,9 @@ def _troubles(extra: str) -> Iterator[str]:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(PackageNotFoundError):
         return version(package)
-    except PackageNotFoundError:
-        return ""
+    return ""
 
 
 async def _server(redis: str | None, keys: Keys) -> list[Finding]:
@@ -194,10 +191,9 @@ def _shared_memory() -> Finding:
 
 def _free_bytes() -> int | None:
     """Bytes of free memory; None if the system does not report it."""
-    try:
+    with suppress(OSError):
         return segment.free_bytes()
-    except OSError:
-        return None
+    return None
 
 
 def _visible_gpus() -> Iterator[tuple[str, int, int]]:

@@ -28,9 +28,8 @@ from lmpool.workers.metrics.tracing import exporting
 from lmpool.workers.settings import WorkerSettings
 from lmpool.workers.worker import Worker
 
+# Name of the environment variable with the prefix of each log line, for workers that share a log.
 LABEL_VARIABLE = "LMPOOL_LOG_LABEL"
-"""Name of the environment variable with the prefix of each log line, for workers that share a log."""
-
 _log = logging.getLogger("lmpool.worker")
 
 _PLAIN = (SettingsError, ServerUnreachable, AuthenticationFailed)  # Errors that need no traceback.

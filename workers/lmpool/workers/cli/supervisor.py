@@ -27,7 +27,6 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from lmpool.broker import scripts
-from lmpool.broker.scripts import read_infos, read_texts
 from lmpool.broker.server import Server
 from lmpool.cli import INTERRUPTED, LAUNCH, READY_VARIABLE, report_ready, say
 from lmpool.embedded import LOGS, EmbeddedServer, StateFile, User, ending, explained, runtime_dir, secure
@@ -39,15 +38,14 @@ from lmpool.workers.settings import WorkerSettings
 
 _log = logging.getLogger("lmpool.up")  # This logger does not suppress repeated warnings.
 
+# Environment variable with the path of the log of `lmpool up --detach`, for the process in the background.
 LOG_VARIABLE = "LMPOOL_DETACHED_LOG"
-"""Environment variable with the path of the log of `lmpool up --detach`, for the process in the background."""
-
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NVIDIA_SMI_TIMEOUT_S = 10.0  # Max seconds that nvidia-smi may run; it takes a second if it must load the driver.
 _POLL_S = 0.05  # Seconds between two checks of child processes and signals.
 _MIN_LIFE_S = 60.0  # Seconds; a process that ended sooner after its start would probably end soon again.
 _MAX_QUICK_CRASHES = 5  # Number of crashes in a row, each within `_MIN_LIFE_S`, after which a worker is given up.
-_REFUSED = 2  # Exit code of a worker whose options are wrong.
+_REFUSED = 2  # Exit code of a worker after an error: if no worker has served, its options are probably wrong.
 _GAVE_UP = 1  # Exit code of the supervisor when the server or a worker was given up.
 _SECOND_SIGNAL_S = 0.25  # Seconds between the two SIGTERM of `lmpool down --now`: the kernel would merge two at once.
 _KILL_S = 5.0  # Seconds after which `lmpool down --now` sends SIGKILL.
@@ -77,9 +75,8 @@ def plan_workers(wanted: str, backend: str, device: str | None, ranks: int = 1) 
         raise SettingsError(f"workers: {count} would take {count * ranks} {unit}, and this machine has {has}: {advice}")
     if wanted == "all" and gpus and (idle := has % ranks):
         advice = f"start --workers {limit} if they may be idle, or take other parallel sizes"
-        raise SettingsError(
-            f"workers: all, with {ranks} GPUs each, would leave {idle} of {has} GPUs without work: {advice}"
-        )
+        waste = f"all, with {ranks} GPUs each, would leave {idle} of {has} GPUs without work"
+        raise SettingsError(f"workers: {waste}: {advice}")
     if not gpus:
         threads = {"OMP_NUM_THREADS": str(max(1, count_threads() // (count * ranks)))}
         return [threads if count * ranks > 1 else {}] * count
@@ -130,8 +127,13 @@ def _spawn(words: list[str], environment: Mapping[str, str], **options: Any) -> 
     reader, ready = os.pipe()
     command, variables = [sys.executable, "-P", *words], {**os.environ, **environment, READY_VARIABLE: str(ready)}
     # Start a new session: Ctrl-C in the terminal then reaches only the supervisor, which signals its children.
-    process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
-    os.close(ready)
+    try:
+        process = subprocess.Popen(command, env=variables, pass_fds=(ready,), start_new_session=True, **options)
+    except OSError:
+        os.close(reader)
+        raise
+    finally:
+        os.close(ready)
     return process, reader
 
 
@@ -158,6 +160,12 @@ class SupervisedWorker:
         self.process, self.ready = _spawn(["-c", LAUNCH, *self.arguments], self.environment, stdin=subprocess.PIPE)
         os.set_blocking(self.ready, False)
 
+    def start_later(self, why: str) -> None:
+        """Log that the next process starts after 1, 2, 4 or 8 s, by the crashes in a row, and set its time."""
+        pause = 2 ** max(0, self.quick_crashes - 1)
+        _log.warning("%s: starting it again in %d s", why, pause)
+        self.start_at = time.monotonic() + pause
+
     def on_end(self) -> None:
         """Count a crash, and close the pipes of the process that has ended."""
         is_quick = not self.serves_since or time.monotonic() - self.serves_since < _MIN_LIFE_S
@@ -170,10 +178,8 @@ class SupervisedWorker:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; SIGKILL also to the processes that the worker has started."""
         if self.process is not None and self.process.poll() is None:
-            if number == signal.SIGKILL:
-                os.killpg(self.process.pid, number)
-            else:
-                self.process.send_signal(number)
+            send = os.killpg if number == signal.SIGKILL else os.kill
+            send(self.process.pid, number)
 
 
 @dataclass(slots=True)
@@ -242,7 +248,10 @@ class Supervisor:
             if self.is_stopping:
                 worker.is_gone = True
             elif not worker.is_gone and time.monotonic() >= worker.start_at:
-                worker.start()
+                try:
+                    worker.start()
+                except OSError as error:  # For example, this machine has no free memory or no free process id.
+                    worker.start_later(f"worker {worker.number} cannot be started: {error}")
             return
         code = worker.process.poll()
         with suppress(BlockingIOError):
@@ -261,9 +270,9 @@ class Supervisor:
         if self.is_stopping:
             worker.is_gone = True
             return
-        if code == _REFUSED and not worker.has_served:
+        if code == _REFUSED and not any(other.has_served for other in self.workers):
             if len(self.workers) > 1:  # A single worker itself logs the reason.
-                _log.critical("%s, before it served: stopping all workers", how)
+                _log.critical("%s, before any worker served: stopping all workers", how)
             self._stop(_REFUSED)
         elif code == 0:
             _log.warning("%s: it is not started again; %d workers go on", how, others)
@@ -271,9 +280,7 @@ class Supervisor:
             _log.critical("%s, the %d. time in a row: it is given up; %d workers go on", how, crashes, others)
             self.code = _GAVE_UP
         else:
-            pause = 2 ** max(0, crashes - 1)
-            _log.warning("%s: starting it again in %d s", how, pause)
-            worker.start_at = time.monotonic() + pause
+            worker.start_later(how)
             return
         worker.is_gone = True
         self._report_if_ready()
@@ -281,7 +288,7 @@ class Supervisor:
     def _report_if_ready(self) -> None:
         """Report that the workers serve, once every worker that was not given up has served."""
         left = [worker for worker in self.workers if not worker.is_gone]
-        if left and all(worker.has_served for worker in left):
+        if left and not self.is_stopping and all(worker.has_served for worker in left):
             if (count := len(self.workers)) > 1:
                 _log.info("%s %d workers serve", "all" if len(left) == count else f"{len(left)} of", count)
             report_ready()
@@ -308,8 +315,8 @@ class Supervisor:
             async with Server(self.server.url).client() as redis:
                 heartbeat = everything.worker(worker_id)
                 # The worker may have served a version of the model's weights, which has a name of its own.
-                model = (await read_texts(redis, heartbeat, ["model"])).get("model", model)
-                seen = (await read_infos(redis, everything, model)).get(model.encode(), b"")
+                model = (await scripts.read_texts(redis, heartbeat, ["model"])).get("model", model)
+                seen = (await scripts.read_infos(redis, everything, model)).get(model.encode(), b"")
                 await redis.delete(heartbeat)
                 for number in partitions_in(seen):
                     count += await self._requeue_in(redis, everything.model(model, number), worker_id, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -19,8 +20,7 @@ def write_reference(settings: BackendSettings, to: str | None) -> None:
     if not isinstance(settings, HfSettings):
         raise SettingsError("write: the reference does not depend on the backend: leave out --backend")
     # Only this call imports torch.
-    compute = resolve_name("lmpool.workers.backends.hf.reference:compute_reference")
-    reference: ReferenceRows = compute(settings)
+    reference: ReferenceRows = resolve_name("lmpool.workers.backends.hf.reference:compute_reference")(settings)
     path = stored_path(folder_of(settings), settings) if to is None else Path(to).expanduser()
     reference.write(path)
     adapters = len(reference.rows) - 1
@@ -33,16 +33,12 @@ def print_differences(settings: BackendSettings) -> bool:
     if not isinstance(settings, ModelSettings):
         raise SettingsError("backend: it loads no checkpoint, so there is no reference to compare with")
     reference = find_reference(settings)
-    backend = settings.open()
-    try:
+    with closing(settings.open()) as backend:
         found, bound = compare(backend, reference), bound_of(settings, backend)
-    finally:
-        backend.close()
-    terminal = Terminal()
     table = Table("tokens", "adapter", "largest difference", "of the row's spread", "bound")
     for tokens, adapter, largest, share in found:
         table.add_row(str(tokens), adapter, f"{largest:.3g}", f"{share:.3g}", f"{bound:g}")
-    terminal.print(table)
+    Terminal().print(table)
     is_right = all(each.share <= bound for each in found)
     name = f"{backend.info.name} ({backend.info.backend}, {backend.info.dtype})"
     say(f"{name}: {'the rows agree' if is_right else 'the rows do not agree'} with transformers in float32")
