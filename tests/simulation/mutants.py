@@ -228,7 +228,7 @@ _LANES: dict[str, Mutant] = {
         "claim_expired", "'RETRYCOUNT', deliveries + 1", "'RETRYCOUNT', deliveries"
     ),
     "a failed job ends although another worker has taken it over": lua(
-        "finish", "elseif not failure or is_held(entry) then", "else"
+        "finish", "elseif not failure or is_held(entry, ARGV[6]) then", "else"
     ),
     "a job for which a client waits is dropped when it is old": lua(
         "waiting", "return count > 1 or count == 0", "return count > 2 or count == 0"
