@@ -16,7 +16,7 @@ import pytest
 from lmpool.synthetic import synthetic_row
 from tests.gateway.service import GatewayService
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, V, run_lmpool, until
+from tests.support.pool import DEADLINE_S, Pool, V, deadline_ms, run_lmpool, until
 from tests.web.service import TOKEN
 
 IN_FLIGHT = "lmpool_http_requests_in_flight"
@@ -153,3 +153,20 @@ async def test_several_models_are_served_behind_one_gateway(pool: Pool) -> None:
     assert found == [one, two] * 8
     assert row("", X_Lmpool_Model="two:b") == two
     assert service.post("/v1/rows", {"ids": [5]}).json["error"]["type"] == "AmbiguousModel"
+
+
+def test_a_model_that_a_worker_is_loading_gets_status_503(pool: Pool) -> None:
+    service = GatewayService(pool)
+
+    def answer(**body: str) -> tuple[int, str | None]:
+        answer = service.post("/v1/rows", {"ids": [1], **body})
+        assert answer.json["error"]["type"] == "UnknownModel"
+        return answer.status, answer.headers.get("retry-after")
+
+    for model in ("syn:b", "syn"):
+        assert answer(model=model) == (404, None)
+        pool.redis.zadd(pool.keys.model(model).loading, {"w": deadline_ms()})
+        assert answer(model=model) == (503, "1")
+    assert answer() == (404, None)
+    pool.redis.hset(pool.keys.loading(), "w", "syn")
+    assert answer() == (503, "1")

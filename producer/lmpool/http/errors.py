@@ -71,6 +71,8 @@ def status_of(error: Exception) -> int:
     """The HTTP status of an exception."""
     if isinstance(error, Refused):
         return error.status
+    if isinstance(error, errors.UnknownModel) and error.is_loading:
+        return 503
     return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
 
 

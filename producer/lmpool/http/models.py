@@ -218,7 +218,9 @@ class Targets:
         try:
             async with self._models.use(name):
                 pass
-        except UnknownModel:
+        except UnknownModel as error:
+            if error.is_loading:
+                raise
             model, _, adapter = name.rpartition(":")
             split = model, adapter
         if len(self._names) >= _MAX_NAMES:
