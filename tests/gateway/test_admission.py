@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -170,3 +172,26 @@ def test_a_model_that_a_worker_is_loading_gets_status_503(pool: Pool) -> None:
     assert answer() == (404, None)
     pool.redis.hset(pool.keys.loading(), "w", "syn")
     assert answer() == (503, "1")
+
+
+def test_a_request_without_a_model_is_for_the_model_that_the_pool_has_now(pool: Pool) -> None:
+    service = GatewayService(pool)
+
+    def row(**body: str) -> list[float]:
+        answer = service.post("/v1/rows", {"ids": [5], **body})
+        assert answer.status == 200, answer
+        found: list[float] = np.load(io.BytesIO(answer.body)).tolist()
+        return found
+
+    for seed, model in enumerate(("one", "two")):
+        worker = pool.start("--seed", seed, model=model)
+        expected = synthetic_row([5], vocab_size=V, seed=seed).tolist()
+        assert [row(), row(model=model)] == [expected, expected]
+        page = service.request("/metrics").body.decode()
+        counts = re.findall(rf'^lmpool_producer_requests_total{{model="{model}",.*}} (\d)', page, re.MULTILINE)
+        assert sum(map(int, counts)) == 2, "requests with and without the name are counted together"
+        worker.signal(signal.SIGTERM)
+        worker.wait()
+    # Without any model, requests wait for the last one, as requests with its name do.
+    absent = [service.post("/v1/rows", {"ids": [6], "timeout": 0.1, **named}) for named in ({}, {"model": "two"})]
+    assert [answer.status for answer in absent] == [504, 504]

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from lmpool.broker.registries import AdapterRegistry
@@ -168,11 +169,15 @@ class Targets:
     Args:
         models: the open models.
         default: the model of requests that name none; "" for the only model of the pool.
+        redis: the connections that read the name of the only model, which the caller closes.
+        keys: the keys of the pool.
     """
 
-    def __init__(self, models: Models[GatewayModel], default: str) -> None:
+    def __init__(self, models: Models[GatewayModel], default: str, redis: Redis, keys: Keys) -> None:
         self._models = models
         self._default = default
+        self._discovery = Discovery(redis, keys)
+        self._only = ""
         self._names: dict[str, tuple[str, str]] = {}
 
     @asynccontextmanager
@@ -181,7 +186,7 @@ class Targets:
 
         `adapter` is the name in a field of its own, for dialects that have one.
         """
-        name = name or turn.headers.get(MODEL_HEADER, "") or self._default
+        name = name or turn.headers.get(MODEL_HEADER, "") or self._default or await self._find_only(turn)
         model_name, named = await self._split(name)
         try:
             async with self._models.use(model_name or None) as model:
@@ -209,6 +214,13 @@ class Targets:
             response, version = await target.producer.versioned(attempt)
             response.headers[VERSION_HEADER] = str(version)
             return response
+
+    async def _find_only(self, turn: Turn) -> str:
+        """The name of the pool's only model now; of the last one, or "", while no model can be found."""
+        with suppress(RedisError, OSError, UnknownModel):
+            async with turn.deadline.limit():
+                self._only = (await self._discovery.info(None)).base
+        return self._only
 
     async def _split(self, name: str) -> tuple[str, str]:
         """Split a name into model and adapter. A model's own name may contain colons."""
