@@ -11,10 +11,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lmpool.http.app import GatewaySettings, gateway
+from lmpool.http.limits import Gateway, Limits
 from lmpool.synthetic import synthetic_row
 from tests.gateway.service import GatewayService
 from tests.support.gate import Gate
@@ -195,3 +198,50 @@ def test_a_request_without_a_model_is_for_the_model_that_the_pool_has_now(pool: 
     # Without any model, requests wait for the last one, as requests with its name do.
     absent = [service.post("/v1/rows", {"ids": [6], "timeout": 0.1, **named}) for named in ({}, {"model": "two"})]
     assert [answer.status for answer in absent] == [504, 504]
+
+
+async def status_of(app: Gateway, path: str, body: dict[str, Any]) -> int:
+    """The status of the response of an application without a socket."""
+    statuses: list[int] = []
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()  # The client stays connected.
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = [(b"host", b"localhost")]
+    await app({"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}, receive, send)
+    (status,) = statuses
+    return status
+
+
+async def test_responses_that_repeat_a_prompt_or_pad_arrays_count_all_their_bytes(pool: Pool) -> None:
+    await asyncio.to_thread(pool.start)
+    app = gateway(GatewaySettings(pool.url, pool.prefix, limits=Limits(max_held_bytes=4 << 20)))
+    fields: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"model": "syn", "prompt": [7] * 16, "max_tokens": 0},
+        # The arrays of the binary format have 101 * 500 * 10 entries; the lists have 600 * 10.
+        "/get_sequence_logprobs/": {
+            "model": "syn", "sequences": [[7] * 501, *[[7, 7]] * 100], "prompt_lengths": [1] * 101, "top_logprobs": 10,
+        },
+    }  # fmt: skip
+    small: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt_logprobs": 20, "n": 2}),
+        ("/v1/completions", {"echo": True, "logprobs": 20, "n": 2}),
+        ("/get_sequence_logprobs/", {"response_format": "json"}),
+    ]
+    large: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt_logprobs": 20, "n": 500}),
+        ("/v1/completions", {"echo": True, "logprobs": 20, "n": 500}),
+        ("/get_sequence_logprobs/", {"response_format": "binary"}),
+    ]
+    inner: Any = app._app
+    async with inner.router.lifespan_context(inner):
+        assert [await status_of(app, path, fields[path] | more) for path, more in small] == [200] * 3
+        assert [await status_of(app, path, fields[path] | more) for path, more in large] == [413] * 3
+    assert app.counters.held_bytes == 0
