@@ -65,11 +65,9 @@ class TextSampling(NamedTuple):
         return self.max_tokens == 1 and self.temperature == 0
 
     def check(self, target: Target, prompt: list[int]) -> None:
-        """Check the parameters and the prompt before any request is sent.
+        """Check the parameters and the prompt before any request is sent; raises as `Producer.generate`.
 
-        Raises:
-            UnknownTokenizer: the model has no tokenizer, which stop texts need.
-            InvalidPrompt, SettingsError: as `Producer.generate`.
+        Stop texts raise UnknownTokenizer if the model has no tokenizer.
         """
         info, seed = target.info, self.seed if self.seed is None else self.seed & MAX_SEED
         read_sampling(self.temperature, self.top_p, seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -148,10 +148,6 @@ class Target:
     def info(self) -> ModelInfo:
         """The model info."""
         return self.producer.model
-
-    def with_adapter(self, adapter: str) -> Target:
-        """This target with another adapter."""
-        return replace(self, adapter=adapter)
 
     async def predict(self, ids: list[int], start: int, **options: Any) -> Predictions:
         """The result of `Producer.positions`, with the request's adapter and deadline."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -230,12 +231,12 @@ class _Scores(NamedTuple):
     """A prompt's log-probabilities, which all of its continuations share.
 
     Attributes:
-        found: the predictions at all positions; None if the response does not have them.
+        top: the most likely tokens at all positions, or None.
         echoed: the field `logprobs` of the prompt's tokens, or None.
         listed: the field `prompt_logprobs`, or None.
     """
 
-    found: Predictions | None = None
+    top: TopK | None = None
     echoed: dict[str, list[Any]] | None = None
     listed: Raw | None = None
 
@@ -250,7 +251,7 @@ async def _score_prompt(target: Target, wanted: CompletionRequest, prompt: list[
     echoed = await _echoed(target, wanted, prompt, found) if is_echoed else None
     if wanted.prompt_logprobs is not None:
         listed = await encode_table(table_of(found, prompt[1:], listed_top), target.texts)
-    return _Scores(found, echoed, listed)
+    return _Scores(found.top, echoed, listed)
 
 
 async def _choice(
@@ -258,9 +259,8 @@ async def _choice(
 ) -> tuple[dict[str, Any], int]:
     """One choice of a response, and the number of its new tokens."""
     known: Continuation | None = None
-    top = None if scored.found is None else scored.found.top
-    if top is not None and how.is_one_greedy_token:
-        known = Continuation(top.ids[-1, :1], top.values[-1, :1])
+    if scored.top is not None and how.is_one_greedy_token:
+        known = Continuation(scored.top.ids[-1, :1], scored.top.values[-1, :1])
     done = await generate(target, job.prompt, how, job.number, known)
     answer: dict[str, Any] = {
         "index": job.number,
@@ -271,7 +271,7 @@ async def _choice(
         "prompt_logprobs": scored.listed,
     }
     if wanted.logprobs is not None:
-        found = _joined(scored.echoed, await _logprobs(target, wanted, job.prompt, done, top))
+        found = _joined(scored.echoed, await _logprobs(target, wanted, job.prompt, done, scored.top))
         answer["logprobs"] = found | {"text_offset": offsets(found["tokens"])}
     if wanted.return_token_ids:
         answer |= {"prompt_token_ids": job.prompt, "token_ids": done.ids}
@@ -345,11 +345,7 @@ def table_logprobs(table: Ranked, name: Callable[[int], str]) -> dict[str, list[
 
 def offsets(tokens: Iterable[str], start: int = 0) -> list[int]:
     """The places in the text at which tokens begin, counted from the texts of the tokens."""
-    places = []
-    for token in tokens:
-        places.append(start)
-        start += len(token)
-    return places
+    return list(accumulate(map(len, tokens), initial=start))[:-1]
 
 
 def _head(target: Target) -> dict[str, Any]:
@@ -440,10 +436,9 @@ def stream(path: str, chunks: AsyncGenerator[bytes, None]) -> Response:
             async with aclosing(chunks) as sending:
                 async for chunk in sending:
                     yield chunk
-        except LMPoolError as error:
-            yield event(describe(path, error))
         except Exception as error:  # noqa: BLE001  # The client gets the error as the last chunk.
-            _log.exception("a stream of %s failed", path)
+            if not isinstance(error, LMPoolError):
+                _log.exception("a stream of %s failed", path)
             yield event(describe(path, error))
         yield b"data: [DONE]\n\n"
 
