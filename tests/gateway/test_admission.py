@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from lmpool.http.app import GatewaySettings, gateway
+from lmpool.http.limits import Gateway, Limits
 from lmpool.synthetic import synthetic_row
 from tests.gateway.service import GatewayService
 from tests.support.gate import Gate
-from tests.support.pool import DEADLINE_S, Pool, V, run_lmpool, until
+from tests.support.pool import DEADLINE_S, Pool, V, deadline_ms, run_lmpool, until
 from tests.web.service import TOKEN
 
 IN_FLIGHT = "lmpool_http_requests_in_flight"
@@ -153,3 +158,90 @@ async def test_several_models_are_served_behind_one_gateway(pool: Pool) -> None:
     assert found == [one, two] * 8
     assert row("", X_Lmpool_Model="two:b") == two
     assert service.post("/v1/rows", {"ids": [5]}).json["error"]["type"] == "AmbiguousModel"
+
+
+def test_a_model_that_a_worker_is_loading_gets_status_503(pool: Pool) -> None:
+    service = GatewayService(pool)
+
+    def answer(**body: str) -> tuple[int, str | None]:
+        answer = service.post("/v1/rows", {"ids": [1], **body})
+        assert answer.json["error"]["type"] == "UnknownModel"
+        return answer.status, answer.headers.get("retry-after")
+
+    for model in ("syn:b", "syn"):
+        assert answer(model=model) == (404, None)
+        pool.redis.zadd(pool.keys.model(model).loading, {"w": deadline_ms()})
+        assert answer(model=model) == (503, "1")
+    assert answer() == (404, None)
+    pool.redis.hset(pool.keys.loading(), "w", "syn")
+    assert answer() == (503, "1")
+
+
+def test_a_request_without_a_model_is_for_the_model_that_the_pool_has_now(pool: Pool) -> None:
+    service = GatewayService(pool)
+
+    def row(**body: str) -> list[float]:
+        answer = service.post("/v1/rows", {"ids": [5], **body})
+        assert answer.status == 200, answer
+        found: list[float] = np.load(io.BytesIO(answer.body)).tolist()
+        return found
+
+    for seed, model in enumerate(("one", "two")):
+        worker = pool.start("--seed", seed, model=model)
+        expected = synthetic_row([5], vocab_size=V, seed=seed).tolist()
+        assert [row(), row(model=model)] == [expected, expected]
+        page = service.request("/metrics").body.decode()
+        counts = re.findall(rf'^lmpool_producer_requests_total{{model="{model}",.*}} (\d)', page, re.MULTILINE)
+        assert sum(map(int, counts)) == 2, "requests with and without the name are counted together"
+        worker.signal(signal.SIGTERM)
+        worker.wait()
+    # Without any model, requests wait for the last one, as requests with its name do.
+    absent = [service.post("/v1/rows", {"ids": [6], "timeout": 0.1, **named}) for named in ({}, {"model": "two"})]
+    assert [answer.status for answer in absent] == [504, 504]
+
+
+async def status_of(app: Gateway, path: str, body: dict[str, Any]) -> int:
+    """The status of the response of an application without a socket."""
+    statuses: list[int] = []
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive() -> Any:
+        if not messages:
+            await asyncio.Event().wait()  # The client stays connected.
+        return messages.pop()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            statuses.append(message["status"])
+
+    headers = [(b"host", b"localhost")]
+    await app({"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}, receive, send)
+    (status,) = statuses
+    return status
+
+
+async def test_responses_that_repeat_a_prompt_or_pad_arrays_count_all_their_bytes(pool: Pool) -> None:
+    await asyncio.to_thread(pool.start)
+    app = gateway(GatewaySettings(pool.url, pool.prefix, limits=Limits(max_held_bytes=4 << 20)))
+    fields: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"model": "syn", "prompt": [7] * 16, "max_tokens": 0},
+        # The arrays of the binary format have 101 * 500 * 10 entries; the lists have 600 * 10.
+        "/get_sequence_logprobs/": {
+            "model": "syn", "sequences": [[7] * 501, *[[7, 7]] * 100], "prompt_lengths": [1] * 101, "top_logprobs": 10,
+        },
+    }  # fmt: skip
+    small: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt_logprobs": 20, "n": 2}),
+        ("/v1/completions", {"echo": True, "logprobs": 20, "n": 2}),
+        ("/get_sequence_logprobs/", {"response_format": "json"}),
+    ]
+    large: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt_logprobs": 20, "n": 500}),
+        ("/v1/completions", {"echo": True, "logprobs": 20, "n": 500}),
+        ("/get_sequence_logprobs/", {"response_format": "binary"}),
+    ]
+    inner: Any = app._app
+    async with inner.router.lifespan_context(inner):
+        assert [await status_of(app, path, fields[path] | more) for path, more in small] == [200] * 3
+        assert [await status_of(app, path, fields[path] | more) for path, more in large] == [413] * 3
+    assert app.counters.held_bytes == 0

@@ -78,18 +78,21 @@ MALFORMED: dict[str, list[Any]] = {
         sglang(lora_path=["a"]), sglang(input_ids=[[1], 2]), sglang(input_ids=[[1], [2]], token_ids_logprob=[[1], 2]),
         sglang(token_ids_logprob=[[1, 2], [3]]), sglang(input_ids=[[1], [2]], top_logprobs_num=[1]),
         sglang(logprob_start_len=9), sglang(input_ids=[HUGE]), sglang(sampling_params={"stop": ["a"] * 17}),
+        sglang(sampling_params={"stop": "a", "max_new_tokens": 1}),
     ],
     "/v1/completions": [
         {}, {"prompt": []}, {"prompt": [1, "a"]}, {"prompt": ["a", 1], "echo": True}, {"prompt": [1, [2]]},
         {"prompt": [HUGE], "echo": True}, {"prompt": [-1]}, {"prompt": [1], "stop_token_ids": [HUGE]},
         {"prompt": [1], "top_p": 5}, {"prompt": [1], "temperature": 2**80}, {"prompt": [1], "logprobs": HUGE},
         {"prompt": [1], "stop": "a" * 1025}, {"prompt": [1], "stop": ["a"] * 17}, {"prompt": [1], "max_tokens": HUGE},
-        {"prompt": [1], "n": 4097}, {"prompt": [[1]] * 1000, "n": 5}, {"prompt": [1] * (LONGEST + 1)},
+        {"prompt": [1], "stop": ["a"]}, {"prompt": [1], "n": 4097}, {"prompt": [[1]] * 1000, "n": 5},
+        {"prompt": [1] * (LONGEST + 1)},
     ],
     GENERATE: [
         {}, {"token_ids": [1]}, {"token_ids": [[1]], "sampling_params": {}}, tokens(n=0), tokens(logprobs=V + 1),
         tokens(prompt_logprob_token_ids=[[2**63], [1]]), tokens(prompt_logprob_token_ids=[[1.5]]),
         tokens(prompt_logprob_token_ids=[[]]), tokens(prompt_logprob_token_ids=[[1]], prompt_logprob_start=HUGE),
+        tokens(stop="a"),
     ],
     SEQUENCES: [
         {}, trl(sequences=[]), trl(sequences=[[]], prompt_lengths=[0]), trl(sequences=[[1, HUGE]]),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, Route, expect
 
 from lmpool.synthetic import synthetic_row
-from tests.support.pool import Pool, V
+from tests.support.pool import Pool, V, until
 from tests.web.browser import Watched
 from tests.web.service import WebService
 
@@ -132,6 +133,31 @@ def test_bytes_lead_to_longer_prefixes_and_a_missing_trie_worker_is_named(pool: 
     assert "under=" in page.url
     page.get_by_role("button", name="↑ one byte less").click()
     expect(page.get_by_role("button", name="↑ one byte less")).to_be_disabled()
+
+
+def test_a_late_response_does_not_replace_the_details_of_the_token_that_was_chosen_last(
+    pool: Pool, watch: Watch
+) -> None:
+    pool.start()
+    pool.start_trie_worker()
+    page = watch(WebService(pool)).open("/explorer")
+    explore(page, IDS)
+    held: list[Route] = []
+    requests = re.compile("/api/(row|trie)$")
+    page.route(requests, lambda route: held.append(route) if len(held) < 2 else route.continue_())
+    tokens(page).nth(1).click()
+    until(lambda: page.title() and len(held) == 2, "the requests for the first token are held")
+    tokens(page).nth(2).click()
+    for part in (".row tbody tr", ".bytes button"):
+        expect(page.locator(part).first).to_be_visible()
+    shown = page.locator(".details").inner_text()
+    late: list[Callable[[], None]] = [held[0].continue_, partial(held[1].fulfill, status=503, json={"error": "late"})]
+    for route, respond in zip(held, late, strict=True):
+        with page.expect_response(route.request.url) as response:
+            respond()
+        response.value.finished()
+    page.evaluate("new Promise((resolve) => requestAnimationFrame(() => setTimeout(resolve)))")
+    assert page.locator(".details").inner_text() == shown
 
 
 def test_errors_are_shown_and_the_page_still_works(pool: Pool, watch: Watch) -> None:

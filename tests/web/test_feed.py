@@ -196,6 +196,7 @@ def survey(at: float, **workers: dict[str, Any]) -> tuple[float, Any]:
         (survey(0, a={}, b={"claimed": 2}), survey(1, a={"claimed": 1}, b={"claimed": 5}),
          ["a took over 1 prompt", "b took over 3 prompts"]),
         (survey(0, a={"claimed": "junk"}), survey(1, a={"claimed": None}), []),
+        (survey(0, a={"claimed": 1}, b={}), survey(1, a={"claimed": "nan"}, b={"claimed": "inf"}), []),
     ],
 )  # fmt: skip
 def test_events_describe_changes_of_workers(

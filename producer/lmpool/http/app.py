@@ -70,12 +70,14 @@ def gateway(settings: GatewaySettings) -> Gateway:
     server, keys = Server(settings.redis), Keys(settings.prefix)
     options = {"timeout": settings.limits.timeout_s, "cache_bytes": settings.cache_bytes}
     models = Models(GatewayModel, settings.redis, settings.prefix, **options)
-    targets = Targets(models, settings.model)
+    redis = server.client()
+    targets = Targets(models, settings.model, redis, keys)
 
     @asynccontextmanager
     async def run(app: Starlette) -> AsyncIterator[None]:
         yield
         await models.close()
+        await redis.aclose()
 
     posts = [route for dialect in _DIALECTS for route in dialect.routes(targets)]
 

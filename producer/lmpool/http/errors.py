@@ -15,26 +15,17 @@ from lmpool.web.guard import Refused
 RETRY_AFTER_S = 1
 """Seconds until a client shall send a request again that exceeded a limit: most limits end within a second."""
 
-_STATUS: tuple[tuple[type[Exception], int], ...] = (
-    (errors.SettingsError, 400),
-    (errors.InvalidPrompt, 400),
-    (errors.UnknownTokenizer, 400),
-    (errors.UnknownModel, 404),
-    (errors.AmbiguousModel, 400),
-    (errors.UnknownAdapter, 404),
-    (errors.QueueFull, 429),
-    (errors.NoWorker, 503),
-    (errors.DeadlineExceeded, 504),
-    (errors.ServerError, 503),
-)
+_STATUS: dict[int, tuple[type[Exception], ...]] = {  # The first match counts: some classes are parents of others.
+    400: (errors.SettingsError, errors.InvalidPrompt, errors.UnknownTokenizer, errors.AmbiguousModel),
+    404: (errors.UnknownModel, errors.UnknownAdapter),
+    429: (errors.QueueFull,),
+    503: (errors.NoWorker, errors.ServerError),
+    504: (errors.DeadlineExceeded,),
+}
 _KINDS = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",
     405: "BadRequestError", 413: "BadRequestError", 429: "RateLimitError",
 }  # fmt: skip
-
-
-Shape = Callable[[int, str, str], Any]
-"""A dialect's format of an error: a function of the status, the name of the exception and the text."""
 
 
 def openai_error(status: int, name: str, text: str) -> Any:
@@ -58,20 +49,22 @@ def own_error(status: int, name: str, text: str) -> Any:
     return {"error": {"type": name, "message": text}}
 
 
-_SHAPES: dict[str, Shape] = {
+_SHAPES: dict[str, Callable[[int, str, str], Any]] = {
     "/generate": sglang_error,
     "/get_sequence_logprobs/": trl_error,
     "/v1/rows": own_error,
     "/v1/positions": own_error,
 }
-"""The paths whose errors do not have the format of OpenAI."""
+"""The paths whose errors do not have OpenAI's format -> a function of status, name of the exception, and text."""
 
 
 def status_of(error: Exception) -> int:
     """The HTTP status of an exception."""
     if isinstance(error, Refused):
         return error.status
-    return next((status for kind, status in _STATUS if isinstance(error, kind)), 500)
+    if isinstance(error, errors.UnknownModel) and error.is_loading:
+        return 503
+    return next((status for status, kinds in _STATUS.items() if isinstance(error, kinds)), 500)
 
 
 def describe(path: str, error: Exception) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import SettingsError
+from lmpool.errors import SettingsError, UnknownTokenizer
 from lmpool.http.models import Target
 from lmpool.producer.options import check_room, read_sampling
 from lmpool.protocol.job import encode_prompt
@@ -65,7 +65,10 @@ class TextSampling(NamedTuple):
         return self.max_tokens == 1 and self.temperature == 0
 
     def check(self, target: Target, prompt: list[int]) -> None:
-        """Check the parameters and the prompt before any request is sent; raises as `Producer.generate`."""
+        """Check the parameters and the prompt before any request is sent; raises as `Producer.generate`.
+
+        Stop texts raise UnknownTokenizer if the model has no tokenizer.
+        """
         info, seed = target.info, self.seed if self.seed is None else self.seed & MAX_SEED
         read_sampling(self.temperature, self.top_p, seed)
         encoded = encode_prompt(prompt, vocab_size=info.vocab_size, max_tokens=info.max_prompt_tokens)
@@ -73,6 +76,8 @@ class TextSampling(NamedTuple):
             check_room(self.max_tokens, encoded, info.max_prompt_tokens)
         if len(self.stop) > _MAX_STOPS or max(map(len, self.stop), default=0) > _MAX_STOP_LENGTH:
             raise SettingsError(f"stop: give at most {_MAX_STOPS} texts of at most {_MAX_STOP_LENGTH} characters")
+        if self.stop and target.texts.tokenizer is None:
+            raise UnknownTokenizer("stop: the model's workers publish no tokenizer: send stop_token_ids")
         if wrong := [token for token in self.stop_ids if not 0 <= token < info.vocab_size]:
             raise SettingsError(f"stop_token_ids: {wrong[0]} must be from 0 to {info.vocab_size - 1}")
 

@@ -150,22 +150,19 @@ class Turn:
             DeadlineExceeded: the client sends too slowly.
             ConnectionAbortedError: the client has closed the connection.
         """
-        async with self.deadline.limit():
-            await self._read(receive)
-
-    async def _read(self, receive: Receive) -> None:
         sized = self.headers.get("content-length", "")
         self._check_size(int(sized) if sized.isdecimal() else 0)
         data, is_complete = bytearray(), False
-        while not is_complete:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                raise ConnectionAbortedError("the client has closed the connection")
-            chunk = message.get("body", b"")
-            self._check_size(len(data) + len(chunk))
-            self.hold(_GROWTH * len(chunk))
-            data += chunk
-            is_complete = not message.get("more_body", False)
+        async with self.deadline.limit():
+            while not is_complete:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ConnectionAbortedError("the client has closed the connection")
+                chunk = message.get("body", b"")
+                self._check_size(len(data) + len(chunk))
+                self.hold(_GROWTH * len(chunk))
+                data += chunk
+                is_complete = not message.get("more_body", False)
         self.body = bytes(data)
 
     def _check_size(self, size: int) -> None:
@@ -264,14 +261,12 @@ class Gateway:
                 await turn.read(receive)
                 with turn.counted():
                     scope["lmpool.turn"] = turn
-                    await await_beside(self._respond(scope, receive, send), [_watch(receive, send)])
+                    work: Any = self._app(scope, receive, send)  # A coroutine of Starlette's.
+                    await await_beside(work, [_watch(receive, send)])
             finally:
                 turn.release()
         except LMPoolError as error:
             await error_response(scope["path"], error)(scope, receive, send)
-
-    async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._app(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)

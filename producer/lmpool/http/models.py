@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from lmpool.broker.registries import AdapterRegistry
@@ -148,10 +149,6 @@ class Target:
         """The model info."""
         return self.producer.model
 
-    def with_adapter(self, adapter: str) -> Target:
-        """This target with another adapter."""
-        return replace(self, adapter=adapter)
-
     async def predict(self, ids: list[int], start: int, **options: Any) -> Predictions:
         """The result of `Producer.positions`, with the request's adapter and deadline."""
         return await self.producer.positions(ids, start, **options, **self.options)
@@ -168,11 +165,15 @@ class Targets:
     Args:
         models: the open models.
         default: the model of requests that name none; "" for the only model of the pool.
+        redis: the connections that read the name of the only model, which the caller closes.
+        keys: the keys of the pool.
     """
 
-    def __init__(self, models: Models[GatewayModel], default: str) -> None:
+    def __init__(self, models: Models[GatewayModel], default: str, redis: Redis, keys: Keys) -> None:
         self._models = models
         self._default = default
+        self._discovery = Discovery(redis, keys)
+        self._only = ""
         self._names: dict[str, tuple[str, str]] = {}
 
     @asynccontextmanager
@@ -181,7 +182,7 @@ class Targets:
 
         `adapter` is the name in a field of its own, for dialects that have one.
         """
-        name = name or turn.headers.get(MODEL_HEADER, "") or self._default
+        name = name or turn.headers.get(MODEL_HEADER, "") or self._default or await self._find_only(turn)
         model_name, named = await self._split(name)
         try:
             async with self._models.use(model_name or None) as model:
@@ -210,6 +211,13 @@ class Targets:
             response.headers[VERSION_HEADER] = str(version)
             return response
 
+    async def _find_only(self, turn: Turn) -> str:
+        """The name of the pool's only model now; of the last one, or "", while no model can be found."""
+        with suppress(RedisError, OSError, UnknownModel):
+            async with turn.deadline.limit():
+                self._only = (await self._discovery.info(None)).base
+        return self._only
+
     async def _split(self, name: str) -> tuple[str, str]:
         """Split a name into model and adapter. A model's own name may contain colons."""
         if ":" not in name or name in self._names:
@@ -218,7 +226,9 @@ class Targets:
         try:
             async with self._models.use(name):
                 pass
-        except UnknownModel:
+        except UnknownModel as error:
+            if error.is_loading:
+                raise
             model, _, adapter = name.rpartition(":")
             split = model, adapter
         if len(self._names) >= _MAX_NAMES:

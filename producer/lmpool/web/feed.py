@@ -87,7 +87,7 @@ class Events:
             last = before.get(key, {"state": "loading"})
             if last["state"] == "loading" != worker["state"]:
                 self._add(at, key, "joined")
-            claimed = int((number(worker, "claimed") or 0) - (number(last, "claimed") or 0))
+            claimed = int((finite(number(worker, "claimed")) or 0) - (finite(number(last, "claimed")) or 0))
             if claimed > 0:
                 self._add(at, key, f"took over {claimed} prompt{'s' * (claimed > 1)}")
 

@@ -27,7 +27,7 @@ class OpenModel:
 
     def __init__(self, producer: Producer) -> None:
         self.producer = producer
-        self.is_open = False
+        self.is_kept = False  # Whether the producer stays open without requests.
         self.users = 0  # Number of requests that use the model or wait for it.
         self._made: dict[tuple[str, str], Any] = {}
         self._making = asyncio.Lock()
@@ -82,7 +82,7 @@ class Models(Generic[M]):
         model.users += 1
         try:
             await model.producer.open()
-            model.is_open = True
+            model.is_kept = name is not None  # Without a name, the next request may be for another model.
             yield model
         finally:
             model.users -= 1
@@ -90,7 +90,7 @@ class Models(Generic[M]):
                 await finish(self._models.pop(unneeded[0]).producer.close())
 
     def _is_unneeded(self, model: M) -> bool:
-        return not model.users and (len(self._models) > MAX_MODELS or not model.is_open)
+        return not model.users and (len(self._models) > MAX_MODELS or not model.is_kept)
 
     async def close(self) -> None:
         """Close all models."""

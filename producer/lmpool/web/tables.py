@@ -95,9 +95,8 @@ def _shown_model(model: dict[str, Any]) -> dict[str, Any]:
 
 def _shown_worker(worker: Mapping[str, Any]) -> dict[str, Any]:
     shown: dict[str, Any] = {name: finite(number(worker, name)) for name in _WORKER_FIELDS}
-    texts = (("id", MAX_TEXT), ("model", MAX_TEXT), ("state", _MAX_STATE), ("changed_files", MAX_TEXT))
-    for name, limit in (*texts, ("devices", MAX_TEXT)):
-        shown[name] = shortened(str(worker.get(name) or ""), limit)
+    for name in ("id", "model", "state", "changed_files", "devices"):
+        shown[name] = shortened(str(worker.get(name) or ""), _MAX_STATE if name == "state" else MAX_TEXT)
     return shown
 
 

@@ -18,23 +18,7 @@ from starlette.routing import Route
 
 from lmpool.aio import gather
 from lmpool.http.arrays import npy
-from lmpool.http.dialects.openai import (
-    IGNORED,
-    NEUTRAL,
-    Count,
-    StreamOptions,
-    TokenId,
-    Top,
-    check_count,
-    choice_table,
-    encode_table,
-    event,
-    limit_top,
-    merged,
-    ranked,
-    stream,
-    usage,
-)
+from lmpool.http.dialects import openai
 from lmpool.http.generation import Choice, TextSampling, generate, pieces
 from lmpool.http.limits import MAX_PROMPTS, json_response, read_fields, turn_of
 from lmpool.http.models import Target, Targets
@@ -47,10 +31,10 @@ _NEUTRAL: dict[str, Any] = {
     "token_offsets": (), "features": (), "content_parts": ([],), "reasoning_parser_kwargs": (),
     "kv_transfer_params": ({},), "ec_transfer_params": ({},),
 }  # fmt: skip
-_IGNORED = (*IGNORED, "reasoning_ended")
+_IGNORED = (*openai.IGNORED, "reasoning_ended")
 _IGNORED_PARAMS = ("output_kind", "stream_interval", "skip_clone", "flat_logprobs", "detokenize",
                    "skip_reading_prefix_cache", "routed_experts_prompt_start")  # fmt: skip
-_NEUTRAL_PARAMS: dict[str, Any] = NEUTRAL | {"extra_args": ({},), "trace_decode_token_ids": ()}
+_NEUTRAL_PARAMS: dict[str, Any] = openai.NEUTRAL | {"extra_args": ({},), "trace_decode_token_ids": ()}
 
 
 class TokensSampling(Struct, forbid_unknown_fields=True):
@@ -63,11 +47,11 @@ class TokensSampling(Struct, forbid_unknown_fields=True):
     stop: str | list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    max_tokens: Count | None = None
-    logprobs: Top | None = None
-    prompt_logprobs: Top | None = None
+    max_tokens: openai.Count | None = None
+    logprobs: openai.Top | None = None
+    prompt_logprobs: openai.Top | None = None
     prompt_logprob_token_ids: list[list[Annotated[int, Meta(ge=-1, le=0xFFFFFFFF)]]] | None = None
-    prompt_logprob_start: Count | None = None
+    prompt_logprob_start: openai.Count | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -75,12 +59,12 @@ class TokensSampling(Struct, forbid_unknown_fields=True):
 class TokensRequest(Struct, forbid_unknown_fields=True):
     """The fields of a request that are served."""
 
-    token_ids: list[TokenId]
+    token_ids: list[openai.TokenId]
     sampling_params: dict[str, Any]
     model: str = ""
     request_id: str = ""
     stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
+    stream_options: openai.StreamOptions = openai.StreamOptions()
     output_mode: Literal["tokens", "text"] = "tokens"
     return_token_ids: bool = False
 
@@ -93,7 +77,7 @@ def routes(targets: Targets) -> list[Route]:
         ignored = tuple(name for name in _IGNORED if name != "request_id")
         wanted = read_fields(turn.body, TokensRequest, ignored, _NEUTRAL)
         params = read_fields(wanted.sampling_params, TokensSampling, _IGNORED_PARAMS, _NEUTRAL_PARAMS)
-        check_count(1, params.n)
+        openai.check_count(1, params.n)
         wanted.request_id = f"generate-tokens-{wanted.request_id or secrets.token_hex(16)}"
         async with targets.use(wanted.model, turn) as target:
             how = await _sampling(target, wanted, params)
@@ -113,9 +97,9 @@ def routes(targets: Targets) -> list[Route]:
                 aclosing(_stream(target, wanted, params, how)) as all_,
             ):
                 async for chunk in all_:
-                    yield event(chunk)
+                    yield openai.event(chunk)
 
-        return stream(PATH, chunks())
+        return openai.stream(PATH, chunks())
 
     return [Route(PATH, handle, methods=["POST"])]
 
@@ -139,14 +123,14 @@ async def _complete(target: Target, wanted: TokensRequest, params: TokensSamplin
         "prompt_token_ids": ids if wanted.return_token_ids else None,
     }
     if params.prompt_logprobs is not None:
-        table = await ranked(target, ids, 0, limit_top(target, params.prompt_logprobs))
-        answer["prompt_logprobs"] = await encode_table(table, target.texts)
+        table = await openai.ranked(target, ids, 0, openai.limit_top(target, params.prompt_logprobs))
+        answer["prompt_logprobs"] = await openai.encode_table(table, target.texts)
     if params.prompt_logprob_token_ids is not None:
         answer["prompt_token_id_logprobs"] = await _named_logprobs(target, ids, params)
     done = await gather([generate(target, ids, how, number) for number in range(params.n)])
     choices = [_choice(target, wanted, params, ids, number, each) for number, each in enumerate(done)]
     answer["choices"] = await gather(choices)
-    answer["usage"] = usage(len(ids), sum(len(each.ids) for each in done))
+    answer["usage"] = openai.usage(len(ids), sum(len(each.ids) for each in done))
     return answer
 
 
@@ -179,7 +163,7 @@ async def _choice(
     if wanted.output_mode == "text":
         answer["text"] = done.text
     if params.logprobs is not None:
-        table = await choice_table(target, prompt, done, limit_top(target, params.logprobs))
+        table = await openai.choice_table(target, prompt, done, openai.limit_top(target, params.logprobs))
         most = None if params.logprobs < 0 else max(1, params.logprobs)
         answer["logprobs"] = {"content": await by_size(table.ids.size, _content, target, wanted, table, most)}
     return answer
@@ -210,16 +194,16 @@ async def _stream(
         head["prompt_token_ids"] = wanted.token_ids
     counts = [0] * params.n
     readers = [partial(_stream_choice, target, wanted, params, how, number) for number in range(params.n)]
-    async with aclosing(merged(readers)) as merging:
+    async with aclosing(openai.merged(readers)) as merging:
         async for number, choice in merging:
             counts[number] += len(choice["token_ids"])
             chunk = {**head, "choices": [choice]}
             if wanted.stream_options.continuous_usage_stats:
-                chunk["usage"] = usage(len(wanted.token_ids), counts[number])
+                chunk["usage"] = openai.usage(len(wanted.token_ids), counts[number])
             yield chunk
             head.pop("prompt_token_ids", None)
     if wanted.stream_options.include_usage:
-        yield {**head, "choices": [], "usage": usage(len(wanted.token_ids), sum(counts))}
+        yield {**head, "choices": [], "usage": openai.usage(len(wanted.token_ids), sum(counts))}
 
 
 async def _stream_choice(

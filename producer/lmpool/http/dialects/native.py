@@ -139,8 +139,6 @@ def _longest(targets: list[Any]) -> int:
 
 def _unpadded(text: Any) -> Any:
     """A text without the -1 at its end."""
-    if not len(text) or text[-1] != -1:
-        return text
     end = len(text)
     while end and text[end - 1] == -1:
         end -= 1

@@ -10,7 +10,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from itertools import accumulate
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -205,8 +206,9 @@ async def ranked(target: Target, ids: list[int], start: int, top: int) -> Ranked
     return table_of(found, ids[start + 1 :], top)
 
 
-async def _predict(target: Target, ids: list[int], start: int, top: int) -> Predictions:
-    target.turn.hold((len(ids) - start) * (top + 1) * ENTRY_BYTES)
+async def _predict(target: Target, ids: list[int], start: int, top: int, copies: int = 1) -> Predictions:
+    """The predictions from a position on, which the response has in this many copies."""
+    target.turn.hold(copies * (len(ids) - start) * (top + 1) * ENTRY_BYTES)
     return await target.predict(ids, start, next_token=True, **({"top": top} if top else {}))
 
 
@@ -225,23 +227,39 @@ async def _complete(target: Target, wanted: CompletionRequest) -> dict[str, Any]
     }
 
 
-async def _score_prompt(
-    target: Target, wanted: CompletionRequest, prompt: list[int], how: TextSampling
-) -> Predictions | None:
-    """The predictions at all positions of a prompt, if the response has the log-probabilities of its tokens."""
+class _Scores(NamedTuple):
+    """A prompt's log-probabilities, which all of its continuations share.
+
+    Attributes:
+        top: the most likely tokens at all positions, or None.
+        echoed: the field `logprobs` of the prompt's tokens, or None.
+        listed: the field `prompt_logprobs`, or None.
+    """
+
+    top: TopK | None = None
+    echoed: dict[str, list[Any]] | None = None
+    listed: Raw | None = None
+
+
+async def _score_prompt(target: Target, wanted: CompletionRequest, prompt: list[int], how: TextSampling) -> _Scores:
     is_echoed = wanted.echo and wanted.logprobs is not None
     if wanted.prompt_logprobs is None and not is_echoed:
-        return None
-    top = max(limit_top(target, wanted.prompt_logprobs), limit_top(target, wanted.logprobs) if is_echoed else 0)
-    return await _predict(target, prompt, 0, max(top, int(how.is_one_greedy_token)))
+        return _Scores()
+    listed_top = limit_top(target, wanted.prompt_logprobs)
+    top = max(listed_top, limit_top(target, wanted.logprobs) if is_echoed else 0, int(how.is_one_greedy_token))
+    found, listed = await _predict(target, prompt, 0, top, wanted.n), None
+    echoed = await _echoed(target, wanted, prompt, found) if is_echoed else None
+    if wanted.prompt_logprobs is not None:
+        listed = await encode_table(table_of(found, prompt[1:], listed_top), target.texts)
+    return _Scores(found.top, echoed, listed)
 
 
 async def _choice(
-    target: Target, wanted: CompletionRequest, job: _Completion, how: TextSampling, scored: Predictions | None
+    target: Target, wanted: CompletionRequest, job: _Completion, how: TextSampling, scored: _Scores
 ) -> tuple[dict[str, Any], int]:
     """One choice of a response, and the number of its new tokens."""
     known: Continuation | None = None
-    if scored is not None and scored.top is not None and how.is_one_greedy_token:
+    if scored.top is not None and how.is_one_greedy_token:
         known = Continuation(scored.top.ids[-1, :1], scored.top.values[-1, :1])
     done = await generate(target, job.prompt, how, job.number, known)
     answer: dict[str, Any] = {
@@ -250,16 +268,11 @@ async def _choice(
         "logprobs": None,
         "finish_reason": done.reason,
         "stop_reason": done.matched,
-        "prompt_logprobs": None,
+        "prompt_logprobs": scored.listed,
     }
     if wanted.logprobs is not None:
-        found = await _logprobs(target, wanted, job.prompt, done, scored)
-        if scored is not None and wanted.echo:
-            found = await _echoed(target, wanted, job.prompt, scored, found)
+        found = _joined(scored.echoed, await _logprobs(target, wanted, job.prompt, done, scored.top))
         answer["logprobs"] = found | {"text_offset": offsets(found["tokens"])}
-    if wanted.prompt_logprobs is not None and scored is not None:
-        table = table_of(scored, job.prompt[1:], limit_top(target, wanted.prompt_logprobs))
-        answer["prompt_logprobs"] = await encode_table(table, target.texts)
     if wanted.return_token_ids:
         answer |= {"prompt_token_ids": job.prompt, "token_ids": done.ids}
     return answer, len(done.ids)
@@ -275,17 +288,15 @@ async def encode_table(table: Ranked, texts: TokenTexts) -> Raw:
     return await by_size(table.ids.size, prompt_logprobs_json, table, texts)
 
 
-async def choice_table(
-    target: Target, prompt: list[int], done: Choice, top: int, scored: Predictions | None = None
-) -> Ranked:
+async def choice_table(target: Target, prompt: list[int], done: Choice, top: int, best: TopK | None = None) -> Ranked:
     """The new tokens of a choice with the `top` most likely tokens in their places.
 
-    `scored` are the predictions at all positions of the prompt, if they are known: the last one is of the first token.
+    `best` are the most likely tokens at all positions of the prompt, if they are known: the last ones are those of the
+    first new token.
     """
     ids, values = np.array(done.ids, np.int64), np.array(done.logprobs, np.float32)
     if top == 0 or not done.ids:  # The continuation has all that is needed.
         return rank(ids, values, None)
-    best = None if scored is None else scored.top
     if best is not None and len(ids) == 1 and best.ids.shape[1] >= top:
         return rank(ids, values, TopK(best.values[-1:, :top], best.ids[-1:, :top]))
     # Leave out the last token, because a continuation may end one token after the longest prompt.
@@ -295,23 +306,28 @@ async def choice_table(
 
 
 async def _logprobs(
-    target: Target, wanted: CompletionRequest, prompt: list[int], done: Choice, scored: Predictions | None
+    target: Target, wanted: CompletionRequest, prompt: list[int], done: Choice, best: TopK | None = None
 ) -> dict[str, list[Any]]:
-    """The field `logprobs` of the new tokens, without `text_offset`."""
-    table = await choice_table(target, prompt, done, limit_top(target, wanted.logprobs), scored)
+    """The field `logprobs` of the new tokens, without `text_offset`; `best` is as for `choice_table`."""
+    table = await choice_table(target, prompt, done, limit_top(target, wanted.logprobs), best)
     return await by_size(table.ids.size, table_logprobs, table, _namer(target, wanted))
 
 
 async def _echoed(
-    target: Target, wanted: CompletionRequest, prompt: list[int], scored: Predictions, new: dict[str, list[Any]]
+    target: Target, wanted: CompletionRequest, prompt: list[int], scored: Predictions
 ) -> dict[str, list[Any]]:
-    """The field `logprobs` of the prompt, and of the new tokens after it."""
+    """The field `logprobs` of the prompt, without `text_offset`."""
     name = _namer(target, wanted)
     table = table_of(scored, prompt[1:], limit_top(target, wanted.logprobs))
     found = await by_size(table.ids.size, table_logprobs, table, name)
     # No token precedes the first one.
     first: dict[str, list[Any]] = {"tokens": [name(prompt[0])], "token_logprobs": [None], "top_logprobs": [None]}
-    return {field: first[field] + found[field] + new[field] for field in first}
+    return _joined(first, found)
+
+
+def _joined(before: dict[str, list[Any]] | None, new: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The field `logprobs` of new tokens, after that of earlier ones if there are any."""
+    return new if before is None else {field: before[field] + new[field] for field in new}
 
 
 def _namer(target: Target, wanted: CompletionRequest) -> Callable[[int], str]:
@@ -329,11 +345,7 @@ def table_logprobs(table: Ranked, name: Callable[[int], str]) -> dict[str, list[
 
 def offsets(tokens: Iterable[str], start: int = 0) -> list[int]:
     """The places in the text at which tokens begin, counted from the texts of the tokens."""
-    places = []
-    for token in tokens:
-        places.append(start)
-        start += len(token)
-    return places
+    return list(accumulate(map(len, tokens), initial=start))[:-1]
 
 
 def _head(target: Target) -> dict[str, Any]:
@@ -396,10 +408,10 @@ async def _stream_choice(
             }
             if wanted.logprobs is not None:
                 before, new = job.prompt + done.ids, Choice(piece.ids, piece.logprobs)
-                found = await _logprobs(target, wanted, before, new, None)
+                found = await _logprobs(target, wanted, before, new)
                 if wanted.echo and is_first:
                     scored = await _predict(target, job.prompt, 0, limit_top(target, wanted.logprobs))
-                    found = await _echoed(target, wanted, job.prompt, scored, found)
+                    found = _joined(await _echoed(target, wanted, job.prompt, scored), found)
                 answer["logprobs"] = found | {"text_offset": offsets(found["tokens"], offset)}
                 offset += sum(map(len, found["tokens"]))
             if wanted.return_token_ids:
@@ -424,10 +436,9 @@ def stream(path: str, chunks: AsyncGenerator[bytes, None]) -> Response:
             async with aclosing(chunks) as sending:
                 async for chunk in sending:
                     yield chunk
-        except LMPoolError as error:
-            yield event(describe(path, error))
         except Exception as error:  # noqa: BLE001  # The client gets the error as the last chunk.
-            _log.exception("a stream of %s failed", path)
+            if not isinstance(error, LMPoolError):
+                _log.exception("a stream of %s failed", path)
             yield event(describe(path, error))
         yield b"data: [DONE]\n\n"
 

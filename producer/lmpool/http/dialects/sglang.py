@@ -186,7 +186,7 @@ async def _sampling(target: Target, job: _Job) -> TextSampling:
 
 
 async def _complete(job: _Job, how: TextSampling, target: Target, wanted: GenerateRequest) -> dict[str, Any]:
-    target = target.with_adapter(job.adapter)
+    target = replace(target, adapter=job.adapter)
     done = await generate(target, job.ids, how, job.number)
     return _answer(job, done, await _logprobs(job, done, target, wanted), target, wanted)
 
@@ -195,7 +195,7 @@ async def _stream(
     job: _Job, how: TextSampling, target: Target, wanted: GenerateRequest
 ) -> AsyncGenerator[dict[str, Any], None]:
     """The results of a stream: each has the whole text so far, as SGLang sends it."""
-    target, done = target.with_adapter(job.adapter), Choice()
+    target, done = replace(target, adapter=job.adapter), Choice()
     logprobs: dict[str, Any] = {}
     async with aclosing(pieces(target, job.ids, how, job.number)) as continuing:
         async for piece in continuing:
@@ -271,9 +271,7 @@ def _listed(job: _Job, done: Choice, found: Predictions, target: Target, wanted:
         "output_token_logprobs_length": len(done.ids),
     }
     if job.top:
-        values, top_ids = (np.empty((0, job.top), np.float32), np.empty((0, job.top), np.int64))
-        if found.top is not None:
-            values, top_ids = found.top
+        values, top_ids = found.top or (np.empty((0, job.top), np.float32), np.empty((0, job.top), np.int64))
         if wanted.return_flat_raw_top_logprobs:
             info |= _flat(values[:n_input], top_ids[:n_input], len(lead), wanted.return_flat_raw_top_logprobs_b64)
         else:

@@ -25,6 +25,8 @@ from lmpool.web.guard import Refused
 
 PATH = "/get_sequence_logprobs/"
 
+_PADDED_BYTES = 20  # Bytes of an entry of the padded arrays, 8 bytes, and of its base64.
+
 
 class SequenceLogprobsRequest(Struct, forbid_unknown_fields=True):
     """The fields of a request, with TRL's defaults; `model` is lmpool's own."""
@@ -55,29 +57,32 @@ def routes(targets: Targets) -> list[Route]:
         check_count(len(wanted.sequences), 1)
         if (lengths := len(wanted.prompt_lengths)) != (count := len(wanted.sequences)):
             raise Refused(400, f"prompt_lengths: {lengths} lengths for {count} sequences; give one for each")
+        pairs = list(zip(wanted.sequences, wanted.prompt_lengths, strict=True))
+        for at, (ids, length) in enumerate(pairs):
+            if not 0 <= length <= len(ids):
+                limit = f"{len(ids)}, the sequence's length"
+                raise Refused(400, f"prompt_lengths[{at}]: {length} must be from 0 to {limit}")
+        sizes = [len(ids) - length for ids, length in pairs]
 
         async def score(target: Target) -> Response:
             if wanted.top_logprobs > (most := target.info.vocab_size):
                 raise Refused(400, f"top_logprobs: {wanted.top_logprobs} is more than the {most} tokens of the model")
-            work = [
-                _score(target, wanted, ids, length, at)
-                for at, (ids, length) in enumerate(zip(wanted.sequences, wanted.prompt_lengths, strict=True))
-            ]
-            scored = await gather(work)
-            make = _binary if wanted.response_format == "binary" else _lists
-            return json_response(await by_size(sum(each.ids.size for each in scored), make, scored))
+            entries, make = sum(sizes) * wanted.top_logprobs, _lists
+            turn.hold(entries * ENTRY_BYTES)
+            if wanted.response_format == "binary":
+                entries, make = count * max(sizes) * wanted.top_logprobs, _binary
+                turn.hold(entries * _PADDED_BYTES)
+            scored = await gather([_score(target, wanted, *pair) for pair in pairs])
+            return json_response(await by_size(entries, make, scored))
 
         return await targets.answer(wanted.model, turn, score)
 
     return [Route(PATH, handle, methods=["POST"])]
 
 
-async def _score(target: Target, wanted: SequenceLogprobsRequest, ids: list[int], length: int, at: int) -> _Scored:
-    if not 0 <= length <= len(ids):
-        raise Refused(400, f"prompt_lengths[{at}]: {length} must be from 0 to {len(ids)}, the sequence's length")
+async def _score(target: Target, wanted: SequenceLogprobsRequest, ids: list[int], length: int) -> _Scored:
     encode_prompt(ids, vocab_size=target.info.vocab_size, max_tokens=target.info.max_prompt_tokens)
     n, k = len(ids) - length, wanted.top_logprobs
-    target.turn.hold(n * k * ENTRY_BYTES)
     # The first token of a text has no log-probability; TRL's server leaves its place empty.
     empty = _Scored(
         np.full((n, k), -np.inf, np.float32),
