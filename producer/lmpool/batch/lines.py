@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -206,10 +207,10 @@ def _decoded(number: int, line: bytes | None) -> Line | Failed | None:
     return Failed(number, _custom_id(line), reason)
 
 
-def _custom_id(line: bytes) -> str | None:
+def _custom_id(line: Any, decode: Callable[[Any], HasCustomId] = _decode_custom_id) -> str | None:
     """The custom id of a line, even if other fields are malformed; None if the custom id cannot be read."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_custom_id(line).name
+        return decode(line).name
     return None
 
 
@@ -249,6 +250,13 @@ class ParquetSource(Source):
                 raise BatchError(f"{self.path} cannot be read as Parquet: {error}") from error
 
 
+def _converted(number: int, values: dict[str, Any]) -> Line | Failed:
+    try:
+        return Line(number, msgspec.convert(values, Fields))
+    except msgspec.ValidationError as error:
+        return Failed(number, _custom_id(values, partial(msgspec.convert, type=HasCustomId)), f"unusable: {error}")
+
+
 def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, Line | Failed, int]]:
     """Iterate over (shard, line, bytes) of some shards, in order; `bytes` is the mean size of several rows."""
     columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
@@ -272,10 +280,5 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
                 row_bytes = batch.nbytes // batch.num_rows
                 for row, values in enumerate(batch.to_pylist(), at):
                     if (shard := row // shard_lines) in shards:
-                        line: Line | Failed
-                        try:
-                            line = Line(row + 1, msgspec.convert(values, Fields))
-                        except msgspec.ValidationError as error:
-                            line = Failed(row + 1, None, f"unusable: {error}")
-                        yield shard, line, row_bytes
+                        yield shard, _converted(row + 1, values), row_bytes
             at += batch.num_rows
