@@ -192,8 +192,6 @@ class Folder:
         """A file on this machine with the content of a file of the folder."""
         return self.path / name
 
-    # Locks
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Lock the folder for this run. Create a missing folder, and remove it again if nothing was written to it."""
@@ -255,8 +253,6 @@ class Folder:
                     with suppress(FileNotFoundError):
                         if time.time() - (self.path / folder / name).lstat().st_mtime >= min_age_s:
                             self.remove(folder + name)
-
-    # Runs
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if it does not exist."""

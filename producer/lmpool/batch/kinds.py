@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,20 +91,13 @@ def _targets(given: str) -> Kind:
 
 
 def _positions(given: str) -> Kind:
-    known = "top=32, targets=260 504, next_token, logz, tail, temperature=2"
-    options: dict[str, Any] = {}
-    readers: dict[str, Any] = {"top": int, "temperature": float, "targets": lambda text: list(map(int, text.split()))}
-    for option in given.split(","):
-        name, equals, value = option.strip().partition("=")
-        try:
-            options[name] = readers[name](value) if equals else {"next_token": True, "logz": True, "tail": True}[name]
-        except (KeyError, ValueError):
-            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
     single = {
         "next_token": "log-probability of the token that follows; NaN at the end of the text",
         "logz": "logarithm of the sum of the exponentials of the logits, divided by the temperature",
         "tail": "log of the probability of all tokens that are neither in top nor in targets",
     }
+    readers = {"top=": int, "temperature=": float, "targets=": _ids} | dict.fromkeys(single, lambda _: True)
+    options = _options(given, readers, "top=32, targets=260 504, next_token, logz, tail, temperature=2")
     columns = {name: f"float32 (n,): {text}" for name, text in single.items() if name in options}
     if count := len(options.get("targets", ())):
         columns["targets"] = f"float32 (n, {count}): log-probabilities of the targets"
@@ -196,16 +189,8 @@ def _hidden_width(info: ModelInfo) -> int:
 def _generate(given: str) -> Kind:
     limit, _, options = given.partition(",")
     count = _count(limit, "generate", "of tokens at most, such as generate:64 or generate:64,temperature=0.7,seed=1")
-    chosen: dict[str, Any] = {}
-    readers: dict[str, Any] = {"temperature": float, "top_p": float, "seed": int}
-    readers["stop"] = lambda text: list(map(int, text.split()))  # `stop` is a list of token ids, separated by spaces.
-    for option in options.split(",") if options else ():
-        name, _, value = option.partition("=")
-        try:
-            chosen[name] = readers[name](value)
-        except (KeyError, ValueError):
-            known = "temperature=0.7, top_p=0.9, seed=1, stop=2"
-            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
+    readers = {"temperature=": float, "top_p=": float, "seed=": int, "stop=": _ids}
+    chosen = _options(options, readers, "temperature=0.7, top_p=0.9, seed=1, stop=2") if options else {}
     try:
         seed = read_sampling(chosen.get("temperature", 1.0), chosen.get("top_p", 1.0), chosen.pop("seed", 0)).seed
     except SettingsError as error:
@@ -262,6 +247,22 @@ def parse_kind(what: str) -> Kind:
     if kind is None or (isinstance(kind, Kind) and given):
         raise SettingsError(f"what: {shown(what)} is not one of {KINDS_HELP}")
     return kind if isinstance(kind, Kind) else kind(given)
+
+
+def _options(given: str, readers: Mapping[str, Any], known: str) -> dict[str, Any]:
+    """The values of options such as "top=32,tail"; `readers` convert the text after "top=" and the "" after "tail"."""
+    options: dict[str, Any] = {}
+    for option in given.split(","):
+        name, equals, value = option.strip().partition("=")
+        try:
+            options[name] = readers[name + equals](value)
+        except (KeyError, ValueError):
+            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
+    return options
+
+
+def _ids(text: str) -> list[int]:
+    return list(map(int, text.split()))
 
 
 def _count(given: str, name: str, needed: str) -> int:

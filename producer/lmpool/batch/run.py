@@ -265,8 +265,6 @@ class Run:
             if self._writer is not None:
                 self._writer.discard()
 
-    # Requests
-
     def _prepare(self, line: Line | Failed) -> Text | Failed:
         """The text of a line, or why the line has no text. Called in a thread, because tokenizing takes time."""
         if isinstance(line, Failed):
@@ -384,8 +382,6 @@ class Run:
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             await self._check_adapter()
-
-    # Writing
 
     async def _drain(self, shards: int) -> None:
         """Write results in the order of the lines, until the given number of shards is done."""

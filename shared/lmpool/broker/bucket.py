@@ -61,16 +61,14 @@ def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
 
 def upload(files: Sequence[Path], url: str) -> None:
     """Copy files into the folder `url` of a store; raises SettingsError if the store cannot be used."""
-    with _explained(url, "written"):
-        system, folder = file_system(url, STORES)
+    with _opened(url, "written") as (system, folder):
         for file in files:
             system.put_file(str(file), f"{folder}/{file.name}")
 
 
 def download(url: str, target: Path) -> None:
     """Copy the files of the folder `url` of a store into a folder; raises SettingsError if the store cannot be used."""
-    with _explained(url, "read"):
-        system, folder = file_system(url, STORES)
+    with _opened(url, "read") as (system, folder):
         files = system.ls(folder, detail=True)
         needed, free = sum(file["size"] or 0 for file in files), shutil.disk_usage(target).free
         if needed > free:
@@ -80,9 +78,9 @@ def download(url: str, target: Path) -> None:
 
 
 @contextmanager
-def _explained(url: str, done: str) -> Iterator[None]:
+def _opened(url: str, done: str) -> Iterator[tuple[Any, str]]:
     try:
-        yield
+        yield file_system(url, STORES)
     except SettingsError:
         raise
     except Exception as error:  # Packages for stores raise exceptions of their own.
