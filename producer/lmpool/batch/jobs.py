@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from datetime import datetime
 from functools import lru_cache, partial
@@ -164,8 +164,13 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     """Run a job: compute one shard, or return why the shard is not needed any more."""
     job = msgspec.convert(given, ShardJob, strict=False)
     check_locations(context["files"], job.source, job.output)
+    return await _run_or_retry(context, _answer(context, job))
+
+
+async def _run_or_retry(context: dict[str, Any], work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Await the work of a job while the job's lease is renewed; raise Retry after an error that may pass."""
     try:
-        return await await_beside(_answer(context, job), [_renew(context)])
+        return await await_beside(work, [_renew(context)])
     except LMPoolError as error:
         # Retry after errors that may pass, such as a missing worker or server, but not after wrong settings or files.
         may_pass = isinstance(error, BatchRefused) or getattr(error, "may_pass", not isinstance(error, SettingsError))
@@ -234,7 +239,7 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         at: hour and minute, "02:30", in the worker's time zone (`ARQ_TIMEZONE`, UTC by default).
         source: path or URL of the input.
-        output: the output folder; `{date}` in its name becomes the day, such as 2026-11-25.
+        output: the output folder; `{date}` in its name becomes the scheduled day, such as 2026-11-25.
         model, prefix: the model, and the prefix of the pool's keys.
     """
 
@@ -259,17 +264,20 @@ def read_schedule(path: Path) -> list[Nightly]:
 
 def _nightly(entry: Nightly, number: int) -> Any:
     """The cron job of one entry of a schedule."""
-    pool = Pool(entry.model, entry.prefix)
-    settings = BatchSettings(**{name: getattr(entry, name) for name in BatchSettings.__struct_fields__})
 
-    async def submit_run(context: dict[str, Any]) -> dict[str, int]:
-        output = entry.output.replace("{date}", datetime.now().date().isoformat())
-        producer = await _producer_of(context, pool)
-        submitting = submit(producer, context["redis"], Submission(entry.source, settings, pool), output)
-        return await await_beside(submitting, [_renew(context)])
+    async def submit_run(context: dict[str, Any]) -> dict[str, Any]:
+        return await _run_or_retry(context, _submit_entry(context, entry))
 
     hour, minute = map(int, entry.at.split(":"))
-    return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=5)
+    return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=_MAX_TRIES)
+
+
+async def _submit_entry(context: dict[str, Any], entry: Nightly) -> dict[str, Any]:
+    # A job's id ends with its scheduled time in milliseconds. A later try may begin on the next day.
+    day = datetime.fromtimestamp(int(context["job_id"].rpartition(":")[2]) / 1000).date()
+    pool, output = Pool(entry.model, entry.prefix), entry.output.replace("{date}", day.isoformat())
+    submission = Submission(entry.source, msgspec.convert(entry, BatchSettings, from_attributes=True), pool)
+    return await submit(await _producer_of(context, pool), context["redis"], submission, output)
 
 
 def worker_options(
