@@ -52,7 +52,7 @@ QUEUE = "arq:lmpool:batch"  # Redis key of arq's queue for jobs of `lmpool batch
 SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
 
 _log = logging.getLogger("lmpool")
-_FUNCTION = "answer_shard"
+_FUNCTION, _NIGHTLY = "answer_shard", "nightly-"  # arq's name of the jobs of shards, and its prefix for nightly runs.
 _MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the time for which the server is busy.
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
@@ -157,7 +157,11 @@ def job_name(folder: Folder, manifest: Manifest, shard: int) -> str:
 
 def _prefix(folder: Folder) -> str:
     """Return the prefix with which the names of all jobs of a folder begin."""
-    return f"{hashlib.blake2b(folder.location.encode(), digest_size=8).hexdigest()}-"
+    return f"{_hash(folder.location.encode())}-"
+
+
+def _hash(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
 async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -262,14 +266,15 @@ def read_schedule(path: Path) -> list[Nightly]:
         raise SettingsError(f"schedule: {path} is not a list of runs: {error}") from error
 
 
-def _nightly(entry: Nightly, number: int) -> Any:
-    """The cron job of one entry of a schedule."""
+def _nightly(entry: Nightly) -> Any:
+    """The cron job of one entry of a schedule; its name is the same in all schedules that have the entry."""
 
     async def submit_run(context: dict[str, Any]) -> dict[str, Any]:
         return await _run_or_retry(context, _submit_entry(context, entry))
 
     hour, minute = map(int, entry.at.split(":"))
-    return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=_MAX_TRIES)
+    name = f"{_NIGHTLY}{_hash(msgspec.json.encode(entry))}"
+    return cron(submit_run, name=name, hour=hour, minute=minute, max_tries=_MAX_TRIES)
 
 
 async def _submit_entry(context: dict[str, Any], entry: Nightly) -> dict[str, Any]:
@@ -291,7 +296,7 @@ def worker_options(
     context: dict[str, Any] = {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}}
     return {
         "functions": [func(_answer_shard, name=_FUNCTION)],
-        "cron_jobs": [_nightly(entry, number) for number, entry in enumerate(entries)],
+        "cron_jobs": list(map(_nightly, entries)),
         "redis_pool": connect(server),
         "queue_name": QUEUE,
         "on_shutdown": _close,
@@ -336,14 +341,20 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
             await asyncio.sleep(pause)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired."""
+        """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired.
+
+        Runs that are not in this worker's schedule are left to other workers until the definitions of the jobs expire.
+        """
         for job_id in job_ids:
-            if job_id.decode() not in self.tasks:
-                try:
-                    await super().start_jobs([job_id])
-                except (RedisError, OSError):
-                    self._release_sem_dec_counter_on_complete()  # Release the slot that arq took for the job.
-                    raise
+            name, function = job_id.decode(), job_id.decode().partition(":")[0]
+            is_others = function.startswith(_NIGHTLY) and function not in self.functions
+            if name in self.tasks or (is_others and await self.pool.exists(job_key_prefix + name)):
+                continue
+            try:
+                await super().start_jobs([job_id])
+            except (RedisError, OSError):
+                self._release_sem_dec_counter_on_complete()  # Release the slot that arq took for the job.
+                raise
 
     async def close(self) -> None:
         """Close the worker, also if the server cannot be reached."""

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
-from arq.constants import in_progress_key_prefix
+from arq.constants import in_progress_key_prefix, job_key_prefix
 
 import lmpool.batch
 from lmpool.batch.fetch import FILES_VARIABLE
@@ -106,6 +106,27 @@ async def test_a_nightly_run_is_tried_again_and_keeps_its_day(
     await run_nightly(worker)
     assert worker.jobs_complete == 1
     assert queued(jobs_pool, tmp_path / "out-2026-11-25") == SHARDS
+
+
+async def test_a_worker_submits_only_runs_of_its_own_schedule(
+    jobs_pool: Pool, tmp_path: Path, make_worker: MakeWorker
+) -> None:
+    """Two schedules have a run at the same time, and one worker has no schedule."""
+    jobs_pool.start()
+    outputs = [tmp_path / "first", tmp_path / "second"]
+    first, second = (make_worker(write_schedule(tmp_path, output.name)) for output in outputs)
+    names = [await queue_run(worker) for worker in (first, second)]
+    other = make_worker()
+    assert await run_nightly(other) == []
+    for worker, name, output in zip((second, first), names[::-1], outputs[::-1], strict=True):
+        assert await run_nightly(worker) == [name]
+        assert queued(jobs_pool, output) == SHARDS
+    # No worker has the schedule of the last run any more: the run is removed when arq's definition has expired.
+    last = await queue_run(make_worker(write_schedule(tmp_path, "last")))
+    assert await run_nightly(other) == []
+    await other.pool.delete(job_key_prefix + last)
+    assert await run_nightly(other) == [last]
+    assert await other.pool.zscore(QUEUE, last) is None
 
 
 def test_a_malformed_schedule_is_refused(tmp_path: Path) -> None:
