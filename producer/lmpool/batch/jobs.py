@@ -17,10 +17,11 @@ import logging
 import os
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime, tzinfo
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 import msgpack
 import msgspec
@@ -37,6 +38,7 @@ from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError
 from lmpool.producer import Producer
+from lmpool.settings import shown
 
 try:
     from arq import Retry, Worker, cron, func
@@ -266,6 +268,15 @@ def read_schedule(path: Path) -> list[Nightly]:
         raise SettingsError(f"schedule: {path} is not a list of runs: {error}") from error
 
 
+def _zone() -> tzinfo:
+    """The time zone of schedules. arq itself uses `ARQ_TIMEZONE` only to show times."""
+    name = os.environ.get("ARQ_TIMEZONE")
+    try:
+        return ZoneInfo(name) if name else UTC
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(f"ARQ_TIMEZONE: {shown(name)} is not a time zone, such as Europe/Paris") from error
+
+
 def _nightly(entry: Nightly) -> Any:
     """The cron job of one entry of a schedule; its name is the same in all schedules that have the entry."""
 
@@ -279,7 +290,7 @@ def _nightly(entry: Nightly) -> Any:
 
 async def _submit_entry(context: dict[str, Any], entry: Nightly) -> dict[str, Any]:
     # A job's id ends with its scheduled time in milliseconds. A later try may begin on the next day.
-    day = datetime.fromtimestamp(int(context["job_id"].rpartition(":")[2]) / 1000).date()
+    day = datetime.fromtimestamp(int(context["job_id"].rpartition(":")[2]) / 1000, _zone()).date()
     pool, output = Pool(entry.model, entry.prefix), entry.output.replace("{date}", day.isoformat())
     submission = Submission(entry.source, msgspec.convert(entry, BatchSettings, from_attributes=True), pool)
     return await submit(await _producer_of(context, pool), context["redis"], submission, output)
@@ -297,6 +308,7 @@ def worker_options(
     return {
         "functions": [func(_answer_shard, name=_FUNCTION)],
         "cron_jobs": list(map(_nightly, entries)),
+        "timezone": _zone(),
         "redis_pool": connect(server),
         "queue_name": QUEUE,
         "on_shutdown": _close,

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -127,6 +127,27 @@ async def test_a_worker_submits_only_runs_of_its_own_schedule(
     await other.pool.delete(job_key_prefix + last)
     assert await run_nightly(other) == [last]
     assert await other.pool.zscore(QUEUE, last) is None
+
+
+async def test_nightly_runs_are_in_the_time_zone_of_arq_timezone(
+    jobs_pool: Pool, tmp_path: Path, make_worker: MakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jobs_pool.start()
+    schedule = write_schedule(tmp_path, "out-{date}")
+    monkeypatch.setenv("ARQ_TIMEZONE", "Asia/Tokyo")
+    worker = make_worker(schedule)
+    name = await queue_run(worker)
+    at = datetime.fromtimestamp(int(name.partition(":")[2]) / 1000, UTC)
+    assert at.replace(microsecond=0) == datetime(2026, 11, 24, 17, 30, tzinfo=UTC)
+    assert await run_nightly(worker) == [name]
+    assert queued(jobs_pool, tmp_path / "out-2026-11-25") == SHARDS
+    for unknown in ("Atlantis", "Asia", "/etc/localtime"):
+        monkeypatch.setenv("ARQ_TIMEZONE", unknown)
+        with pytest.raises(SettingsError, match=f"ARQ_TIMEZONE: '{unknown}' is not a time zone"):
+            make_worker(schedule)
+    monkeypatch.delenv("ARQ_TIMEZONE")
+    # arq would use the time zone of the machine if it were given none.
+    assert worker_options(jobs_pool.url, schedule, files=tmp_path)["timezone"] is UTC
 
 
 def test_a_malformed_schedule_is_refused(tmp_path: Path) -> None:
