@@ -138,12 +138,13 @@ async def _queue(
                 job = {**shared, "output": folder.url, "index": part, "shard": shard}
                 name = job_name(folder, manifest, shard)
                 pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Remove the data of a failed job.
+                pipe.zrem(abort_jobs_ss, name)  # Remove the cancellation of a job whose worker was killed.
                 data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
         # A job counts as new if the server had no definition or no queue entry of this job.
-        jobs += sum(map(any, zip(replies[1::3], replies[2::3], strict=True)))
+        jobs += sum(map(any, zip(replies[2::4], replies[3::4], strict=True)))
     return jobs
 
 
@@ -408,10 +409,12 @@ async def find_jobs(
                 else:
                     lost.append(shard)
         with folder.explained():
-            # Queue no job again if `jobs.json` is empty: `cancel` has emptied the file.
-            if data := await asyncio.to_thread(folder.read, SUBMISSION) if lost else None:
-                done = await asyncio.to_thread(folder.done, manifest)  # A job may have ended since the server replied.
+            if lost or failed:  # Shards may be done that were not when the caller listed them.
+                done = await asyncio.to_thread(folder.done, manifest)
                 lost = [shard for shard in lost if shard not in done]
+                failed = {shard: reason for shard, reason in failed.items() if shard not in done}
+            # Queue no job again if `jobs.json` is empty: `cancel` has emptied the file.
+            data = await asyncio.to_thread(folder.read, SUBMISSION) if lost else None
         if lost and data:
             note = f"the server lost {counted(len(lost), 'job')}"
             try:

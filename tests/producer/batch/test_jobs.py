@@ -412,6 +412,20 @@ async def test_the_status_shows_why_a_job_failed(jobs_pool: Pool, tmp_path: Path
         assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
 
 
+async def test_a_shard_that_is_done_after_the_caller_listed_it_has_not_failed(
+    jobs_pool: Pool, submitted: Submitted
+) -> None:
+    _, output, _ = submitted
+    folder, listed = open_folder(str(output)), range(SHARDS)
+    await run_until_empty(jobs_pool)
+    manifest = folder.manifest()
+    states = {"queued": 0, "under_way": 0, "failed": {}}
+    assert await find_jobs(jobs_pool.url, folder, manifest, listed) == (states, "")
+    (output / manifest.shard_name(5)).unlink()
+    states["failed"] = {5: "it is gone"}
+    assert await find_jobs(jobs_pool.url, folder, manifest, listed) == (states, "")
+
+
 async def test_arqs_own_command_runs_jobs_and_no_job_is_a_pickle(
     jobs_pool: Pool, tmp_path: Path, wanted: Wanted
 ) -> None:
