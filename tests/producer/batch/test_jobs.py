@@ -23,7 +23,7 @@ from arq.jobs import deserialize_result
 import lmpool.batch
 from lmpool.batch.fetch import FILES_VARIABLE
 from lmpool.batch.folder import digest_of_file, open_folder
-from lmpool.batch.jobs import QUEUE, BatchWorker, ShardJob, connect, worker_options
+from lmpool.batch.jobs import QUEUE, BatchWorker, ShardJob, connect, find_jobs, worker_options
 from lmpool.batch.run import BatchSettings
 from lmpool.batch.run import Pool as PoolOfJobs
 from lmpool.broker.server import Server
@@ -198,6 +198,20 @@ async def test_cancelled_jobs_do_not_run_and_can_be_queued_again(jobs_pool: Pool
     await run_until_empty(jobs_pool)
     assert in_place(output) == 0
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+    await run_until_empty(jobs_pool)
+    assert content(output) == expected
+
+
+async def test_jobs_of_a_killed_worker_run_if_they_are_submitted_after_their_cancellation(
+    jobs_pool: Pool, submitted: Submitted
+) -> None:
+    source, output, expected = submitted
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
+        marks = [in_progress_key_prefix.encode() + name for name in client.zrange(QUEUE, 0, -1)]
+        client.mset(dict.fromkeys(marks, "1"))  # A killed worker leaves these keys.
+        assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
+        client.delete(*marks)
+    assert submit(jobs_pool, source, output)["there"] == SHARDS
     await run_until_empty(jobs_pool)
     assert content(output) == expected
 
