@@ -19,6 +19,7 @@ import hashlib
 import io
 import mmap
 import os
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -482,6 +483,9 @@ class Batch(Sequence[Answer]):
 
     def _shard(self, at: int) -> Reader:
         if at not in self._open:
+            # Each open shard needs a file descriptor: use half of the process's limit, which is negative for no limit.
+            if len(self._open) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 > 0:
+                del self._open[next(iter(self._open))]
             name = self.manifest.shard_name(self.manifest.done[at].number)
             self._open[at] = READERS[self.manifest.options.format](self._folder.local(name))
         return self._open[at]
