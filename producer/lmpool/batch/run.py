@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -259,9 +260,12 @@ class Run:
             return
         await self._check_adapter()
         senders = (self._send() for _ in range(self.settings.concurrency))
+        # Use an own thread for reading, which waits for the tokenizer: loading it needs the event loop's threads.
+        reader = ThreadPoolExecutor(1, "lmpool-batch-input")
         try:
-            await await_beside(self._drain(len(shards)), [self._feed(shards), *senders, self._watch_adapter()])
+            await await_beside(self._drain(len(shards)), [self._feed(shards, reader), *senders, self._watch_adapter()])
         finally:
+            reader.shutdown(wait=False)
             if self._writer is not None:
                 self._writer.discard()
 
@@ -309,13 +313,13 @@ class Run:
     def _encoded(self, text: str | list[int], **options: Any) -> list[int]:
         return self._tokenizer.encode(text, **options) if isinstance(text, str) else text
 
-    async def _feed(self, shards: Sequence[int]) -> None:
-        """Read and tokenize lines in a thread, and queue items as earlier items are written."""
+    async def _feed(self, shards: Sequence[int], reader: ThreadPoolExecutor) -> None:
+        """Read and tokenize lines in the thread of `reader`, and queue items as earlier items are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
         ahead = ((chunk, list(map(self._prepare, chunk.lines))) for chunk in chunks)
         info, loop = self._info, self._loop
         limit, number_bytes = _ITEMS_PER_REQUEST * self.settings.concurrency, _NUMBER_BYTES * self._kind.width(info)
-        while prepared := await asyncio.to_thread(next, ahead, None):
+        while prepared := await loop.run_in_executor(reader, next, ahead, None):
             chunk, entries = prepared
             for entry in entries:
                 parts, size = [range(0)], _TEXT_BYTES
