@@ -51,7 +51,13 @@ def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
     try:
         from fsspec.core import url_to_fs
 
-        system, path = url_to_fs(url)  # fsspec may return a file system object that it has cached.
+        options = {}
+        if url.startswith("http"):
+            from aiohttp import ClientTimeout
+
+            # By default, aiohttp limits a whole transfer to five minutes. Limit the silence of the server instead.
+            options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+        system, path = url_to_fs(url, **options)  # fsspec may return a file system object that it has cached.
     except (ImportError, ValueError) as error:
         reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
         raise SettingsError(f"{named(url)}: {reason}") from error
