@@ -23,13 +23,12 @@ import tempfile
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lmpool.broker import bucket
-from lmpool.broker.bucket import STORES, check_url, is_url, named
+from lmpool.broker.bucket import STORES, check_url, file_system, is_url, named
 from lmpool.embedded import secure
 from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
@@ -72,19 +71,9 @@ def check_locations(root: Path, source: str, output: str) -> None:
             raise SettingsError(f"{location} is not below {root}, the folder of this worker's jobs. {advice}")
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """The file system of the URL of an input or output; see `lmpool.broker.bucket.file_system`."""
-    return bucket.file_system(url, INPUTS | {"http"})
-
-
 @contextmanager
-def explained(
-    location: str, advice: str, kind: type[Exception] = Exception, but: Collection[int] = ()
-) -> Iterator[None]:
-    """Convert exceptions of the type `kind` to BatchError: OSError for local files, any exception for a store.
-
-    Exceptions whose errno is in `but` are raised unchanged.
-    """
+def explained(location: str, advice: str, kind: type[Exception] = Exception, *but: int) -> Iterator[None]:
+    """Convert exceptions of a `kind` to BatchError, but not those with an errno in `but`: OSError for local files."""
     try:
         yield
     except LMPoolError:
@@ -197,7 +186,7 @@ def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:
-        with explained(url, _NOT_FETCHED, but=_FULL):  # A full disk of the cache is explained by `_cached`.
+        with explained(url, _NOT_FETCHED, Exception, *_FULL):  # A full disk of the cache is explained by `_cached`.
             system.get_file(path, str(made))
             system.invalidate_cache()
             now = _info(system, path)

@@ -32,8 +32,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from lmpool.batch.fetch import absolute, explained, fetch, file_system, temporary_folder
-from lmpool.broker.bucket import is_url, named
+from lmpool.batch.fetch import absolute, explained, fetch, temporary_folder
+from lmpool.broker.bucket import file_system, is_url, named
 from lmpool.errors import BatchError, BatchRefused
 
 _log = logging.getLogger("lmpool.batch")
@@ -133,8 +133,8 @@ class Manifest(msgspec.Struct):
 
 
 # The fields of a manifest that are equal for all commands of one run.
-_RUN_FIELDS = ("version", "model.fingerprint", "model.adapter", "input.digest", "input.format")
-_DECISIVE = (*_RUN_FIELDS, *(f"options.{name}" for name in Options.__struct_fields__))
+_DECISIVE = ["version", "model.fingerprint", "model.adapter", "input.digest", "input.format"]
+_DECISIVE += [f"options.{name}" for name in Options.__struct_fields__]
 
 
 class Folder:

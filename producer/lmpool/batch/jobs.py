@@ -63,7 +63,6 @@ _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between two tries of a job, and max tri
 _DAY_S = 86_400
 _MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server; each try writes a line to the log.
 
-
 # The encoding of jobs and results: an exception is encoded as its text.
 _packed = partial(msgpack.packb, default=str)
 _unpacked = partial(msgpack.unpackb, strict_map_key=False)
@@ -302,10 +301,9 @@ def worker_options(
 ) -> dict[str, Any]:
     """The options of arq's `Worker`."""
     entries = read_schedule(schedule) if schedule is not None else []
-    root, server = (files or Path()).absolute(), Server(redis)
+    root, server, reading = (files or Path()).absolute(), Server(redis), asyncio.Lock()
     for entry in entries:
         check_locations(root, entry.source, entry.output)
-    context: dict[str, Any] = {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}}
     return {
         "functions": [func(_answer_shard, name=_FUNCTION)],
         "cron_jobs": list(map(_nightly, entries)),
@@ -321,7 +319,7 @@ def worker_options(
         "allow_abort_jobs": True,
         "job_serializer": _packed,
         "job_deserializer": _unpacked,
-        "ctx": {**context, "reading": asyncio.Lock()},
+        "ctx": {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}, "reading": reading},
     }
 
 

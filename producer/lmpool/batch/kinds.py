@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -47,16 +48,20 @@ class Kind:
         return [range(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
 
-def _request_positions(**options: Any) -> Request:
-    """Return a request of values at every position; `options` are options of `Producer.positions`."""
+def _request_positions(columns: Mapping[str, str], **options: Any) -> Request:
+    """Return a request with `options` of `Producer.positions`; `columns` is column -> attribute of its result."""
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        found = await producer.positions(text.ids[: part.stop], part.start, adapter=adapter, **options)
-        if found.top is not None:
-            return {"logprobs": found.top.values, "top_ids": found.top.ids}
-        return {"logprobs": np.asarray(found.full if found.targets is None else found.targets)}
+        # The log-probability of the next token needs the token after the part, whose own values are dropped.
+        ids = text.ids[: part.stop + ("next_token" in options)]
+        found = await producer.positions(ids, part.start, adapter=adapter, **options)
+        return {name: np.asarray(attrgetter(at)(found))[: len(part)] for name, at in columns.items()}
 
     return request
+
+
+# Columns of the most likely tokens -> attributes of `Positions`.
+_TOP = {"logprobs": "top.values", "top_ids": "top.ids"}
 
 
 def _top_columns(count: object) -> dict[str, str]:
@@ -73,7 +78,7 @@ def _topk(given: str) -> Kind:
     def width(info: ModelInfo) -> int:
         return 2 * check_k(count, info.vocab_size, "what: topk")
 
-    return Kind(f"topk:{count}", lambda _: columns, _request_positions(top=count), width)
+    return Kind(f"topk:{count}", lambda _: columns, _request_positions(_TOP, top=count), width)
 
 
 def _targets(given: str) -> Kind:
@@ -87,7 +92,7 @@ def _targets(given: str) -> Kind:
         return len(read_targets(targets, info.vocab_size, "what: targets"))
 
     what = f"targets:{','.join(map(str, targets))}"
-    return Kind(what, lambda _: columns, _request_positions(targets=targets), width)
+    return Kind(what, lambda _: columns, _request_positions({"logprobs": "targets"}, targets=targets), width)
 
 
 def _positions(given: str) -> Kind:
@@ -104,20 +109,13 @@ def _positions(given: str) -> Kind:
     if "top" in options:
         columns |= _top_columns(check_number("what: positions: top", options["top"], 1))
 
-    async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        # The token after the part is needed too. The part's numbers are the first of the answer.
-        ids = text.ids[: part.stop + 1]
-        found = await producer.positions(ids, part.start, adapter=adapter, **options)
-        answer = {name: getattr(found, name) for name in ("targets", *single) if name in options}
-        if found.top is not None:
-            answer |= {"logprobs": found.top.values, "top_ids": found.top.ids}
-        return {name: values[: len(part)] for name, values in answer.items()}
+    places = {name: name for name in ("targets", *single) if name in options} | (_TOP if "top" in options else {})
 
     def width(info: ModelInfo) -> int:
         wanted = read_wanted(options, info.vocab_size, 0, 1)  # type: ignore[arg-type]  # The names are checked above.
         return wanted.query(range(1), 1).width(info.vocab_size)
 
-    return Kind(f"positions:{given}", lambda _: columns, request, width)
+    return Kind(f"positions:{given}", lambda _: columns, _request_positions(places, **options), width)
 
 
 async def _request_scores(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
@@ -153,7 +151,7 @@ def _narrow(values: NDArray[np.float32], encoding: Encoding) -> NDArray[Any]:
 
 async def _request_rows(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
     if (encoding := _sixteen_bits(producer.model)) is None:
-        return await _request_positions(full=True)(producer, text, part, adapter)
+        return await _request_positions({"logprobs": "full"}, full=True)(producer, text, part, adapter)
     found = await producer.positions(text.ids[: part.stop], part.start, full=True, mode="logits", adapter=adapter)
     logits: NDArray[np.float32] = np.asarray(found.full)
 
@@ -180,6 +178,10 @@ async def _request_hidden(producer: Producer, text: Text, part: range, adapter: 
     return {"hidden": _narrow(states, Encoding.BF16) if producer.model.dtype == "bfloat16" else states}
 
 
+def _hidden_columns(info: ModelInfo) -> dict[str, str]:
+    return {"hidden": f"{info.dtype} (n, {info.hidden}): last hidden states, for `Producer.head`"}
+
+
 def _hidden_width(info: ModelInfo) -> int:
     if not info.hidden:
         raise SettingsError(f"what: the backend {info.backend!r} of {info.name!r} does not return hidden states")
@@ -202,9 +204,8 @@ def _generate(given: str) -> Kind:
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 
     def width(info: ModelInfo) -> int:
-        check_number(
-            "what: generate", count, 1, info.max_prompt_tokens, note=", the tokens of the model's longest prompt"
-        )
+        note = ", the tokens of the model's longest prompt"
+        check_number("what: generate", count, 1, info.max_prompt_tokens, note=note)
         read_stops(chosen.get("stop", ()), info.vocab_size)
         return 2 * count
 
@@ -222,13 +223,7 @@ _KINDS: dict[str, Kind | Callable[[str], Kind]] = {
     "positions": _positions,
     "scores": _SCORES,
     "rows": Kind("rows", _row_columns, _request_rows, lambda info: info.vocab_size, is_wide=True),
-    "hidden": Kind(
-        "hidden",
-        lambda info: {"hidden": f"{info.dtype} (n, {info.hidden}): last hidden states, for `Producer.head`"},
-        _request_hidden,
-        _hidden_width,
-        is_wide=True,
-    ),
+    "hidden": Kind("hidden", _hidden_columns, _request_hidden, _hidden_width, is_wide=True),
     "generate": _generate,
 }
 

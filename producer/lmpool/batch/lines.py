@@ -131,7 +131,7 @@ class Source:
                 file.seek(index.starts[shard])
                 first = shard * shard_lines + 1
                 lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
-                decoded = ((_decoded(at, line), len(line or b"")) for at, (_, line) in enumerate(lines, first))
+                decoded = ((_read_json(at, line), len(line or b"")) for at, (_, line) in enumerate(lines, first))
                 yield from self._chunks(file, shard, decoded)
 
     @contextmanager
@@ -187,27 +187,32 @@ def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[
         yield begin, None
 
 
-_decode = msgspec.json.Decoder(Fields).decode
-_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
+# The functions that decode all fields of a line, and only its custom id: a line of JSON, or a row of Parquet.
+_JSON = msgspec.json.Decoder(Fields).decode, msgspec.json.Decoder(HasCustomId).decode
+_ROW = partial(msgspec.convert, type=Fields), partial(msgspec.convert, type=HasCustomId)
 
 
-def _decoded(number: int, line: bytes | None) -> Line | Failed | None:
+def _read_json(number: int, line: bytes | None) -> Line | Failed | None:
     if line is None:
         return Failed(number, None, f"the line has more than {MAX_LINE_BYTES >> 20} MiB")
-    if line.isspace():
-        return None
+    return None if line.isspace() else _decoded(number, line, *_JSON)
+
+
+def _decoded(
+    number: int, line: Any, decode: Callable[[Any], Fields], decode_id: Callable[[Any], HasCustomId]
+) -> Line | Failed:
     try:
-        return Line(number, _decode(line))
+        return Line(number, decode(line))
     except msgspec.ValidationError as error:
         reason = f"unusable: {error}"
     except RecursionError:
         reason = "the lists and objects of the line are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = f"no JSON: {error}"
-    return Failed(number, _custom_id(line), reason)
+    return Failed(number, _custom_id(line, decode_id), reason)
 
 
-def _custom_id(line: Any, decode: Callable[[Any], HasCustomId] = _decode_custom_id) -> str | None:
+def _custom_id(line: Any, decode: Callable[[Any], HasCustomId] = _JSON[1]) -> str | None:
     """The custom id of a line, even if other fields are malformed; None if the custom id cannot be read."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return decode(line).name
@@ -250,13 +255,6 @@ class ParquetSource(Source):
                 raise BatchError(f"{self.path} cannot be read as Parquet: {error}") from error
 
 
-def _converted(number: int, values: dict[str, Any]) -> Line | Failed:
-    try:
-        return Line(number, msgspec.convert(values, Fields))
-    except msgspec.ValidationError as error:
-        return Failed(number, _custom_id(values, partial(msgspec.convert, type=HasCustomId)), f"unusable: {error}")
-
-
 def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, Line | Failed, int]]:
     """Iterate over (shard, line, bytes) of some shards, in order; `bytes` is the mean size of several rows."""
     columns = [name for name in file.schema_arrow.names if name in Fields.__struct_fields__]
@@ -280,5 +278,5 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
                 row_bytes = batch.nbytes // batch.num_rows
                 for row, values in enumerate(batch.to_pylist(), at):
                     if (shard := row // shard_lines) in shards:
-                        yield shard, _converted(row + 1, values), row_bytes
+                        yield shard, _decoded(row + 1, values, *_ROW), row_bytes
             at += batch.num_rows

@@ -45,7 +45,7 @@ def check_url(url: str, schemes: Set[str]) -> None:
         raise SettingsError(f"{named(url)}: the scheme {scheme}:// is not accepted. Give a path or one of {accepted}")
 
 
-def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
+def file_system(url: str, schemes: Set[str] = STORES | {"http", "https"}) -> tuple[Any, str]:
     """The file system of a URL with one of `schemes`, and the URL's path in it. Directory listings are not cached."""
     check_url(url, schemes)
     try:

@@ -30,7 +30,7 @@ from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
 from lmpool.batch.lines import Index, Source, open_source
 from lmpool.batch.run import Run
 from lmpool.batch.shards import ShardWriter, Text, open_writer
-from lmpool.broker.bucket import named
+from lmpool.broker.bucket import file_system, named
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, manifest_of, run, write_lines, write_texts
@@ -542,7 +542,7 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location: str, reason: str) -> None:
-    for use in (fetch.file_system, fetch.plain_file, open_folder, lmpool.batch.open):
+    for use in (file_system, fetch.plain_file, open_folder, lmpool.batch.open):
         with pytest.raises(SettingsError, match=reason) as raised:
             use(location)
         assert "secret" not in str(raised.value)
