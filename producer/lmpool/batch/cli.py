@@ -217,8 +217,7 @@ async def perplexity(
     try:
         text = await asyncio.to_thread(file.read_text, "utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"file: {file} cannot be read: {reason}") from error
+        raise SettingsError(f"file: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     async with at.producer() as producer:
         await producer.open()
         most = producer.model.max_prompt_tokens

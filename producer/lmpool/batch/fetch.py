@@ -39,15 +39,13 @@ CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
 INPUTS = STORES | {"https"}  # URL schemes from which a job may read its input. `lmpool batch run` also reads http.
 
-# Seconds without use after which a copy is removed: a week, longer than most runs.
-_UNUSED_S = 7 * 86_400
+_UNUSED_S = 7 * 86_400  # Seconds without use after which a copy is removed: a week, longer than most runs.
 # Names that `temporary_folder` and `_cached` choose. The cache removes only files and folders with these names.
 _STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
-# errno values of a full disk, a full quota and a file that is too large.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # A full disk, a full quota, a file that is too large.
 # Part of a copy's cache key if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
 NOT_READABLE = "The input cannot be read"  # Advice at the end of an error about an input.
@@ -199,14 +197,13 @@ def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
 def _info(system: Any, path: str) -> Mapping[str, Any]:
     """The fields of a file of a store; raises FileNotFoundError only if the file does not exist."""
     try:
-        fields: Mapping[str, Any] = system.info(path)
+        return dict(system.info(path))
     except FileNotFoundError as error:
         # For HTTP, fsspec raises this exception after any error, such as 503, and the path is the URL.
         cause = error.__cause__
         if cause is not None and is_url(path) and getattr(cause, "status", None) not in (404, 410):
             raise cause from None
         raise
-    return fields
 
 
 def identity(info: Mapping[str, Any]) -> str:

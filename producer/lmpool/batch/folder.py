@@ -43,8 +43,7 @@ _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1  # Version of the manifest and of the layout of shards.
 TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error about a run.
-# Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
-_MAX_WRITING_S = 86_400
+_MAX_WRITING_S = 86_400  # Seconds after which no live worker writes to a temporary file: a day, as long as any job.
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
 _TEMPORARY = re.compile(r"(shard-\d{5,}\.\w+|(manifest|jobs)\.json|errors\.jsonl|\d{5,}\.jsonl?)(\.[\w-]+)?\.tmp")
 _SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
@@ -151,8 +150,6 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.location = self.url = str(path)
-
-    # Methods for files; `Bucket` overrides most of these methods.
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -38,7 +38,6 @@ from lmpool.broker.replies import is_refusal
 from lmpool.broker.server import Server
 from lmpool.errors import BatchError, BatchRefused, LMPoolError, SettingsError
 from lmpool.producer import Producer
-from lmpool.settings import shown
 
 try:
     from arq import Retry, Worker, cron, func
@@ -50,8 +49,7 @@ except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
 QUEUE = "arq:lmpool:batch"  # Redis key of arq's queue for jobs of `lmpool batch`.
-# Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`.
-SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
+SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"  # Environment variable: file of nightly runs for workers that `arq` starts.
 
 _log = logging.getLogger("lmpool")
 _FUNCTION, _NIGHTLY = "answer_shard", "nightly-"  # arq's name of the jobs of shards, and its prefix for nightly runs.
@@ -105,8 +103,7 @@ async def submit(producer: Producer, arq: ArqRedis, submission: Submission, outp
     source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
     submission = msgspec.structs.replace(submission, source=source.location)
     # Share the folder's lock if the run has begun: workers may hold the lock for shards that were queued earlier.
-    has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
-    with folder.shared() if has_begun else folder.locked():
+    with folder.shared() if MANIFEST in await asyncio.to_thread(folder.listed) else folder.locked():
         index, manifest = await begin(producer, folder, source, submission.settings)
         done = {shard.number for shard in manifest.done}
         left = [shard for shard in range(manifest.shards) if shard not in done]
@@ -159,11 +156,7 @@ def job_name(folder: Folder, manifest: Manifest, shard: int) -> str:
 
 def _prefix(folder: Folder) -> str:
     """Return the prefix with which the names of all jobs of a folder begin."""
-    return f"{_hash(folder.location.encode())}-"
-
-
-def _hash(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=8).hexdigest()
+    return f"{hashlib.blake2b(folder.location.encode(), digest_size=8).hexdigest()}-"
 
 
 async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
@@ -274,7 +267,7 @@ def _zone() -> tzinfo:
     try:
         return ZoneInfo(name) if name else UTC
     except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(f"ARQ_TIMEZONE: {shown(name)} is not a time zone, such as Europe/Paris") from error
+        raise SettingsError(f"ARQ_TIMEZONE: {name!r} is not a time zone, such as Europe/Paris") from error
 
 
 def _nightly(entry: Nightly) -> Any:
@@ -284,8 +277,8 @@ def _nightly(entry: Nightly) -> Any:
         return await _run_or_retry(context, _submit_entry(context, entry))
 
     hour, minute = map(int, entry.at.split(":"))
-    name = f"{_NIGHTLY}{_hash(msgspec.json.encode(entry))}"
-    return cron(submit_run, name=name, hour=hour, minute=minute, max_tries=_MAX_TRIES)
+    digest = hashlib.blake2b(msgspec.json.encode(entry), digest_size=8).hexdigest()
+    return cron(submit_run, name=_NIGHTLY + digest, hour=hour, minute=minute, max_tries=_MAX_TRIES)
 
 
 async def _submit_entry(context: dict[str, Any], entry: Nightly) -> dict[str, Any]:
@@ -352,10 +345,7 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
             await asyncio.sleep(pause)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired.
-
-        Runs that are not in this worker's schedule are left to other workers until the definitions of the jobs expire.
-        """
+        """Start jobs, except jobs that this worker runs already, and runs of other schedules that have not expired."""
         for job_id in job_ids:
             name, function = job_id.decode(), job_id.decode().partition(":")[0]
             is_others = function.startswith(_NIGHTLY) and function not in self.functions

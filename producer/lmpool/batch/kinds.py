@@ -23,6 +23,8 @@ from lmpool.settings import check_number, shown
 Request = Callable[[Producer, Text, range, str], Awaitable[Columns]]
 """A function that requests the result for some positions of a text, with an adapter ("" for none)."""
 
+_TOP = {"logprobs": "top.values", "top_ids": "top.ids"}  # Column of the top tokens -> attribute of `Positions`.
+
 
 def positions_from(length: int, start: int) -> range:
     """The positions of a text from `start` on; a negative start counts from the end."""
@@ -58,10 +60,6 @@ def _request_positions(columns: Mapping[str, str], **options: Any) -> Request:
         return {name: np.asarray(attrgetter(at)(found))[: len(part)] for name, at in columns.items()}
 
     return request
-
-
-# Columns of the most likely tokens -> attributes of `Positions`.
-_TOP = {"logprobs": "top.values", "top_ids": "top.ids"}
 
 
 def _top_columns(count: object) -> dict[str, str]:
@@ -119,8 +117,7 @@ def _positions(given: str) -> Kind:
 
 
 async def _request_scores(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-    scores = await producer.score(text.ids[: part.start], text.ids[part.start : part.stop], adapter=adapter)
-    return {"logprobs": scores}
+    return {"logprobs": await producer.score(text.ids[: part.start], text.ids[part.start : part.stop], adapter=adapter)}
 
 
 _SCORES = Kind(

@@ -239,8 +239,7 @@ class ParquetSource(Source):
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""
         with self._parquet() as (raw, file):
-            rows = _rows(file, shard_lines, set(shards))
-            for shard, lines in groupby(rows, key=lambda row: row[0]):
+            for shard, lines in groupby(_rows(file, shard_lines, set(shards)), key=lambda row: row[0]):
                 yield from self._chunks(raw, shard, (row[1:] for row in lines))
 
     @contextmanager

@@ -269,8 +269,7 @@ class Run:
         if isinstance(line, Failed):
             return line
         (number, fields), info = line, self._info
-        custom_id = fields.name
-        at = np.searchsorted(self.index.duplicates, number)
+        custom_id, at = fields.name, np.searchsorted(self.index.duplicates, number)
         if number in self.index.duplicates[at : at + 1]:
             return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
         try:
@@ -381,8 +380,7 @@ class Run:
 
     async def _drain(self, shards: int) -> None:
         """Write results in the order of the lines, until the given number of shards is done."""
-        ready: list[_Item] = []
-        size = 0
+        ready, size = list[_Item](), 0
         while shards:
             ready.append(item := await self._items.get())
             await item.result
