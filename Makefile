@@ -148,7 +148,7 @@ $(QUANTISERS): $(INSTALLED)
 ## test-smoke: tests of arq jobs, and a part of test-servers: Redis 7.0 with the oldest redis-py
 # Redis 7.0 is the oldest server for docker/redis/users.acl.
 test-smoke: $(INSTALLED) $(DEBIAN_REDIS) $(REDIS_PY_5_3) $(ARQ)
-	PYTHONPATH=$(ARQ) $(BIN)/python -m pytest tests/producer/batch/test_jobs.py
+	PYTHONPATH=$(ARQ) $(BIN)/python -m pytest tests/producer/batch/test_jobs.py tests/producer/batch/test_nightly.py
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) \
 		$(BIN)/python -m pytest tests/producer/test_pool.py tests/faults/test_recovery.py -k "$(SMOKE_OF_POOL)"
 	LMPOOL_SERVER_BINARY=$(DEBIAN_REDIS) PYTHONPATH=$(REDIS_PY_5_3) $(BIN)/python -m pytest $(SMOKE_TESTS)

@@ -268,7 +268,7 @@ def test_each_part_needs_no_more_than_it_says() -> None:
         "producer/lmpool/producer/cli/trie_show.py": {"typer", "rich"},
         "producer/lmpool/producer/tokenizer.py": {"tokenizers", "transformers"},
         "producer/lmpool/producer/client/versions.py": {"safetensors"},
-        "shared/lmpool/broker/bucket.py": {"fsspec"},
+        "shared/lmpool/broker/bucket.py": {"fsspec", "aiohttp"},
         "producer/lmpool/batch/cli.py": {"typer"},
         "producer/lmpool/batch/run.py": {"rich"},
         # Inside functions, batch code imports packages for jobs, for Parquet files, for URLs and for zstd.

@@ -24,7 +24,6 @@ from lmpool.cli import say, say_json
 from lmpool.errors import BatchError, LMPoolError, LogFormatter, SettingsError
 from lmpool.producer import Producer
 from lmpool.producer.cli import options
-from lmpool.producer.cli.options import AsJson, ModelName, Prefix, RedisUrl, Waits
 from lmpool.producer.tokenizer import find_tokenizer
 
 SOME_FAILED = 3
@@ -53,11 +52,11 @@ class _RequestOptions:
     """The options of the commands that send requests."""
 
     adapter: Annotated[str, typer.Option(help="One of the model's adapters (see `lmpool adapters list`).")] = ""
-    model: ModelName = None
-    redis: RedisUrl = None
-    prefix: Prefix = "lmpool"
+    model: options.ModelName = None
+    redis: options.RedisUrl = None
+    prefix: options.Prefix = "lmpool"
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take before the run ends.")] = 3600.0
-    waits: Waits = None
+    waits: options.Waits = None
 
     @property
     def pool(self) -> Pool:
@@ -97,7 +96,7 @@ def register(app: typer.Typer) -> None:
 
 @batch_app.command("run", epilog=_EXIT_CODES)
 @options.with_options
-def run(at: _RunOptions, source: Source, output: Output, as_json: AsJson = False) -> None:
+def run(at: _RunOptions, source: Source, output: Output, as_json: options.AsJson = False) -> None:
     """Request a result for every line of IN, and write shards to OUT. The same command again continues the run."""
     settings, progress = at.settings, Progress()
 
@@ -134,7 +133,7 @@ def run(at: _RunOptions, source: Source, output: Output, as_json: AsJson = False
 
 @batch_app.command(epilog="Needs the extra bulk. `lmpool batch worker` runs the jobs and needs the same files.")
 @options.with_options
-async def submit(at: _RunOptions, source: Source, output: Output, as_json: AsJson = False) -> None:
+async def submit(at: _RunOptions, source: Source, output: Output, as_json: options.AsJson = False) -> None:
     """Queue a job for each unfinished shard, for `lmpool batch worker`. The same command again queues missing jobs."""
     from lmpool.batch import jobs
 
@@ -155,7 +154,7 @@ def worker(
     lease_s: Annotated[float, typer.Option(min=1, help="Seconds until a killed worker's jobs are taken over.")] = 30.0,
     schedule: Annotated[Path | None, typer.Option(help="A TOML file of nightly runs; see docs/bulk.md.")] = None,
     files: Annotated[Path | None, typer.Option(help=_FILES, envvar=FILES_VARIABLE, show_envvar=False)] = None,
-    redis: RedisUrl = None,
+    redis: options.RedisUrl = None,
 ) -> None:
     """Run the jobs that `lmpool batch submit` queued, until Ctrl-C. Any number of workers may run."""
     from lmpool.batch import jobs
@@ -166,7 +165,7 @@ def worker(
 
 
 @batch_app.command()
-def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> None:
+def status(output: Output, redis: options.RedisUrl = None, as_json: options.AsJson = False) -> None:
     """Show how many shards of OUT are done and, for jobs, how many are queued, in progress and failed.
 
     Jobs that the server lost are queued again.
@@ -199,7 +198,7 @@ def status(output: Output, redis: RedisUrl = None, as_json: AsJson = False) -> N
 
 
 @batch_app.command()
-def cancel(output: Output, redis: RedisUrl = None) -> None:
+def cancel(output: Output, redis: options.RedisUrl = None) -> None:
     """Remove the queued jobs of OUT and stop its running jobs. Finished shards are kept. OUT need not exist."""
     from lmpool.batch import jobs
 
@@ -212,14 +211,13 @@ async def perplexity(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A text in UTF-8.")],
     window: Annotated[int, typer.Option(min=0, help="Tokens of one forward at most (default: at most 2,048).")] = 0,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens that are read again (default: half a window).")] = 0,
-    as_json: AsJson = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show the perplexity of a text file, and its bits per byte."""
     try:
         text = await asyncio.to_thread(file.read_text, "utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SettingsError(f"file: {file} cannot be read: {reason}") from error
+        raise SettingsError(f"file: {file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     async with at.producer() as producer:
         await producer.open()
         most = producer.model.max_prompt_tokens

@@ -28,8 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lmpool.broker import bucket
-from lmpool.broker.bucket import STORES, check_url, is_url, named
+from lmpool.broker.bucket import STORES, check_url, file_system, is_url, named
 from lmpool.embedded import secure
 from lmpool.errors import BatchError, LMPoolError, ServerError, SettingsError
 from lmpool.settings import shown
@@ -40,18 +39,17 @@ CACHE_VARIABLE = "LMPOOL_BATCH_CACHE"
 FILES_VARIABLE = "LMPOOL_BATCH_FILES"
 INPUTS = STORES | {"https"}  # URL schemes from which a job may read its input. `lmpool batch run` also reads http.
 
-# Seconds without use after which a copy is removed: a week, longer than most runs.
-_UNUSED_S = 7 * 86_400
+_UNUSED_S = 7 * 86_400  # Seconds without use after which a copy is removed: a week, longer than most runs.
 # Names that `temporary_folder` and `_cached` choose. The cache removes only files and folders with these names.
 _STAGING, _COPY = re.compile(r"staging-[a-z0-9_]{8}"), re.compile(r"[0-9a-f]{16}-.*", re.DOTALL)
 _FILE_URL = re.compile(r"(file|local)://(?=/)")
 # Fields by which a store identifies a version of a file.
 _VERSION_FIELDS = {"etag", "lastmodified", "last_modified", "last-modified", "content-md5", "generation", "updated"}
-# errno values of a full disk, a full quota and a file that is too large.
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # A full disk, a full quota, a file that is too large.
 # Part of a copy's cache key if its source has no version fields, so that only this process uses the copy.
 _PROCESS = secrets.token_hex(8)
 NOT_READABLE = "The input cannot be read"  # Advice at the end of an error about an input.
+_NOT_FETCHED = "The file cannot be fetched"  # Advice at the end of an error of a store.
 _IS_FOLDER = "is a folder: give one file in it; each file needs its own run and output folder"
 
 
@@ -71,19 +69,16 @@ def check_locations(root: Path, source: str, output: str) -> None:
             raise SettingsError(f"{location} is not below {root}, the folder of this worker's jobs. {advice}")
 
 
-def file_system(url: str) -> tuple[Any, str]:
-    """The file system of the URL of an input or output; see `lmpool.broker.bucket.file_system`."""
-    return bucket.file_system(url, INPUTS | {"http"})
-
-
 @contextmanager
-def explained(location: str, advice: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Convert exceptions of the type `kind` to BatchError: OSError for local files, any exception for a store."""
+def explained(location: str, advice: str, kind: type[Exception] = Exception, *but: int) -> Iterator[None]:
+    """Convert exceptions of a `kind` to BatchError, but not those with an errno in `but`: OSError for local files."""
     try:
         yield
     except LMPoolError:
         raise
     except kind as error:
+        if getattr(error, "errno", None) in but:
+            raise
         # For a local file, the short text of the OSError is enough; only the full text of a store's error has details.
         reason = getattr(error, "strerror", None) if kind is OSError else None
         text = reason or " ".join(str(error).split()) or type(error).__name__
@@ -144,11 +139,11 @@ _UNREADABLE = (b"PK\x03\x04", b"7z\xbc\xaf", b"\x04\x22M\x18", b"\xff\xfe", b"\x
 def plain_file(location: str) -> Path:
     """A local, uncompressed copy of the file at a location; the file itself if it is local and not compressed."""
     if is_url(location):
-        with explained(location, "The input cannot be fetched"):
+        with explained(location, _NOT_FETCHED):
             system, at = file_system(location)
             info: Mapping[str, Any] = {}
             with suppress(FileNotFoundError):
-                info = system.info(at)
+                info = _info(system, at)
             if info.get("type") != "file":
                 reason = _IS_FOLDER if info.get("type") == "directory" else "does not exist"
                 raise SettingsError(f"input: {shown(named(location))} {reason}")
@@ -189,12 +184,26 @@ def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:
-        system.get_file(path, str(made))
-        system.invalidate_cache()
-        if identity(system.info(path)) != version or (size is not None and made.stat().st_size != size):
+        with explained(url, _NOT_FETCHED, Exception, *_FULL):  # A full disk of the cache is explained by `_cached`.
+            system.get_file(path, str(made))
+            system.invalidate_cache()
+            now = _info(system, path)
+        if identity(now) != version or (size is not None and made.stat().st_size != size):
             raise BatchError(f"{named(url)} changed while it was fetched. Run the command again")
 
     return _cached(f"{url} {version}", named(path).rsplit("/", 1)[-1], copy)
+
+
+def _info(system: Any, path: str) -> Mapping[str, Any]:
+    """The fields of a file of a store; raises FileNotFoundError only if the file does not exist."""
+    try:
+        return dict(system.info(path))
+    except FileNotFoundError as error:
+        # For HTTP, fsspec raises this exception after any error, such as 503, and the path is the URL.
+        cause = error.__cause__
+        if cause is not None and is_url(path) and getattr(cause, "status", None) not in (404, 410):
+            raise cause from None
+        raise
 
 
 def identity(info: Mapping[str, Any]) -> str:

@@ -32,8 +32,8 @@ from typing import Any, TextIO
 
 import msgspec
 
-from lmpool.batch.fetch import absolute, explained, fetch, file_system, temporary_folder
-from lmpool.broker.bucket import is_url, named
+from lmpool.batch.fetch import absolute, explained, fetch, temporary_folder
+from lmpool.broker.bucket import file_system, is_url, named
 from lmpool.errors import BatchError, BatchRefused
 
 _log = logging.getLogger("lmpool.batch")
@@ -43,8 +43,7 @@ _LOCK, _ERRORS_OF_SHARDS, _NOTES = "lock", "errors", "done"
 
 VERSION = 1  # Version of the manifest and of the layout of shards.
 TRY_AGAIN = "Finished shards are kept. Run the same command again"  # Advice at the end of an error about a run.
-# Seconds after which no live worker writes to a temporary file: a day, the longest time of a job.
-_MAX_WRITING_S = 86_400
+_MAX_WRITING_S = 86_400  # Seconds after which no live worker writes to a temporary file: a day, as long as any job.
 # Temporary files of lmpool: the final name, a random part, and ".tmp".
 _TEMPORARY = re.compile(r"(shard-\d{5,}\.\w+|(manifest|jobs)\.json|errors\.jsonl|\d{5,}\.jsonl?)(\.[\w-]+)?\.tmp")
 _SHARD = re.compile(r"shard-([0-9]{5,})\.(jsonl|parquet|safetensors)")
@@ -133,8 +132,8 @@ class Manifest(msgspec.Struct):
 
 
 # The fields of a manifest that are equal for all commands of one run.
-_RUN_FIELDS = ("version", "model.fingerprint", "model.adapter", "input.digest", "input.format")
-_DECISIVE = (*_RUN_FIELDS, *(f"options.{name}" for name in Options.__struct_fields__))
+_DECISIVE = ["version", "model.fingerprint", "model.adapter", "input.digest", "input.format"]
+_DECISIVE += [f"options.{name}" for name in Options.__struct_fields__]
 
 
 class Folder:
@@ -151,8 +150,6 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.location = self.url = str(path)
-
-    # Methods for files; `Bucket` overrides most of these methods.
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -191,8 +188,6 @@ class Folder:
     def local(self, name: str) -> Path:
         """A file on this machine with the content of a file of the folder."""
         return self.path / name
-
-    # Locks
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -255,8 +250,6 @@ class Folder:
                     with suppress(FileNotFoundError):
                         if time.time() - (self.path / folder / name).lstat().st_mtime >= min_age_s:
                             self.remove(folder + name)
-
-    # Runs
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if it does not exist."""

@@ -15,12 +15,13 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import datetime
+from datetime import UTC, datetime, tzinfo
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any
+from zoneinfo import ZoneInfo
 
 import msgpack
 import msgspec
@@ -48,11 +49,10 @@ except ImportError as error:
     raise SettingsError("batch: its queue needs arq: pip install 'lmpool[bulk]', or use `lmpool batch run`") from error
 
 QUEUE = "arq:lmpool:batch"  # Redis key of arq's queue for jobs of `lmpool batch`.
-# Environment variable: the file of nightly runs for `arq lmpool.batch.WorkerSettings`.
-SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"
+SCHEDULE_VARIABLE = "LMPOOL_BATCH_SCHEDULE"  # Environment variable: file of nightly runs for workers that `arq` starts.
 
 _log = logging.getLogger("lmpool")
-_FUNCTION = "answer_shard"
+_FUNCTION, _NIGHTLY = "answer_shard", "nightly-"  # arq's name of the jobs of shards, and its prefix for nightly runs.
 _MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the time for which the server is busy.
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
@@ -60,7 +60,6 @@ _DEFER_S, _MAX_TRIES = 30, 20  # Seconds between two tries of a job, and max tri
 # Max seconds of a job, and seconds for which arq keeps a job's result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
 _MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server; each try writes a line to the log.
-
 
 # The encoding of jobs and results: an exception is encoded as its text.
 _packed = partial(msgpack.packb, default=str)
@@ -104,8 +103,7 @@ async def submit(producer: Producer, arq: ArqRedis, submission: Submission, outp
     source, folder = await asyncio.to_thread(lambda: (open_source(submission.source), open_folder(output)))
     submission = msgspec.structs.replace(submission, source=source.location)
     # Share the folder's lock if the run has begun: workers may hold the lock for shards that were queued earlier.
-    has_begun = MANIFEST in await asyncio.to_thread(folder.listed)
-    with folder.shared() if has_begun else folder.locked():
+    with folder.shared() if MANIFEST in await asyncio.to_thread(folder.listed) else folder.locked():
         index, manifest = await begin(producer, folder, source, submission.settings)
         done = {shard.number for shard in manifest.done}
         left = [shard for shard in range(manifest.shards) if shard not in done]
@@ -136,12 +134,13 @@ async def _queue(
                 job = {**shared, "output": folder.url, "index": part, "shard": shard}
                 name = job_name(folder, manifest, shard)
                 pipe.delete(result_key_prefix + name, retry_key_prefix + name)  # Remove the data of a failed job.
+                pipe.zrem(abort_jobs_ss, name)  # Remove the cancellation of a job whose worker was killed.
                 data = serialize_job(_FUNCTION, (job,), {}, None, now, serializer=_packed)
                 pipe.set(job_key_prefix + name, data, nx=True)
                 pipe.zadd(QUEUE, {name: now}, nx=True)
             replies = await pipe.execute()
         # A job counts as new if the server had no definition or no queue entry of this job.
-        jobs += sum(map(any, zip(replies[1::3], replies[2::3], strict=True)))
+        jobs += sum(map(any, zip(replies[2::4], replies[3::4], strict=True)))
     return jobs
 
 
@@ -164,8 +163,13 @@ async def _answer_shard(context: dict[str, Any], given: dict[str, Any]) -> dict[
     """Run a job: compute one shard, or return why the shard is not needed any more."""
     job = msgspec.convert(given, ShardJob, strict=False)
     check_locations(context["files"], job.source, job.output)
+    return await _run_or_retry(context, _answer(context, job))
+
+
+async def _run_or_retry(context: dict[str, Any], work: Coroutine[Any, Any, dict[str, Any]]) -> dict[str, Any]:
+    """Await the work of a job while the job's lease is renewed; raise Retry after an error that may pass."""
     try:
-        return await await_beside(_answer(context, job), [_renew(context)])
+        return await await_beside(work, [_renew(context)])
     except LMPoolError as error:
         # Retry after errors that may pass, such as a missing worker or server, but not after wrong settings or files.
         may_pass = isinstance(error, BatchRefused) or getattr(error, "may_pass", not isinstance(error, SettingsError))
@@ -234,7 +238,7 @@ class Nightly(BatchSettings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     Attributes:
         at: hour and minute, "02:30", in the worker's time zone (`ARQ_TIMEZONE`, UTC by default).
         source: path or URL of the input.
-        output: the output folder; `{date}` in its name becomes the day, such as 2026-11-25.
+        output: the output folder; `{date}` in its name becomes the scheduled day, such as 2026-11-25.
         model, prefix: the model, and the prefix of the pool's keys.
     """
 
@@ -257,19 +261,32 @@ def read_schedule(path: Path) -> list[Nightly]:
         raise SettingsError(f"schedule: {path} is not a list of runs: {error}") from error
 
 
-def _nightly(entry: Nightly, number: int) -> Any:
-    """The cron job of one entry of a schedule."""
-    pool = Pool(entry.model, entry.prefix)
-    settings = BatchSettings(**{name: getattr(entry, name) for name in BatchSettings.__struct_fields__})
+def _zone() -> tzinfo:
+    """The time zone of schedules. arq itself uses `ARQ_TIMEZONE` only to show times."""
+    name = os.environ.get("ARQ_TIMEZONE")
+    try:
+        return ZoneInfo(name) if name else UTC
+    except (OSError, ValueError, KeyError) as error:
+        raise SettingsError(f"ARQ_TIMEZONE: {name!r} is not a time zone, such as Europe/Paris") from error
 
-    async def submit_run(context: dict[str, Any]) -> dict[str, int]:
-        output = entry.output.replace("{date}", datetime.now().date().isoformat())
-        producer = await _producer_of(context, pool)
-        submitting = submit(producer, context["redis"], Submission(entry.source, settings, pool), output)
-        return await await_beside(submitting, [_renew(context)])
+
+def _nightly(entry: Nightly) -> Any:
+    """The cron job of one entry of a schedule; its name is the same in all schedules that have the entry."""
+
+    async def submit_run(context: dict[str, Any]) -> dict[str, Any]:
+        return await _run_or_retry(context, _submit_entry(context, entry))
 
     hour, minute = map(int, entry.at.split(":"))
-    return cron(submit_run, name=f"nightly-{number}", hour=hour, minute=minute, max_tries=5)
+    digest = hashlib.blake2b(msgspec.json.encode(entry), digest_size=8).hexdigest()
+    return cron(submit_run, name=_NIGHTLY + digest, hour=hour, minute=minute, max_tries=_MAX_TRIES)
+
+
+async def _submit_entry(context: dict[str, Any], entry: Nightly) -> dict[str, Any]:
+    # A job's id ends with its scheduled time in milliseconds. A later try may begin on the next day.
+    day = datetime.fromtimestamp(int(context["job_id"].rpartition(":")[2]) / 1000, _zone()).date()
+    pool, output = Pool(entry.model, entry.prefix), entry.output.replace("{date}", day.isoformat())
+    submission = Submission(entry.source, msgspec.convert(entry, BatchSettings, from_attributes=True), pool)
+    return await submit(await _producer_of(context, pool), context["redis"], submission, output)
 
 
 def worker_options(
@@ -277,13 +294,13 @@ def worker_options(
 ) -> dict[str, Any]:
     """The options of arq's `Worker`."""
     entries = read_schedule(schedule) if schedule is not None else []
-    root, server = (files or Path()).absolute(), Server(redis)
+    root, server, reading = (files or Path()).absolute(), Server(redis), asyncio.Lock()
     for entry in entries:
         check_locations(root, entry.source, entry.output)
-    context: dict[str, Any] = {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}}
     return {
         "functions": [func(_answer_shard, name=_FUNCTION)],
-        "cron_jobs": [_nightly(entry, number) for number, entry in enumerate(entries)],
+        "cron_jobs": list(map(_nightly, entries)),
+        "timezone": _zone(),
         "redis_pool": connect(server),
         "queue_name": QUEUE,
         "on_shutdown": _close,
@@ -295,7 +312,7 @@ def worker_options(
         "allow_abort_jobs": True,
         "job_serializer": _packed,
         "job_deserializer": _unpacked,
-        "ctx": {**context, "reading": asyncio.Lock()},
+        "ctx": {"url": redis, "server": server, "lease_s": lease_s, "files": root, "producers": {}, "reading": reading},
     }
 
 
@@ -328,14 +345,17 @@ class BatchWorker(Worker):  # type: ignore[misc]  # arq has no types here.
             await asyncio.sleep(pause)
 
     async def start_jobs(self, job_ids: list[bytes]) -> None:
-        """Start jobs, except jobs that this worker already runs, whose in-progress keys have expired."""
+        """Start jobs, except jobs that this worker runs already, and runs of other schedules that have not expired."""
         for job_id in job_ids:
-            if job_id.decode() not in self.tasks:
-                try:
-                    await super().start_jobs([job_id])
-                except (RedisError, OSError):
-                    self._release_sem_dec_counter_on_complete()  # Release the slot that arq took for the job.
-                    raise
+            name, function = job_id.decode(), job_id.decode().partition(":")[0]
+            is_others = function.startswith(_NIGHTLY) and function not in self.functions
+            if name in self.tasks or (is_others and await self.pool.exists(job_key_prefix + name)):
+                continue
+            try:
+                await super().start_jobs([job_id])
+            except (RedisError, OSError):
+                self._release_sem_dec_counter_on_complete()  # Release the slot that arq took for the job.
+                raise
 
     async def close(self) -> None:
         """Close the worker, also if the server cannot be reached."""
@@ -377,10 +397,12 @@ async def find_jobs(
                 else:
                     lost.append(shard)
         with folder.explained():
-            # Queue no job again if `jobs.json` is empty: `cancel` has emptied the file.
-            if data := await asyncio.to_thread(folder.read, SUBMISSION) if lost else None:
-                done = await asyncio.to_thread(folder.done, manifest)  # A job may have ended since the server replied.
+            if lost or failed:  # Shards may be done that were not when the caller listed them.
+                done = await asyncio.to_thread(folder.done, manifest)
                 lost = [shard for shard in lost if shard not in done]
+                failed = {shard: reason for shard, reason in failed.items() if shard not in done}
+            # Queue no job again if `jobs.json` is empty: `cancel` has emptied the file.
+            data = await asyncio.to_thread(folder.read, SUBMISSION) if lost else None
         if lost and data:
             note = f"the server lost {counted(len(lost), 'job')}"
             try:

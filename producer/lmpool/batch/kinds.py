@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from lmpool.settings import check_number, shown
 
 Request = Callable[[Producer, Text, range, str], Awaitable[Columns]]
 """A function that requests the result for some positions of a text, with an adapter ("" for none)."""
+
+_TOP = {"logprobs": "top.values", "top_ids": "top.ids"}  # Column of the top tokens -> attribute of `Positions`.
 
 
 def positions_from(length: int, start: int) -> range:
@@ -47,14 +50,14 @@ class Kind:
         return [range(at, min(at + size, span.stop)) for at in range(span.start, span.stop, size)]
 
 
-def _request_positions(**options: Any) -> Request:
-    """Return a request of values at every position; `options` are options of `Producer.positions`."""
+def _request_positions(columns: Mapping[str, str], **options: Any) -> Request:
+    """Return a request with `options` of `Producer.positions`; `columns` is column -> attribute of its result."""
 
     async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        found = await producer.positions(text.ids[: part.stop], part.start, adapter=adapter, **options)
-        if found.top is not None:
-            return {"logprobs": found.top.values, "top_ids": found.top.ids}
-        return {"logprobs": np.asarray(found.full if found.targets is None else found.targets)}
+        # The log-probability of the next token needs the token after the part, whose own values are dropped.
+        ids = text.ids[: part.stop + ("next_token" in options)]
+        found = await producer.positions(ids, part.start, adapter=adapter, **options)
+        return {name: np.asarray(attrgetter(at)(found))[: len(part)] for name, at in columns.items()}
 
     return request
 
@@ -73,7 +76,7 @@ def _topk(given: str) -> Kind:
     def width(info: ModelInfo) -> int:
         return 2 * check_k(count, info.vocab_size, "what: topk")
 
-    return Kind(f"topk:{count}", lambda _: columns, _request_positions(top=count), width)
+    return Kind(f"topk:{count}", lambda _: columns, _request_positions(_TOP, top=count), width)
 
 
 def _targets(given: str) -> Kind:
@@ -87,49 +90,34 @@ def _targets(given: str) -> Kind:
         return len(read_targets(targets, info.vocab_size, "what: targets"))
 
     what = f"targets:{','.join(map(str, targets))}"
-    return Kind(what, lambda _: columns, _request_positions(targets=targets), width)
+    return Kind(what, lambda _: columns, _request_positions({"logprobs": "targets"}, targets=targets), width)
 
 
 def _positions(given: str) -> Kind:
-    known = "top=32, targets=260 504, next_token, logz, tail, temperature=2"
-    options: dict[str, Any] = {}
-    readers: dict[str, Any] = {"top": int, "temperature": float, "targets": lambda text: list(map(int, text.split()))}
-    for option in given.split(","):
-        name, equals, value = option.strip().partition("=")
-        try:
-            options[name] = readers[name](value) if equals else {"next_token": True, "logz": True, "tail": True}[name]
-        except (KeyError, ValueError):
-            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
     single = {
         "next_token": "log-probability of the token that follows; NaN at the end of the text",
         "logz": "logarithm of the sum of the exponentials of the logits, divided by the temperature",
         "tail": "log of the probability of all tokens that are neither in top nor in targets",
     }
+    readers = {"top=": int, "temperature=": float, "targets=": _ids} | dict.fromkeys(single, lambda _: True)
+    options = _options(given, readers, "top=32, targets=260 504, next_token, logz, tail, temperature=2")
     columns = {name: f"float32 (n,): {text}" for name, text in single.items() if name in options}
     if count := len(options.get("targets", ())):
         columns["targets"] = f"float32 (n, {count}): log-probabilities of the targets"
     if "top" in options:
         columns |= _top_columns(check_number("what: positions: top", options["top"], 1))
 
-    async def request(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-        # The token after the part is needed too. The part's numbers are the first of the answer.
-        ids = text.ids[: part.stop + 1]
-        found = await producer.positions(ids, part.start, adapter=adapter, **options)
-        answer = {name: getattr(found, name) for name in ("targets", *single) if name in options}
-        if found.top is not None:
-            answer |= {"logprobs": found.top.values, "top_ids": found.top.ids}
-        return {name: values[: len(part)] for name, values in answer.items()}
+    places = {name: name for name in ("targets", *single) if name in options} | (_TOP if "top" in options else {})
 
     def width(info: ModelInfo) -> int:
         wanted = read_wanted(options, info.vocab_size, 0, 1)  # type: ignore[arg-type]  # The names are checked above.
         return wanted.query(range(1), 1).width(info.vocab_size)
 
-    return Kind(f"positions:{given}", lambda _: columns, request, width)
+    return Kind(f"positions:{given}", lambda _: columns, _request_positions(places, **options), width)
 
 
 async def _request_scores(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
-    scores = await producer.score(text.ids[: part.start], text.ids[part.start : part.stop], adapter=adapter)
-    return {"logprobs": scores}
+    return {"logprobs": await producer.score(text.ids[: part.start], text.ids[part.start : part.stop], adapter=adapter)}
 
 
 _SCORES = Kind(
@@ -160,7 +148,7 @@ def _narrow(values: NDArray[np.float32], encoding: Encoding) -> NDArray[Any]:
 
 async def _request_rows(producer: Producer, text: Text, part: range, adapter: str) -> Columns:
     if (encoding := _sixteen_bits(producer.model)) is None:
-        return await _request_positions(full=True)(producer, text, part, adapter)
+        return await _request_positions({"logprobs": "full"}, full=True)(producer, text, part, adapter)
     found = await producer.positions(text.ids[: part.stop], part.start, full=True, mode="logits", adapter=adapter)
     logits: NDArray[np.float32] = np.asarray(found.full)
 
@@ -187,6 +175,10 @@ async def _request_hidden(producer: Producer, text: Text, part: range, adapter: 
     return {"hidden": _narrow(states, Encoding.BF16) if producer.model.dtype == "bfloat16" else states}
 
 
+def _hidden_columns(info: ModelInfo) -> dict[str, str]:
+    return {"hidden": f"{info.dtype} (n, {info.hidden}): last hidden states, for `Producer.head`"}
+
+
 def _hidden_width(info: ModelInfo) -> int:
     if not info.hidden:
         raise SettingsError(f"what: the backend {info.backend!r} of {info.name!r} does not return hidden states")
@@ -196,16 +188,8 @@ def _hidden_width(info: ModelInfo) -> int:
 def _generate(given: str) -> Kind:
     limit, _, options = given.partition(",")
     count = _count(limit, "generate", "of tokens at most, such as generate:64 or generate:64,temperature=0.7,seed=1")
-    chosen: dict[str, Any] = {}
-    readers: dict[str, Any] = {"temperature": float, "top_p": float, "seed": int}
-    readers["stop"] = lambda text: list(map(int, text.split()))  # `stop` is a list of token ids, separated by spaces.
-    for option in options.split(",") if options else ():
-        name, _, value = option.partition("=")
-        try:
-            chosen[name] = readers[name](value)
-        except (KeyError, ValueError):
-            known = "temperature=0.7, top_p=0.9, seed=1, stop=2"
-            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
+    readers = {"temperature=": float, "top_p=": float, "seed=": int, "stop=": _ids}
+    chosen = _options(options, readers, "temperature=0.7, top_p=0.9, seed=1, stop=2") if options else {}
     try:
         seed = read_sampling(chosen.get("temperature", 1.0), chosen.get("top_p", 1.0), chosen.pop("seed", 0)).seed
     except SettingsError as error:
@@ -217,9 +201,8 @@ def _generate(given: str) -> Kind:
         return {"new_ids": found.ids, "logprobs": found.logprobs}
 
     def width(info: ModelInfo) -> int:
-        check_number(
-            "what: generate", count, 1, info.max_prompt_tokens, note=", the tokens of the model's longest prompt"
-        )
+        note = ", the tokens of the model's longest prompt"
+        check_number("what: generate", count, 1, info.max_prompt_tokens, note=note)
         read_stops(chosen.get("stop", ()), info.vocab_size)
         return 2 * count
 
@@ -237,13 +220,7 @@ _KINDS: dict[str, Kind | Callable[[str], Kind]] = {
     "positions": _positions,
     "scores": _SCORES,
     "rows": Kind("rows", _row_columns, _request_rows, lambda info: info.vocab_size, is_wide=True),
-    "hidden": Kind(
-        "hidden",
-        lambda info: {"hidden": f"{info.dtype} (n, {info.hidden}): last hidden states, for `Producer.head`"},
-        _request_hidden,
-        _hidden_width,
-        is_wide=True,
-    ),
+    "hidden": Kind("hidden", _hidden_columns, _request_hidden, _hidden_width, is_wide=True),
     "generate": _generate,
 }
 
@@ -262,6 +239,22 @@ def parse_kind(what: str) -> Kind:
     if kind is None or (isinstance(kind, Kind) and given):
         raise SettingsError(f"what: {shown(what)} is not one of {KINDS_HELP}")
     return kind if isinstance(kind, Kind) else kind(given)
+
+
+def _options(given: str, readers: Mapping[str, Any], known: str) -> dict[str, Any]:
+    """The values of options such as "top=32,tail"; `readers` convert the text after "top=" and the "" after "tail"."""
+    options: dict[str, Any] = {}
+    for option in given.split(","):
+        name, equals, value = option.strip().partition("=")
+        try:
+            options[name] = readers[name + equals](value)
+        except (KeyError, ValueError):
+            raise SettingsError(f"what: {shown(option)} is none of {known}") from None
+    return options
+
+
+def _ids(text: str) -> list[int]:
+    return list(map(int, text.split()))
 
 
 def _count(given: str, name: str, needed: str) -> int:

@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -130,7 +131,7 @@ class Source:
                 file.seek(index.starts[shard])
                 first = shard * shard_lines + 1
                 lines = islice(_split(file), min(shard_lines, index.lines - first + 1))
-                decoded = ((_decoded(at, line), len(line or b"")) for at, (_, line) in enumerate(lines, first))
+                decoded = ((_read_json(at, line), len(line or b"")) for at, (_, line) in enumerate(lines, first))
                 yield from self._chunks(file, shard, decoded)
 
     @contextmanager
@@ -186,30 +187,35 @@ def _split(file: BinaryIO, update: Callable[[bytes], object] = len) -> Iterator[
         yield begin, None
 
 
-_decode = msgspec.json.Decoder(Fields).decode
-_decode_custom_id = msgspec.json.Decoder(HasCustomId).decode
+# The functions that decode all fields of a line, and only its custom id: a line of JSON, or a row of Parquet.
+_JSON = msgspec.json.Decoder(Fields).decode, msgspec.json.Decoder(HasCustomId).decode
+_ROW = partial(msgspec.convert, type=Fields), partial(msgspec.convert, type=HasCustomId)
 
 
-def _decoded(number: int, line: bytes | None) -> Line | Failed | None:
+def _read_json(number: int, line: bytes | None) -> Line | Failed | None:
     if line is None:
         return Failed(number, None, f"the line has more than {MAX_LINE_BYTES >> 20} MiB")
-    if line.isspace():
-        return None
+    return None if line.isspace() else _decoded(number, line, *_JSON)
+
+
+def _decoded(
+    number: int, line: Any, decode: Callable[[Any], Fields], decode_id: Callable[[Any], HasCustomId]
+) -> Line | Failed:
     try:
-        return Line(number, _decode(line))
+        return Line(number, decode(line))
     except msgspec.ValidationError as error:
         reason = f"unusable: {error}"
     except RecursionError:
         reason = "the lists and objects of the line are nested too deeply"
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         reason = f"no JSON: {error}"
-    return Failed(number, _custom_id(line), reason)
+    return Failed(number, _custom_id(line, decode_id), reason)
 
 
-def _custom_id(line: bytes) -> str | None:
+def _custom_id(line: Any, decode: Callable[[Any], HasCustomId] = _JSON[1]) -> str | None:
     """The custom id of a line, even if other fields are malformed; None if the custom id cannot be read."""
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return _decode_custom_id(line).name
+        return decode(line).name
     return None
 
 
@@ -233,8 +239,7 @@ class ParquetSource(Source):
     def read(self, index: Index, shard_lines: int, shards: Collection[int]) -> Iterator[Chunk]:
         """See `Source.read`."""
         with self._parquet() as (raw, file):
-            rows = _rows(file, shard_lines, set(shards))
-            for shard, lines in groupby(rows, key=lambda row: row[0]):
+            for shard, lines in groupby(_rows(file, shard_lines, set(shards)), key=lambda row: row[0]):
                 yield from self._chunks(raw, shard, (row[1:] for row in lines))
 
     @contextmanager
@@ -272,10 +277,5 @@ def _rows(file: Any, shard_lines: int, shards: set[int]) -> Iterator[tuple[int, 
                 row_bytes = batch.nbytes // batch.num_rows
                 for row, values in enumerate(batch.to_pylist(), at):
                     if (shard := row // shard_lines) in shards:
-                        line: Line | Failed
-                        try:
-                            line = Line(row + 1, msgspec.convert(values, Fields))
-                        except msgspec.ValidationError as error:
-                            line = Failed(row + 1, None, f"unusable: {error}")
-                        yield shard, line, row_bytes
+                        yield shard, _decoded(row + 1, values, *_ROW), row_bytes
             at += batch.num_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +22,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec.structs import asdict
-from rich.progress import BarColumn, MofNCompleteColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+from rich import progress as bars
 
 from lmpool import errors
 from lmpool.aio import await_beside, finish
@@ -36,7 +35,6 @@ from lmpool.cli import Terminal, say
 from lmpool.producer import Producer
 from lmpool.producer.tokenizer import Tokenizer, find_tokenizer
 from lmpool.protocol.job import encode_prompt
-from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.version import split_name
 from lmpool.settings import check_number, shown
 
@@ -61,9 +59,8 @@ class Pool(msgspec.Struct, frozen=True):
 
     def producer(self, redis: str | None, when_absent: Literal["raise", "wait"]) -> Producer:
         """A producer that caches no results, in this process or the pool, and yields to prompts of other clients."""
-        return Producer(
-            **asdict(self), redis=redis, when_absent=when_absent, priority="bulk", cache_bytes=0, keep_answers=False
-        )
+        own = msgspec.structs.asdict(self)
+        return Producer(**own, redis=redis, when_absent=when_absent, priority="bulk", cache_bytes=0, keep_answers=False)
 
 
 class BatchSettings(msgspec.Struct, frozen=True):
@@ -100,10 +97,10 @@ class Progress:
 
     def __init__(self, label: str = "lines") -> None:
         self._label = label
-        rates = TextColumn("{task.fields[rates]}")
-        columns = (TextColumn(label), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(), rates)
+        counts = bars.TextColumn(label), bars.BarColumn(), bars.MofNCompleteColumn(), bars.TaskProgressColumn()
+        times = bars.TextColumn("{task.fields[rates]}"), bars.TimeRemainingColumn()
         console = Terminal(err=True)
-        self._bar = Bar(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal)
+        self._bar = bars.Progress(*counts, *times, console=console, disable=not console.is_terminal)
         self._task = self._bar.add_task(label, total=None, rates="")
         self._done_before = self._positions = 0
         self._reported = monotonic()
@@ -219,7 +216,6 @@ class Run:
         self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items whose results must be requested.
         self._pending_items = self._pending_bytes = 0
         self._has_room = asyncio.Event()
-        self._checked: ModelInfo | None = None
         self._writer: ShardWriter | None = None
         self._info, self._loop = self.producer.model, asyncio.get_running_loop()
 
@@ -259,21 +255,21 @@ class Run:
             return
         await self._check_adapter()
         senders = (self._send() for _ in range(self.settings.concurrency))
+        # Reading waits for the tokenizer, whose loading needs the threads of the event loop. So read in another thread.
+        reader = ThreadPoolExecutor(1, "lmpool-batch-input")
         try:
-            await await_beside(self._drain(len(shards)), [self._feed(shards), *senders, self._watch_adapter()])
+            await await_beside(self._drain(len(shards)), [self._feed(shards, reader), *senders, self._watch_adapter()])
         finally:
+            reader.shutdown(wait=False)
             if self._writer is not None:
                 self._writer.discard()
-
-    # Requests
 
     def _prepare(self, line: Line | Failed) -> Text | Failed:
         """The text of a line, or why the line has no text. Called in a thread, because tokenizing takes time."""
         if isinstance(line, Failed):
             return line
         (number, fields), info = line, self._info
-        custom_id = fields.name
-        at = np.searchsorted(self.index.duplicates, number)
+        custom_id, at = fields.name, np.searchsorted(self.index.duplicates, number)
         if number in self.index.duplicates[at : at + 1]:
             return Failed(number, custom_id, "an earlier line has its custom_id: give each line its own")
         try:
@@ -311,18 +307,18 @@ class Run:
     def _encoded(self, text: str | list[int], **options: Any) -> list[int]:
         return self._tokenizer.encode(text, **options) if isinstance(text, str) else text
 
-    async def _feed(self, shards: Sequence[int]) -> None:
-        """Read and tokenize lines in a thread, and queue items as earlier items are written."""
+    async def _feed(self, shards: Sequence[int], reader: ThreadPoolExecutor) -> None:
+        """Read and tokenize lines in the thread of `reader`, and queue items as earlier items are written."""
         chunks = self.source.read(self.index, self.manifest.options.shard_lines, shards)
         ahead = ((chunk, list(map(self._prepare, chunk.lines))) for chunk in chunks)
-        info, loop = self._info, self._loop
-        limit, number_bytes = _ITEMS_PER_REQUEST * self.settings.concurrency, _NUMBER_BYTES * self._kind.width(info)
-        while prepared := await asyncio.to_thread(next, ahead, None):
+        loop, limit = self._loop, _ITEMS_PER_REQUEST * self.settings.concurrency
+        number_bytes = _NUMBER_BYTES * self._kind.width(self._info)
+        while prepared := await loop.run_in_executor(reader, next, ahead, None):
             chunk, entries = prepared
             for entry in entries:
                 parts, size = [range(0)], _TEXT_BYTES
                 if isinstance(entry, Text):
-                    parts, size = self._kind.parts(entry.span, info), _TEXT_BYTES + _ID_BYTES * len(entry.ids)
+                    parts, size = self._kind.parts(entry.span, self._info), _TEXT_BYTES + _ID_BYTES * len(entry.ids)
                 for part in parts:
                     part_bytes = size + number_bytes * len(part)
                     while self._pending_items >= limit or self._pending_bytes > _MAX_BYTES:
@@ -360,8 +356,6 @@ class Run:
     def _check_model(self) -> None:
         """Raise ModelMismatch if the pool now serves another model than the manifest's."""
         began, now = self.manifest.model, self.producer.model
-        if now is self._checked:  # The model info is the object that was checked last.
-            return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
             base, version = split_name(began.name)
@@ -369,7 +363,6 @@ class Run:
             if base == now.base and (version or 0) != now.version:
                 advice = f"{TRY_AGAIN} with --model {base}@{version or 0}, while workers serve this version"
             raise errors.ModelMismatch(f"{changed}. {advice}")
-        self._checked = now
 
     async def _check_adapter(self) -> None:
         """Raise ModelMismatch if the pool now has another model or adapter than the manifest's."""
@@ -385,12 +378,9 @@ class Run:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             await self._check_adapter()
 
-    # Writing
-
     async def _drain(self, shards: int) -> None:
         """Write results in the order of the lines, until the given number of shards is done."""
-        ready: list[_Item] = []
-        size = 0
+        ready, size = list[_Item](), 0
         while shards:
             ready.append(item := await self._items.get())
             await item.result

@@ -19,6 +19,7 @@ import hashlib
 import io
 import mmap
 import os
+import resource
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -187,8 +188,8 @@ class ShardWriter:
 
     def _write(self, text: Text, columns: Columns) -> None:
         head = {"line": text.line, "custom_id": text.custom_id, "ids": text.ids, "start": text.span.start}
-        columns_as_lists = {name: values.tolist() for name, values in columns.items()}
-        self._file.write(msgspec.json.encode({**head, **columns_as_lists}) + b"\n")
+        lists = {name: values.tolist() for name, values in columns.items()}
+        self._file.write(msgspec.json.encode(head | lists) + b"\n")
 
     def _drop_text(self) -> None:
         """Remove the bytes from the file that `_streamed` wrote for a text that has not ended."""
@@ -317,16 +318,12 @@ def open_writer(folder: Folder, manifest: Manifest, number: int) -> ShardWriter:
     return _WRITERS.get(manifest.options.format, ShardWriter)(folder, manifest, number)
 
 
-# Readers of shards: `answer` returns a text's result; `custom_ids` iterates over all ids, None for a text without id.
-
-
 class JsonlReader:
     """Reads a shard of JSONL."""
 
     def __init__(self, path: Path) -> None:
         self._data = _mapped(path)
-        ends = np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n")) + 1
-        self._bounds = np.concatenate(([0], ends))
+        self._bounds = np.append(0, np.flatnonzero(np.frombuffer(self._data, np.uint8) == ord("\n")) + 1)
 
     def answer(self, at: int) -> Answer:
         """The result of one text."""
@@ -482,6 +479,9 @@ class Batch(Sequence[Answer]):
 
     def _shard(self, at: int) -> Reader:
         if at not in self._open:
+            # Each open shard needs a file descriptor: use half of the process's limit, which is negative for no limit.
+            if len(self._open) >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2 > 0:
+                del self._open[next(iter(self._open))]
             name = self.manifest.shard_name(self.manifest.done[at].number)
             self._open[at] = READERS[self.manifest.options.format](self._folder.local(name))
         return self._open[at]
@@ -495,16 +495,7 @@ class Batch(Sequence[Answer]):
 
 
 def open_batch(path: str | os.PathLike[str]) -> Batch:
-    """The results in an output folder; see `Batch`.
-
-    Args:
-        path: the output folder, or its URL.
-
-    Raises:
-        BatchError: the folder is not an output folder.
-    """
+    """The results in an output folder; see `Batch` for the argument and the errors."""
     torch: Any = sys.modules.get("torch.utils.data")
-    if torch is None:
-        return Batch(path)
-    kind: type[Batch] = type("Batch", (Batch, torch.Dataset), {})
+    kind: type[Batch] = type("Batch", (Batch, torch.Dataset), {}) if torch else Batch
     return kind(path)

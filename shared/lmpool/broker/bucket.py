@@ -45,13 +45,19 @@ def check_url(url: str, schemes: Set[str]) -> None:
         raise SettingsError(f"{named(url)}: the scheme {scheme}:// is not accepted. Give a path or one of {accepted}")
 
 
-def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
+def file_system(url: str, schemes: Set[str] = STORES | {"http", "https"}) -> tuple[Any, str]:
     """The file system of a URL with one of `schemes`, and the URL's path in it. Directory listings are not cached."""
     check_url(url, schemes)
     try:
         from fsspec.core import url_to_fs
 
-        system, path = url_to_fs(url)  # fsspec may return a file system object that it has cached.
+        options = {}
+        if url.startswith("http"):
+            from aiohttp import ClientTimeout
+
+            # By default, aiohttp limits a whole transfer to five minutes. Limit the silence of the server instead.
+            options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+        system, path = url_to_fs(url, **options)  # fsspec may return a file system object that it has cached.
     except (ImportError, ValueError) as error:
         reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"
         raise SettingsError(f"{named(url)}: {reason}") from error
@@ -61,16 +67,14 @@ def file_system(url: str, schemes: Set[str]) -> tuple[Any, str]:
 
 def upload(files: Sequence[Path], url: str) -> None:
     """Copy files into the folder `url` of a store; raises SettingsError if the store cannot be used."""
-    with _explained(url, "written"):
-        system, folder = file_system(url, STORES)
+    with _opened(url, "written") as (system, folder):
         for file in files:
             system.put_file(str(file), f"{folder}/{file.name}")
 
 
 def download(url: str, target: Path) -> None:
     """Copy the files of the folder `url` of a store into a folder; raises SettingsError if the store cannot be used."""
-    with _explained(url, "read"):
-        system, folder = file_system(url, STORES)
+    with _opened(url, "read") as (system, folder):
         files = system.ls(folder, detail=True)
         needed, free = sum(file["size"] or 0 for file in files), shutil.disk_usage(target).free
         if needed > free:
@@ -80,9 +84,9 @@ def download(url: str, target: Path) -> None:
 
 
 @contextmanager
-def _explained(url: str, done: str) -> Iterator[None]:
+def _opened(url: str, done: str) -> Iterator[tuple[Any, str]]:
     try:
-        yield
+        yield file_system(url, STORES)
     except SettingsError:
         raise
     except Exception as error:  # Packages for stores raise exceptions of their own.

@@ -1,4 +1,4 @@
-"""Fixtures of the batch tests: an S3 store and buckets. Tests of arq's jobs need arq (`make test-smoke`)."""
+"""Fixtures of the batch tests: an S3 store, buckets, a pool for jobs. Tests of jobs need arq (`make test-smoke`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from lmpool.embedded import EmbeddedServer
 from tests.producer.batch.buckets import TestBucket
+from tests.support.pool import Pool
 
-collect_ignore = [] if find_spec("arq") else ["test_jobs.py"]
+collect_ignore = [] if find_spec("arq") else ["test_jobs.py", "test_nightly.py"]
 
 # Program of an S3 store (moto), which ends when its standard input is closed.
 _STORE = """
@@ -49,3 +51,11 @@ def bucket(store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TestB
     }.items():
         monkeypatch.setenv(name, value)
     return TestBucket(tmp_path)
+
+
+@pytest.fixture
+def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
+    """A pool on its own server: on a shared server the jobs of several tests would be in one queue."""
+    pool = Pool(own_server.url, "jobs", tmp_path)
+    yield pool
+    pool.end()

@@ -111,12 +111,12 @@ async def test_bad_lines_are_listed_with_their_numbers_and_reasons(pool: Pool, t
 
 async def test_bad_rows_of_a_parquet_file_are_listed(pool: Pool, tmp_path: Path) -> None:
     pool.start()
-    table = pa.table({"custom_id": ["a", "b", "a", None], "ids": [[1], [V], [2], None]})
+    table = pa.table({"custom_id": ["a", "b", "a", None, "e"], "ids": [[1], [V], [2], None, [None]]})
     pq.write_table(table, tmp_path / "in.parquet")
     async with pool.producer() as producer:
         await run(producer, tmp_path / "in.parquet", tmp_path / "out", "topk:2")
         assert [(number, custom_id) for number, custom_id, _ in errors(tmp_path / "out")] == [
-            (2, "b"), (3, "a"), (4, None)
+            (2, "b"), (3, "a"), (4, None), (5, "e")
         ]  # fmt: skip
         (tmp_path / "no.parquet").write_bytes(b"not Parquet")
         with pytest.raises(BatchError, match=r"no\.parquet cannot be read as Parquet"):

@@ -8,12 +8,18 @@ import gzip
 import json
 import os
 import pickle
+import socket
 import stat
+import struct
 import sys
+from collections.abc import Iterator
 from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -24,7 +30,7 @@ from lmpool.batch.folder import Bucket, Folder, Manifest, Shard, open_folder
 from lmpool.batch.lines import Index, Source, open_source
 from lmpool.batch.run import Run
 from lmpool.batch.shards import ShardWriter, Text, open_writer
-from lmpool.broker.bucket import named
+from lmpool.broker.bucket import file_system, named
 from lmpool.errors import BatchError, BatchRefused, ModelMismatch, SettingsError
 from tests.producer.batch.buckets import TestBucket
 from tests.producer.batch.runs import begin, content, draw_texts, manifest_of, run, write_lines, write_texts
@@ -332,6 +338,73 @@ def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_pa
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
 
 
+class Handler(BaseHTTPRequestHandler):
+    """Replies with the status in the path; the path /reset closes the connection when the file is read."""
+
+    def do_GET(self) -> None:
+        if self.path == "/reset" and self.command == "GET":  # Without lingering, the client's system reports a reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
+        self.send_response(200 if self.path == "/reset" else int(self.path[1:4]))
+        self.send_header("Content-Length", "13")
+        self.send_header("ETag", "one")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(b'{"ids": [1]}\n')
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Start an HTTP server; yield its address. The cache is a folder of the test."""
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_the_fetch_of_an_input_has_no_time_limit(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, aiohttp limits a whole request to five minutes."""
+    monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=1e-9))
+    assert fetch.plain_file(f"{site}/200").read_bytes() == b'{"ids": [1]}\n'
+
+
+@pytest.mark.parametrize("path", ["503", "403?Signature=s", "reset", "refused"])
+def test_an_input_that_cannot_be_fetched_now_is_fetched_in_a_later_try(site: str, path: str) -> None:
+    url = f"{site}/{path}" if path != "refused" else "http://127.0.0.1:9/in.jsonl"
+    with pytest.raises(BatchError, match=rf"^{named(url)}: .*The file cannot be fetched$") as raised:
+        fetch.plain_file(url)
+    assert raised.value.may_pass
+    assert "Signature" not in str(raised.value)
+
+
+@pytest.mark.parametrize("status", [404, 410])
+def test_a_missing_input_behind_a_url_is_an_error_at_once(site: str, status: int) -> None:
+    with pytest.raises(SettingsError, match=f"{site}/{status}' does not exist"):
+        fetch.plain_file(f"{site}/{status}")
+
+
+def test_a_full_disk_of_the_cache_is_no_error_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store:
+        def get_file(self, *_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path))
+    advice = "No space left on device. Free some space. Choose another folder with LMPOOL_BATCH_CACHE"
+    with pytest.raises(BatchError, match=advice) as raised:
+        fetch.fetch(Store(), "in.jsonl", "s3://bucket/in.jsonl", {"size": 1})
+    assert not raised.value.may_pass
+
+
 def test_no_copy_is_kept_of_a_file_that_changes_while_it_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -469,7 +542,7 @@ def test_without_fsspec_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_urls_of_file_systems_that_run_code_are_refused(tmp_path: Path, location: str, reason: str) -> None:
-    for use in (fetch.file_system, fetch.plain_file, open_folder, lmpool.batch.open):
+    for use in (file_system, fetch.plain_file, open_folder, lmpool.batch.open):
         with pytest.raises(SettingsError, match=reason) as raised:
             use(location)
         assert "secret" not in str(raised.value)

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,15 +23,7 @@ from arq.jobs import deserialize_result
 import lmpool.batch
 from lmpool.batch.fetch import FILES_VARIABLE
 from lmpool.batch.folder import digest_of_file, open_folder
-from lmpool.batch.jobs import (
-    QUEUE,
-    SCHEDULE_VARIABLE,
-    BatchWorker,
-    ShardJob,
-    connect,
-    read_schedule,
-    worker_options,
-)
+from lmpool.batch.jobs import QUEUE, BatchWorker, ShardJob, connect, find_jobs, worker_options
 from lmpool.batch.run import BatchSettings
 from lmpool.batch.run import Pool as PoolOfJobs
 from lmpool.broker.server import Server
@@ -52,14 +43,6 @@ Wanted = tuple[Path, dict[str, bytes]]
 """An input, and the output files of a run over it: path -> content."""
 Submitted = tuple[Path, Path, dict[str, bytes]]
 """An input, an output folder for which all jobs are queued, and the expected output files."""
-
-
-@pytest.fixture
-def jobs_pool(own_server: EmbeddedServer, tmp_path: Path) -> Iterator[Pool]:
-    """A pool on its own server: on a shared server the jobs of several tests would be in one queue."""
-    pool = Pool(own_server.url, "jobs", tmp_path)
-    yield pool
-    pool.end()
 
 
 @pytest.fixture
@@ -215,6 +198,20 @@ async def test_cancelled_jobs_do_not_run_and_can_be_queued_again(jobs_pool: Pool
     await run_until_empty(jobs_pool)
     assert in_place(output) == 0
     assert submit(jobs_pool, source, output)["jobs"] == SHARDS
+    await run_until_empty(jobs_pool)
+    assert content(output) == expected
+
+
+async def test_jobs_of_a_killed_worker_run_if_they_are_submitted_after_their_cancellation(
+    jobs_pool: Pool, submitted: Submitted
+) -> None:
+    source, output, expected = submitted
+    with redis.Redis.from_url(jobs_pool.url, **PATIENCE) as client:
+        marks = [in_progress_key_prefix.encode() + name for name in client.zrange(QUEUE, 0, -1)]
+        client.mset(dict.fromkeys(marks, "1"))  # A killed worker leaves these keys.
+        assert batch(jobs_pool, "cancel", output) == f"{SHARDS} jobs cancelled\n"
+        client.delete(*marks)
+    assert submit(jobs_pool, source, output)["there"] == SHARDS
     await run_until_empty(jobs_pool)
     assert content(output) == expected
 
@@ -429,6 +426,20 @@ async def test_the_status_shows_why_a_job_failed(jobs_pool: Pool, tmp_path: Path
         assert submit(jobs_pool, source, tmp_path / "out")["jobs"] == SHARDS
 
 
+async def test_a_shard_that_is_done_after_the_caller_listed_it_has_not_failed(
+    jobs_pool: Pool, submitted: Submitted
+) -> None:
+    _, output, _ = submitted
+    folder, listed = open_folder(str(output)), range(SHARDS)
+    await run_until_empty(jobs_pool)
+    manifest = folder.manifest()
+    states = {"queued": 0, "under_way": 0, "failed": {}}
+    assert await find_jobs(jobs_pool.url, folder, manifest, listed) == (states, "")
+    (output / manifest.shard_name(5)).unlink()
+    states["failed"] = {5: "it is gone"}
+    assert await find_jobs(jobs_pool.url, folder, manifest, listed) == (states, "")
+
+
 async def test_arqs_own_command_runs_jobs_and_no_job_is_a_pickle(
     jobs_pool: Pool, tmp_path: Path, wanted: Wanted
 ) -> None:
@@ -484,47 +495,6 @@ async def test_a_worker_reports_its_health(jobs_pool: Pool) -> None:
         key = QUEUE + health_check_key_suffix
         assert b"j_complete=0" in await asyncio.to_thread(until, lambda: client.get(key), "the report is there")
     process.end()
-
-
-async def test_the_output_of_a_nightly_run_has_the_day_in_its_name(
-    jobs_pool: Pool, tmp_path: Path, wanted: Wanted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, _ = wanted
-    schedule = tmp_path / "runs.toml"
-    output = tmp_path / "out-{date}"
-    schedule.write_text(
-        f'[[run]]\nat = "02:30"\nsource = "{source}"\noutput = "{output}"\nwhat = "topk:3"\nprefix = "jobs"\n'
-        "shard_lines = 10\n"
-    )
-    with pytest.raises(SettingsError, match=f"{source} is not below {tmp_path / 'elsewhere'}"):
-        worker_options(jobs_pool.url, schedule, files=tmp_path / "elsewhere")
-    options = worker_options(jobs_pool.url, schedule, files=tmp_path)
-    (entry,) = options["cron_jobs"]
-    assert (entry.hour, entry.minute) == (2, 30)
-    context = {**options["ctx"], "redis": options["redis_pool"], "job_id": "nightly"}
-    assert (await entry.coroutine(context))["jobs"] == SHARDS
-    (made,) = tmp_path.glob("out-2*")
-    assert status(jobs_pool, made)["queued"] == SHARDS
-    for made_of in context["producers"].values():
-        await made_of.close()
-    await options["redis_pool"].aclose(close_connection_pool=True)
-    # arq's own command reads the schedule from the environment.
-    monkeypatch.setenv(SCHEDULE_VARIABLE, str(schedule))
-    monkeypatch.setenv("LMPOOL_REDIS_URL", jobs_pool.url)
-    monkeypatch.setenv(FILES_VARIABLE, str(tmp_path))
-    assert len(lmpool.batch.WorkerSettings.cron_jobs) == 1
-
-
-def test_a_malformed_schedule_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "runs.toml"
-    entry = '[[run]]\nat = "02:30"\nsource = "a"\noutput = "b"\nwhat = "topk:3"\n'
-    for text in ("", "[[run]]\n", "run = 3\n", "not TOML", entry + "colour = 1\n", entry.replace("02:30", "25:00"),
-                 entry.replace("topk:3", "nothing")):  # fmt: skip
-        path.write_text(text)
-        with pytest.raises(SettingsError):
-            read_schedule(path)
-    path.write_text('title = "nightly runs"\n' + entry)
-    assert [run.what for run in read_schedule(path)] == ["topk:3"]
 
 
 def test_a_cluster_is_refused() -> None:

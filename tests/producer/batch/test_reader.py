@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,12 +22,14 @@ TEXTS = draw_texts(50)
 FORMATS = [("topk:5", "jsonl"), ("topk:5", "parquet"), ("rows", "safetensors")]
 
 
-async def written(pool: Pool, folder: Path, what: str, shard_format: str, texts: list[list[int]] = TEXTS) -> Path:
+async def written(
+    pool: Pool, folder: Path, what: str, shard_format: str, texts: list[list[int]] = TEXTS, shard_lines: int = 8
+) -> Path:
     """Do a batch run over texts; return its output folder."""
     pool.start()
     async with pool.producer() as producer:
         source = write_texts(folder / "in.jsonl", texts)
-        await run(producer, source, folder / "out", what, format=shard_format, shard_lines=8)
+        await run(producer, source, folder / "out", what, format=shard_format, shard_lines=shard_lines)
     return folder / "out"
 
 
@@ -70,6 +73,23 @@ async def test_rows_are_views_of_the_file(pool: Pool, tmp_path: Path) -> None:
     assert not rows.flags.owndata
     assert not rows.flags.writeable
     assert np.array_equal(rows, rows_of(TEXTS[9]))
+
+
+@pytest.mark.parametrize(("what", "shard_format"), FORMATS[1:])
+async def test_a_batch_may_have_more_shards_than_the_process_may_open_files(
+    pool: Pool, tmp_path: Path, what: str, shard_format: str
+) -> None:
+    output = await written(pool, tmp_path, what, shard_format, texts := TEXTS * 2, shard_lines=1)
+    batch, descriptors = lmpool.batch.open(output), Path("/proc/self/fd")
+    before, limits = len(list(descriptors.iterdir())), resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2 * before + 10, limits[1]))
+    try:
+        for at in (*range(len(texts)), 0):
+            assert batch[at]["ids"].tolist() == texts[at]
+        assert batch.by_custom_id("text-7")["ids"].tolist() == texts[7]
+        assert len(list(descriptors.iterdir())) <= 2 * before + 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from tests.producer.batch.runs import (
     write_lines,
     write_texts,
 )
-from tests.support.pool import Pool, V, run_lmpool, until_done
+from tests.support.pool import DEADLINE_S, Pool, V, run_lmpool, until_done
 
 TEXTS = draw_texts(40)
 SEVERAL = "positions:top=5, next_token,targets=3 0"
@@ -259,6 +261,26 @@ async def test_the_models_tokenizer_encodes_text(pool: Pool, tmp_path: Path, smo
     assert second["ids"].tolist() == prompt + continuation
     assert np.allclose(second["logprobs"], score, atol=1e-4)
     assert [number for number, _, _ in errors(tmp_path / "out")] == [3]
+
+
+async def test_reading_the_input_leaves_threads_for_loading_the_tokenizer(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that read its input in a thread of the event loop's executor could wait for itself, with many runs."""
+
+    class Tokenizer:
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode())
+
+    async def find(*_: Any) -> Tokenizer:
+        return await asyncio.wait_for(asyncio.to_thread(Tokenizer), DEADLINE_S)
+
+    monkeypatch.setattr("lmpool.batch.run.find_tokenizer", find)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    pool.start()
+    async with pool.producer() as producer:
+        await run(producer, write_lines(tmp_path / "in.jsonl", [{"text": "abc"}]), tmp_path / "out", "topk:2")
+    assert lmpool.batch.open(tmp_path / "out")[0]["ids"].tolist() == [97, 98, 99]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
