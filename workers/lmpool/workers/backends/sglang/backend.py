@@ -193,7 +193,8 @@ class SglangBackend(EngineBackend):
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
-        if new := {job.digest: job for job in jobs if job.digest not in self._held}:
+        # Copy the jobs: the worker changes the tokens of a continuation, and may submit it again after an abort.
+        if new := {job.digest: job._replace() for job in jobs if job.digest not in self._held}:
             self._held |= new
             self._engine.submit(list(new.values()))
 
@@ -216,14 +217,11 @@ class SglangBackend(EngineBackend):
 
     def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
         """Add the results of a forward to `finished` and `vectors`, except results of aborted jobs."""
-        held = self._held
-        finished.failures.update((each, text) for each, text in batch.failures.items() if held.pop(each, None))
-        answered = {digest: values for digest, values in batch.positions.items() if held.pop(digest, None)}
+        finished.failures.update((job.digest, text) for job, text in batch.failures.items() if self._take(job))
+        answered = {job.digest: values for job, values in batch.positions.items() if self._take(job)}
         vectors.update(answered)
-        # A continuation that was requested again since it was aborted has the same digest, but fewer tokens.
-        are_held = [digest in held and len(held[digest].ids) == 4 * length for digest, length in batch.prompts]
-        rows = [row for row, is_held in enumerate(are_held) if is_held]
-        digests = [held.pop(batch.prompts[row][0]).digest for row in rows]
+        rows = [row for row, job in enumerate(batch.prompts) if self._take(job)]
+        digests = [batch.prompts[row].digest for row in rows]
         failed = 0
         if rows and batch.logits is not None:
             if batch.computed is not None:
@@ -237,6 +235,13 @@ class SglangBackend(EngineBackend):
         steps, before, tokens, reused = self._stats
         results = before + len(rows) - failed + len(answered)
         self._stats = BackendStats(steps + 1, results, tokens + batch.tokens, reused + batch.reused)
+
+    def _take(self, job: BackendJob) -> bool:
+        """Remove a job that has a result; returns False if the job was aborted, even if it was submitted again."""
+        is_held = self._held.get(job.digest) is job
+        if is_held:
+            del self._held[job.digest]
+        return is_held
 
     def _load(self, adapter: str, folder: Path) -> None:
         tensors, config = plain_adapter(folder)
