@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends import engines
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.lora import MAX_RANK, check_adapter
+from lmpool.workers.backends.settings import HfSettings
 
 MODULE = "layers.1.self_attn.q_proj"
 
@@ -178,3 +183,50 @@ def test_a_config_beyond_the_limits_is_refused(model: Path, tmp_path: Path, conf
 )
 def test_usual_configs_are_accepted(model: Path, tmp_path: Path, config: Config) -> None:
     check_adapter(adapter(tmp_path / "good", f"{MODULE}.lora_A.weight", **config), model)
+
+
+class Recording(EngineBackend):
+    """A backend that calls `change` with the folder of each adapter while it loads the adapter."""
+
+    def __init__(self, model: Path, change: Callable[[Path], object]) -> None:
+        super().__init__(HfSettings(str(model)))
+        self._folder, self._change = model, change
+        self.loaded: list[str] = []
+
+    def _load(self, adapter: str, folder: Path) -> None:
+        self.loaded.append(adapter)
+        self._change(folder)
+
+    def _unload(self, adapter: str) -> None:
+        self.loaded.remove(adapter)
+
+
+def overwrite(folder: Path) -> None:
+    save_file({f"{MODULE}.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(overwrite, "BAD was changed while it was loaded"), (shutil.rmtree, "BAD.* cannot be read: .*No such file")],
+)
+def test_an_adapter_whose_files_change_during_its_load_is_unloaded_and_refused(
+    model: Path, tmp_path: Path, change: Callable[[Path], object], message: str
+) -> None:
+    bad = adapter(tmp_path / "bad", f"{MODULE}.lora_A.weight")
+    backend = Recording(model, change)
+    with pytest.raises(SettingsError, match="^adapters: " + message.replace("BAD", re.escape(str(bad)))):
+        backend.load_adapter("a", str(bad))
+    assert (backend.loaded, backend.adapters) == ([], {})
+
+
+def test_an_adapter_whose_files_vanish_before_its_load_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_and_remove(*given: Any) -> Path:
+        shutil.rmtree(folder := check_adapter(*given))
+        return folder
+
+    bad = adapter(tmp_path / "bad", f"{MODULE}.lora_A.weight")
+    monkeypatch.setattr(engines, "check_adapter", check_and_remove)
+    with pytest.raises(SettingsError, match=r"^adapters: '.*bad' cannot be read: .*No such file"):
+        Recording(model, print).load_adapter("a", str(bad))

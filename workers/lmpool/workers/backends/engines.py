@@ -14,12 +14,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import ProtocolError, SettingsError, WorkerError
+from lmpool.errors import LMPoolError, ProtocolError, SettingsError, WorkerError, first_line
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
+from lmpool.settings import shown
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
 from lmpool.workers.backends.lora import check_adapter, head_factors
@@ -111,23 +112,36 @@ class EngineBackend(TellsTexts, ABC):
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
-        folder = check_adapter(source, self._folder, self._weights)
-        revision = checkpoint_revision(folder)
-        adapter, settings = qualify(name, revision), self._settings
-        if adapter not in self.adapters:
-            if isinstance(settings, EngineSettings) and len(self.adapters) >= (slots := settings.adapter_slots):
-                remedy = "start it with more (--max-adapters)"
-                raise SettingsError(f"adapters: this worker has {slots} slots, and none is free for {name!r}: {remedy}")
-            self._load(adapter, folder)
-            self._head_factors[adapter] = self._read_factors(adapter, folder)
-            self.adapters[adapter] = checkpoint_source(source)
+        from safetensors import SafetensorError  # A backend that does not derive from this class may not need it.
+
+        try:
+            folder = check_adapter(source, self._folder, self._weights)
+            revision = checkpoint_revision(folder)
+            adapter, settings = qualify(name, revision), self._settings
+            if adapter not in self.adapters:
+                if isinstance(settings, EngineSettings) and len(self.adapters) >= (slots := settings.adapter_slots):
+                    text = f"adapters: this worker has {slots} slots, and none is free for {name!r}"
+                    raise SettingsError(f"{text}: start it with more (--max-adapters)")
+                self._load(adapter, folder)
+                self.adapters[adapter] = checkpoint_source(source)
+                try:
+                    self._head_factors[adapter] = self._read_factors(adapter, folder)
+                    if checkpoint_revision(folder) != revision:
+                        raise SettingsError(f"adapters: {folder} was changed while it was loaded")
+                except Exception:
+                    self.drop_adapter(adapter)
+                    raise
+        except LMPoolError:
+            raise
+        except (OSError, ValueError, KeyError, SafetensorError) as error:  # The files were removed or overwritten.
+            raise SettingsError(f"adapters: {shown(source)} cannot be read: {first_line(error)}") from error
         return revision
 
     def drop_adapter(self, adapter: str) -> None:
         """See `Backend.drop_adapter`."""
         if self.adapters.pop(adapter, None) is not None:
+            self._head_factors.pop(adapter, None)
             self._unload(adapter)
-            del self._head_factors[adapter]
 
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
