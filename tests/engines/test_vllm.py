@@ -326,6 +326,10 @@ def test_an_adapter_of_another_model_is_refused(model_folder: Path, adapter_fold
     save_file({name.replace("self_attn", "nowhere"): t for name, t in tensors.items()},
               other / "adapter_model.safetensors")  # fmt: skip
     assert "no place for" in refused(model_folder, adapters=[f"a={other}"])
+    # vLLM would copy the factors of a smaller model into a corner of its memory.
+    narrow = {name: t[:, : t.shape[1] // (1 + ("lora_A" in name))].clone() for name, t in tensors.items()}
+    save_file(narrow, other / "adapter_model.safetensors")
+    assert "have the shapes [8, 64] and [128, 8]" in refused(model_folder, adapters=[f"a={other}"])
 
 
 def test_an_adapter_that_vllm_refuses_takes_no_slot(

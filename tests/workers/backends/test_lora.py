@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lmpool.errors import SettingsError
 from lmpool.workers.backends import engines
@@ -35,10 +35,12 @@ def model(tmp_path: Path) -> Path:
 
 
 def adapter(folder: Path, *names: str, **config: object) -> Path:
+    """Write an adapter with tensors of these names; each lora_A has a lora_B too."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"r": 2} | config))
     if names:
-        save_file({name: torch.zeros(2) for name in names}, folder / "adapter_model.safetensors")
+        pairs = [name.replace("lora_A", "lora_B") for name in names]
+        save_file({name: torch.zeros(2) for name in (*names, *pairs)}, folder / "adapter_model.safetensors")
     return folder
 
 
@@ -88,7 +90,7 @@ def test_a_copy_of_the_models_head_is_accepted_and_another_head_is_refused(
 ) -> None:
     save_file({"lm_head.weight": HEAD.to(dtype)}, model / "model-3.safetensors")
     folder = adapter(tmp_path / "head", f"base_model.model.model.{MODULE}.lora_A.weight")
-    tensors = {f"base_model.model.model.{MODULE}.lora_A.weight": torch.zeros(2)}
+    tensors = load_file(folder / "adapter_model.safetensors")
     save_file(tensors | {"base_model.model.lm_head.base_layer.weight": saved}, folder / "adapter_model.safetensors")
     if fits:
         check_adapter(folder, model)
@@ -101,6 +103,42 @@ def test_a_copy_of_a_weight_that_the_model_lacks_is_refused(model: Path, tmp_pat
     names = (f"base_model.model.model.{MODULE}.lora_A.weight", "base_model.model.lm_head.base_layer.weight")
     with pytest.raises(SettingsError, match="it has other weights for lm_head"):
         check_adapter(adapter(tmp_path / "bad", *names), model)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@pytest.mark.parametrize(
+    ("module", "weights", "factors", "message"),
+    [
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (6, 2)), "", id="it fits"),
+        pytest.param("q_proj", ((6, 4),), ((2, 3), (6, 2)), r"\[2, 3\] and \[6, 2\], .* has \[6, 4\]$", id="input"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (5, 2)), r"\[2, 4\] and \[5, 2\], .* has \[6, 4\]$", id="output"),
+        pytest.param("q_proj", ((6, 4),), ((2, 6), (4, 2)), "have the shapes", id="swapped"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (6, 3)), "have the shapes", id="two ranks"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (6,)), "have the shapes", id="a vector"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), ()), "only one LoRA factor of .*q_proj$", id="a number"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4),), "only one LoRA factor of .*q_proj$", id="one factor"),
+        pytest.param("q_proj", ((6, 4), (3, 9)), ((2, 9), (3, 2)), "", id="of one of two modules"),
+        pytest.param("q_proj", ((6,),), ((2, 9), (3, 2)), "", id="a packed weight"),
+        pytest.param("c_attn", ((4, 6),), ((2, 4), (6, 2)), "", id="a matrix of GPT-2"),
+    ],
+)
+def test_the_factors_of_an_adapter_must_have_the_shape_of_the_weight(
+    tmp_path: Path, module: str, weights: Shapes, factors: Shapes, message: str
+) -> None:
+    for number, shape in enumerate(weights):  # Engines compare the last parts of names, which two modules may share.
+        name = f"model.part{number}.layers.1.self_attn.{module}.weight"
+        save_file({name: torch.zeros(shape)}, tmp_path / f"model-{number}.safetensors")
+    fits = adapter(tmp_path / "fits")
+    names = [f"layers.1.self_attn.{module}.lora_{factor}.weight" for factor in "AB"]
+    tensors = {name: torch.zeros(shape) for name, shape in zip(names, factors, strict=False)}
+    save_file(tensors, fits / "adapter_model.safetensors")
+    if not message:
+        check_adapter(fits, tmp_path)
+        return
+    with pytest.raises(SettingsError, match=f"^adapters: .*fits does not fit .*{message}"):
+        check_adapter(fits, tmp_path)
 
 
 def test_a_folder_without_lora_weights_is_refused(model: Path, tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ class EngineBackend(TellsTexts, ABC):
 
     batch: int
     _folder: Path  # The model's folder, or its hub name if `_weights` is set.
-    _weights: Mapping[str, Any] | None = None  # The model's weights; see `check_adapter`.
+    _weights: Mapping[str, Sequence[Any]] | None = None  # The model's weights; see `check_adapter`.
     _encoder: RowEncoder
     _head: OutputHead | None = None  # None if clients cannot compute the logits from hidden states.
     _head_name = "lm_head"  # The last part of the name of the head's module.

@@ -149,7 +149,7 @@ class HfBackend(EngineBackend):
         self._folder = Path(settings.model)
         # Do this before peft renames weights for adapters. Quantised weights cannot be read in inference mode.
         with torch.inference_mode(mode=False):
-            self._weights = weights_of(model.state_dict())
+            self._weights = weights_of(model.state_dict().items())
             self._replaceable = ReplaceableWeights(model, folder, settings)
         for name, source in settings.adapter_folders.items():
             self.load_adapter(name, source)

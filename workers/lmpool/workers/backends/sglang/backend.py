@@ -84,6 +84,9 @@ _REFUSED = {option: reason for reason, options in _REASONS.items() for option in
 # Modules that adapters loaded after the start may change: SGLang reserves memory for them when it starts.
 _DEFERRED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# Last part of a module's name -> the first of the modules that SGLang joins with this module.
+_JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "w3": "w1"}
+
 # Options that change rows only by rounding. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
     "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
@@ -137,7 +140,7 @@ class SglangBackend(EngineBackend):
         """Import SGLang and start its engine; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         sources = settings.adapter_folders.values()
-        adapters = [plain_adapter(lora.check_adapter(source, folder))[1] for source in sources]
+        adapters = [plain_adapter(lora.check_adapter(source, folder), folder)[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
@@ -244,7 +247,7 @@ class SglangBackend(EngineBackend):
         return is_held
 
     def _load(self, adapter: str, folder: Path) -> None:
-        tensors, config = plain_adapter(folder)
+        tensors, config = plain_adapter(folder, self._folder)
         with TemporaryDirectory(prefix="lmpool-adapters-") as copy:
             save_file(tensors, Path(copy) / lora.WEIGHTS)
             (Path(copy) / lora.CONFIG).write_text(json.dumps(config), "utf-8")
@@ -281,10 +284,13 @@ class SglangBackend(EngineBackend):
         self._engine.close()
 
 
-def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def plain_adapter(folder: Path, model: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights and the config of an adapter, changed so that SGLang computes the same rows as peft.
 
     SGLang supports one rank for all modules. SGLang scales modules by lora_alpha / r, without rsLoRA and alpha_pattern.
+    SGLang joins the modules q, k and v, and gate and up, and fails in a forward if an adapter has no q or no gate.
+
+    `folder` and `model` are the folders of the adapter and of the model.
     """
     config = lora.read_adapter_config(folder)
     unserved = [field for field in _UNSERVED if config.get(field)]
@@ -297,6 +303,15 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     except (SafetensorError, OSError) as error:
         raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
     factors = _factors(folder, tensors)
+    own = lora.weights_in(model)
+    for name, (down, up) in [*factors.items()]:
+        layer, _, last = name.rpartition(".")
+        first = f"{layer}.{_JOINED.get(last)}"
+        if first in factors or (own and lora.module_key(f"{first}.weight") not in own):
+            continue
+        if last in ("k_proj", "v_proj"):
+            raise _unserved(folder, f"weights for {name} and none for {first}")
+        factors[first] = torch.zeros_like(down), torch.zeros_like(up)
     rank = max(len(down) for down, _ in factors.values())
     modules = {name: name.removeprefix(lora.PEFT_PREFIX) for name in factors}
     scales = {name: lora.scale_of(config, module, len(factors[name][0])) for name, module in modules.items()}
