@@ -77,10 +77,6 @@ class RowEncoder:
         # Address and size of each memory that the GPU can write to; None after CUDA refused to register memory.
         self._mapped: set[tuple[int, int]] | None = set()
 
-    def encoding_of(self, logits: Tensor) -> Encoding:
-        """The encoding that `encode` would choose for these logits (n, V)."""
-        return self._numbers(logits).encoding
-
     def encode(self, digests: list[bytes], logits: Tensor) -> EncodedRows:
         """Encode a batch of logits (n, V), of any float dtype, on any device. A logit of -inf means probability 0."""
         encoding, numbers, log_z, sound = self._numbers(logits)

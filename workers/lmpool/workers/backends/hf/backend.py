@@ -98,7 +98,7 @@ class HfBackend(EngineBackend):
             text = f"{name}: {settings.model} cannot run a prompt{where}: {first_line(error)}"
             raise SettingsError(text) from error
         self.batch, self.device = settings.max_batch, str(self._forward.device)
-        is_cpu, vocab_size = self._forward.device.type == "cpu", abilities.logits.shape[-1]
+        is_cpu, vocab_size = self._forward.device.type == "cpu", abilities.vocab_size
         self._pool: KVPool | None = None
         if (layout := abilities.layout) is not None and (capacity := layout.capacity(settings.kv_cache_bytes)):
             try:
@@ -135,15 +135,6 @@ class HfBackend(EngineBackend):
         self._head_name = next(names, self._head_name)
         if abilities.attention:  # Eager attention computes slightly different rows, so change the revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
-        self._set_info(
-            model.dtype,
-            self._encoder.encoding_of(abilities.logits),
-            vocab_size=vocab_size,
-            max_prompt_tokens=max_prompt_tokens,
-            revision=revision,
-            positions=True,
-            gguf_file=settings.gguf_file or "",
-        )
         self._roots: dict[str, int] = {}
         self._adapters = HfAdapters(self._forward, settings.model)
         self._folder = Path(settings.model)
@@ -151,8 +142,16 @@ class HfBackend(EngineBackend):
         with torch.inference_mode(mode=False):
             self._weights = weights_of(model.state_dict().items())
             self._replaceable = ReplaceableWeights(model, folder, settings)
-        for name, source in settings.adapter_folders.items():
-            self.load_adapter(name, source)
+        self._prepare(
+            model.dtype,
+            vocab_size=vocab_size,
+            max_prompt_tokens=max_prompt_tokens,
+            revision=revision,
+            positions=True,
+            gguf_file=settings.gguf_file or "",
+        )
+        if self._pool is not None:
+            self._pool.clear()  # No client has requested the prompts of the checks.
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Accept jobs. Two jobs with one digest are computed once, with interactive priority unless both are bulk."""

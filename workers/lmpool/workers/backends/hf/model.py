@@ -271,7 +271,7 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> tuple[OutputHead | Non
 class Abilities:
     """What the checks of a model found out."""
 
-    logits: Tensor  # Logits of one prompt, tensor of shape (1, V).
+    vocab_size: int  # Number of logits of a prompt.
     pads: bool  # Whether prompts of different lengths may run together.
     layout: KVLayout | None  # Form of a token's keys and values in the cache; None if prefixes cannot be reused.
     horizon: int  # Max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
@@ -299,9 +299,8 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     limits = [rope.get("original_max_position_embeddings") or config.max_position_embeddings for rope in ropes]
     horizon = min(max_prompt_tokens, *limits, window if window > _LONGEST_WINDOW else max_prompt_tokens)
     length = min(horizon, max(_CHECK_TOKENS, window + 8 if window <= _LONGEST_WINDOW else 0))
-    prompts = _prompts(length, forward.logits([[0]]).shape[-1])
+    prompts = _prompts(length, vocab_size := forward.logits([[0]]).shape[-1])
     attention, alone = _choose_attention(forward, config, prompts)
-    logits = forward.logits([[0]])
     try:
         pads = _agree(forward.logits(prompts), alone)
     except FORWARD_ERRORS:
@@ -314,7 +313,7 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     elif not _reuses(forward, prompts, alone, layout, pads):
         layout = None
         _log.info("reused prefixes change the model's rows: prefixes are not reused")
-    return Abilities(logits, pads, layout, horizon, attention)
+    return Abilities(vocab_size, pads, layout, horizon, attention)
 
 
 def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, Tensor]:
