@@ -444,7 +444,7 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     given = engine.user_arguments(given_settings)
     made = engine.engine_arguments(given_settings, model_folder) | given
     assert (made["block_size"], made["max_num_seqs"], made["seed"]) == (16, 24, 3)
-    assert engine.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
+    assert engines.row_deciding(given, engine._HARMLESS) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 
 
 def test_the_last_of_several_rows_of_a_prompt_counts(backend: VllmBackend) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -161,6 +161,11 @@ class EngineBackend(TellsTexts, ABC):
     def reset_stats(self) -> None:
         """Set the counters to zero: no client has requested the rows of the checks at the start."""
         self._stats = BackendStats()
+
+
+def row_deciding(given: Mapping[str, Any], harmless: Collection[str]) -> dict[str, Any]:
+    """Engine options, without those that change rows only by rounding; the model's fingerprint includes the result."""
+    return {name: value for name, value in given.items() if name not in harmless}
 
 
 def _part_of_adapter(query: HeadQuery, factors: tuple[Any, Any] | str | None) -> NDArray[np.float32]:

@@ -23,16 +23,8 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.row import Encoding, VectorBlock
 from lmpool.protocol.tensors import TensorType, new_changes
 from lmpool.settings import shown
-from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import (
-    NewWeights,
-    checkpoint_dtype,
-    checkpoint_folder,
-    checkpoint_revision,
-    quantisation_of,
-    replaceable_tensors,
-)
-from lmpool.workers.backends.engines import EngineBackend
+from lmpool.workers.backends import checkpoint, lora
+from lmpool.workers.backends.engines import EngineBackend, row_deciding
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import LOOPBACK, SglangSettings, check_engine_args, importing, parse_engine_args
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
@@ -117,10 +109,10 @@ class SglangBackend(EngineBackend):
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__(settings)
-        self._folder = checkpoint_folder("model", settings.model, settings.revision)
+        self._folder = checkpoint.checkpoint_folder("model", settings.model, settings.revision)
         self._engine = self._launch()
         is_plain = not self._options.get("quantization") and self._options.get("load_format") != "dummy"
-        self._tensors = replaceable_tensors(self._folder) if is_plain else {}
+        self._tensors = checkpoint.replaceable_tensors(self._folder) if is_plain else {}
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
@@ -159,26 +151,20 @@ class SglangBackend(EngineBackend):
             with importing():
                 from sglang.version import __version__ as version
 
-                from lmpool.workers.backends.sglang.engine import (
-                    SglangEngine,
-                    known_options,
-                    lacks_quantised_kernels,
-                    option_names,
-                    read_facts,
-                )
+                from lmpool.workers.backends.sglang import engine
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
-        given = user_options(settings, known_options(), version, option_names())
+        given = user_options(settings, engine.known_options(), version, engine.option_names())
         options = engine_options(settings, folder, device, adapters) | given
         set_log_level(str(options["log_level"]))
         try:
-            positions, numbers = read_facts(folder, settings.trust_remote_code, settings.ranks)
+            positions, numbers = engine.read_facts(folder, settings.trust_remote_code, settings.ranks)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
             raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
         if (tokens := kv_tokens(settings, options, numbers)) is not None:
             options.setdefault("max_total_tokens", tokens)
-        method = str(options.get("quantization") or quantisation_of(folder))
-        if device == "cpu" and lacks_quantised_kernels(method):
+        method = str(options.get("quantization") or checkpoint.quantisation_of(folder))
+        if device == "cpu" and engine.lacks_quantised_kernels(method):
             text = f"SGLang {version} computes quantised weights ({method}) on a CPU only with its AMX kernels"
             raise SettingsError(f"model: {text}, which are not installed here; use --backend hf or vllm")
         wanted = settings.max_prompt_tokens
@@ -187,8 +173,8 @@ class SglangBackend(EngineBackend):
         length = positions if wanted is None else min(wanted + RESERVED_TOKENS, positions)
         options.setdefault("context_length", length)
         self.device, self._options = device_of(options), options
-        self._revision = checkpoint_revision(folder, also=row_deciding(given))
-        return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
+        self._revision = checkpoint.checkpoint_revision(folder, also=row_deciding(given, _HARMLESS))
+        return engine.SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
 
     def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
         self._head = self._engine.head  # None before the first forward.
@@ -276,7 +262,7 @@ class SglangBackend(EngineBackend):
         names = [*new_changes(full, sparse, held, self._tensors)]
         if names and self._engine.packs_weights:
             names = [*self._tensors]
-        self._engine.load_weights(NewWeights(str(full), [*map(str, sparse)], names, self._tensors))
+        self._engine.load_weights(checkpoint.NewWeights(str(full), [*map(str, sparse)], names, self._tensors))
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
@@ -373,11 +359,6 @@ def user_options(
     return given | {name: json.dumps(table) for name, table in tables.items()}
 
 
-def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
-    return {name: value for name, value in given.items() if name not in _HARMLESS}
-
-
 def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Iterable[Any]) -> dict[str, Any]:
     """Default options that follow from the backend's settings; the user's options override them.
 
@@ -388,7 +369,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         "model_path": str(folder),
         "skip_tokenizer_init": True,
         "trust_remote_code": settings.trust_remote_code,
-        "dtype": checkpoint_dtype(folder, settings.dtype),
+        "dtype": checkpoint.checkpoint_dtype(folder, settings.dtype),
         "device": kind,
         "base_gpu_id": int(index or 0),
         "tp_size": settings.tensor_parallel_size,
