@@ -23,7 +23,7 @@ from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
 from lmpool.settings import shown
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import check_adapter, head_factors
+from lmpool.workers.backends.lora import check_adapter, head_factors, read_errors
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import EngineSettings, ModelSettings
@@ -112,8 +112,6 @@ class EngineBackend(TellsTexts, ABC):
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
-        from safetensors import SafetensorError  # A backend that does not derive from this class may not need it.
-
         try:
             folder = check_adapter(source, self._folder, self._weights)
             revision = checkpoint_revision(folder)
@@ -133,7 +131,7 @@ class EngineBackend(TellsTexts, ABC):
                     raise
         except LMPoolError:
             raise
-        except (OSError, ValueError, KeyError, SafetensorError) as error:  # The files were removed or overwritten.
+        except read_errors() as error:
             raise SettingsError(f"adapters: {shown(source)} cannot be read: {first_line(error)}") from error
         return revision
 

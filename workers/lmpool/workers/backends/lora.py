@@ -288,6 +288,13 @@ def module_key(tensor: str) -> str:
     return ".".join(tensor.removeprefix(PEFT_PREFIX).split(".")[:-1][-_MODULE_PARTS:])
 
 
+def read_errors() -> tuple[type[Exception], ...]:
+    """Exceptions for files of an adapter that are removed or overwritten while they are read."""
+    from safetensors import SafetensorError
+
+    return OSError, ValueError, KeyError, SafetensorError
+
+
 def _tensors(path: Path) -> dict[str, Any]:
     """Name -> tensor of a safetensors file, read from disk only when it is sliced; empty if the file is not valid."""
     from safetensors import SafetensorError, safe_open

@@ -91,9 +91,10 @@ def read_texts(info: ModelInfo, revision: str | None, *, trust_remote_code: bool
         tokenizer = _pack(loaded)
     except Exception as error:
         # The Rust package `tokenizers` raises plain `Exception`, not a subclass.
-        if type(error) is not Exception and not isinstance(error, _TOKENIZER_ERRORS):
-            raise
-        _log.warning(missing, info.name, first_line(error))
+        if type(error) is Exception or isinstance(error, _TOKENIZER_ERRORS):
+            _log.warning(missing, info.name, first_line(error))
+            return Texts(vocabulary, tokenizer)
+        raise
     return Texts(vocabulary, tokenizer)
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -170,8 +169,7 @@ class SglangBackend(EngineBackend):
         wanted = settings.max_prompt_tokens
         if wanted is not None and wanted > positions:
             raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
-        length = positions if wanted is None else min(wanted + RESERVED_TOKENS, positions)
-        options.setdefault("context_length", length)
+        options.setdefault("context_length", min((wanted or positions) + RESERVED_TOKENS, positions))
         self.device, self._options = device_of(options), options
         self._revision = checkpoint.checkpoint_revision(folder, also=row_deciding(given, _HARMLESS))
         return engine.SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
@@ -284,11 +282,7 @@ def plain_adapter(folder: Path, model: Path) -> tuple[dict[str, Tensor], dict[st
     unserved += [] if config.get("init_lora_weights", True) in lora.HARMLESS_INITS else ["init_lora_weights"]
     if unserved:
         raise _unserved(folder, f"{unserved[0]}={shown(config[unserved[0]], 60)}")
-    try:
-        tensors = load_file(folder / lora.WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
-    factors = _factors(folder, tensors)
+    factors = _factors(folder, load_file(folder / lora.WEIGHTS))
     own = lora.weights_in(model)
     for name, (down, up) in [*factors.items()]:
         layer, _, last = name.rpartition(".")
