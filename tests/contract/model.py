@@ -31,6 +31,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "alphas": {"alpha_pattern": {"v_proj": 4 * RANK, "layers.1.self_attn.q_proj": RANK // 2}},
     "ranks": {"rank_pattern": {"q_proj": RANK // 2, "layers.0.self_attn.v_proj": 5 * RANK}},
     "head": {"target_modules": ["q_proj", "v_proj", "lm_head"]},
+    "up": {"target_modules": ["up_proj"]},
+    "values": {"target_modules": ["v_proj"]},
 }
 """Names of further adapters that `write_adapter` can write -> fields that peft writes into their config."""
 PIECES = {
@@ -43,7 +45,13 @@ PIECES = {
 }
 """Piece of the tokenizer -> its bytes, in the order of the ids; the model has more ids than the tokenizer."""
 
-_HIDDEN, _HEAD, _HEADS, _KV_HEADS, _LAYERS = 128, 32, 4, 2, 2
+_HIDDEN, _HEAD, _HEADS, _KV_HEADS, _LAYERS, _MLP = 128, 32, 4, 2, 2, 192
+_MODULES = {
+    "q_proj": ("self_attn", _HEADS * _HEAD),
+    "v_proj": ("self_attn", _KV_HEADS * _HEAD),
+    "up_proj": ("mlp", _MLP),
+}
+"""Name of each module that adapters change -> the part of a layer that it belongs to, and its output size."""
 
 
 def write_model(folder: Path) -> Path:
@@ -164,7 +172,7 @@ def _model(adapter: str, version: int = 0) -> Any:
     config = LlamaConfig(
         vocab_size=V,
         hidden_size=_HIDDEN,
-        intermediate_size=192,
+        intermediate_size=_MLP,
         num_hidden_layers=_LAYERS,
         num_attention_heads=_HEADS,
         num_key_value_heads=_KV_HEADS,
@@ -207,10 +215,12 @@ def merge(model: Any, adapter: str) -> None:
 def _adapter(name: str) -> dict[str, tuple[torch.Tensor, torch.Tensor, float]]:
     """Name of each module -> its two LoRA factors, (rank, in) and (out, rank), and the scale of their product."""
     generator = torch.Generator().manual_seed(1 + [*ADAPTERS, *KINDS].index(name))
+    targets = KINDS.get(name, {}).get("target_modules", ["q_proj", "v_proj"])
     sizes = {
-        f"model.layers.{layer}.self_attn.{part}": size
+        f"model.layers.{layer}.{part}.{module}": size
         for layer in range(_LAYERS)
-        for part, size in (("q_proj", _HEADS * _HEAD), ("v_proj", _KV_HEADS * _HEAD))
+        for module, (part, size) in _MODULES.items()
+        if module in targets
     }
     if name == "head":
         sizes["lm_head"] = V

@@ -75,6 +75,9 @@ def _command() -> list[str]:
 
 SUBJECT = Subject(
     "sglang", _make, _options, spy=_spy, has_adapters=True, loads_adapters=True, positions=True, has_hidden=True,
-    command=_command, refused={"head": "has weights for the head, lm_head, which SGLang cannot serve"},
+    command=_command, refused={
+        "head": "has weights for the head, lm_head, which SGLang cannot serve",
+        "values": "has weights for base_model.model.model.layers.0.self_attn.v_proj and none for",
+    },
 )  # fmt: skip
 TENSOR_PARALLEL = replace(SUBJECT, make=partial(_make, ranks=2), options=partial(_options, ranks=2), processes=2)

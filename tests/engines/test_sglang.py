@@ -27,6 +27,7 @@ from transformers import PhiConfig, PhiForCausalLM
 from lmpool.errors import SettingsError, WorkerError
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.checkpoint import checkpoint_revision
+from lmpool.workers.backends.engines import row_deciding
 from lmpool.workers.backends.settings import SglangSettings
 from lmpool.workers.backends.sglang import backend as options
 from lmpool.workers.execution.contract import BackendJob
@@ -385,7 +386,7 @@ def test_every_refused_or_harmless_option_exists_in_sglang() -> None:
 
 def test_options_that_change_rows_change_the_revision(folder: Path) -> None:
     given = {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy", "page_size": 16, "schedule_policy": "lpm"}
-    assert options.row_deciding(given) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
+    assert row_deciding(given, options._HARMLESS) == {"kv_cache_dtype": "fp8_e4m3", "load_format": "dummy"}
     revisions = []
     for engine_args in (["schedule_policy=lpm"], ["json_model_override_args='{\"rms_norm_eps\": 0.1}'"]):
         with opened(folder, engine_args=engine_args) as driver:

@@ -21,6 +21,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.sample.logits_processor import MoveDirectionality
 
 from lmpool.errors import SettingsError, WorkerError
+from lmpool.workers.backends import engines
 from lmpool.workers.backends import settings as settings_module
 from lmpool.workers.backends.vllm import engine
 from lmpool.workers.backends.vllm.backend import VllmBackend
@@ -325,6 +326,31 @@ def test_an_adapter_of_another_model_is_refused(model_folder: Path, adapter_fold
     save_file({name.replace("self_attn", "nowhere"): t for name, t in tensors.items()},
               other / "adapter_model.safetensors")  # fmt: skip
     assert "no place for" in refused(model_folder, adapters=[f"a={other}"])
+    # vLLM would copy the factors of a smaller model into a corner of its memory.
+    narrow = {name: t[:, : t.shape[1] // (1 + ("lora_A" in name))].clone() for name, t in tensors.items()}
+    save_file(narrow, other / "adapter_model.safetensors")
+    assert "have the shapes [8, 64] and [128, 8]" in refused(model_folder, adapters=[f"a={other}"])
+
+
+def test_an_adapter_that_vllm_refuses_takes_no_slot(
+    model_folder: Path, adapter_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = shutil.copytree(adapter_folder, tmp_path / "wide")
+    tensors = load_file(wide / "adapter_model.safetensors")
+    save_file({name: torch.ones(4 * t.shape[0], t.shape[1]) if "B" in name else t for name, t in tensors.items()},
+              wide / "adapter_model.safetensors")  # fmt: skip
+    backend = settings(model_folder, max_adapters=1).open()
+    assert isinstance(backend, VllmBackend)
+    with monkeypatch.context() as patched:
+        patched.setattr(engines, "check_adapter", lambda source, *_: Path(source))
+        for _ in range(2):
+            with pytest.raises(SettingsError, match="cannot load"):
+                backend.load_adapter("a", str(wide))
+    answer(backend, draw(31, 9), draw(32, 33))
+    revision = backend.load_adapter("a", str(adapter_folder))
+    core: Any = backend._core.engine_core
+    assert core.list_loras() == {backend._engine.loras[f"a@{revision}"].lora_int_id}
+    backend.close()
 
 
 @pytest.mark.skipif(WANTED, reason="newer versions are accepted in this run")
@@ -418,7 +444,7 @@ def test_engine_options_reach_the_engine_and_some_change_the_fingerprint(
     given = engine.user_arguments(given_settings)
     made = engine.engine_arguments(given_settings, model_folder) | given
     assert (made["block_size"], made["max_num_seqs"], made["seed"]) == (16, 24, 3)
-    assert engine.row_deciding(given) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
+    assert engines.row_deciding(given, engine._HARMLESS) == {"hf_overrides": {"rope_theta": 5.0}, "seed": 3}
 
 
 def test_the_last_of_several_rows_of_a_prompt_counts(backend: VllmBackend) -> None:

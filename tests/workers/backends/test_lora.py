@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from lmpool.errors import SettingsError
+from lmpool.workers.backends import engines
+from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.lora import MAX_RANK, check_adapter
+from lmpool.workers.backends.settings import HfSettings
 
 MODULE = "layers.1.self_attn.q_proj"
 
@@ -30,10 +35,12 @@ def model(tmp_path: Path) -> Path:
 
 
 def adapter(folder: Path, *names: str, **config: object) -> Path:
+    """Write an adapter with tensors of these names; each lora_A has a lora_B too."""
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"r": 2} | config))
     if names:
-        save_file({name: torch.zeros(2) for name in names}, folder / "adapter_model.safetensors")
+        pairs = [name.replace("lora_A", "lora_B") for name in names]
+        save_file({name: torch.zeros(2) for name in (*names, *pairs)}, folder / "adapter_model.safetensors")
     return folder
 
 
@@ -83,7 +90,7 @@ def test_a_copy_of_the_models_head_is_accepted_and_another_head_is_refused(
 ) -> None:
     save_file({"lm_head.weight": HEAD.to(dtype)}, model / "model-3.safetensors")
     folder = adapter(tmp_path / "head", f"base_model.model.model.{MODULE}.lora_A.weight")
-    tensors = {f"base_model.model.model.{MODULE}.lora_A.weight": torch.zeros(2)}
+    tensors = load_file(folder / "adapter_model.safetensors")
     save_file(tensors | {"base_model.model.lm_head.base_layer.weight": saved}, folder / "adapter_model.safetensors")
     if fits:
         check_adapter(folder, model)
@@ -96,6 +103,42 @@ def test_a_copy_of_a_weight_that_the_model_lacks_is_refused(model: Path, tmp_pat
     names = (f"base_model.model.model.{MODULE}.lora_A.weight", "base_model.model.lm_head.base_layer.weight")
     with pytest.raises(SettingsError, match="it has other weights for lm_head"):
         check_adapter(adapter(tmp_path / "bad", *names), model)
+
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@pytest.mark.parametrize(
+    ("module", "weights", "factors", "message"),
+    [
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (6, 2)), "", id="it fits"),
+        pytest.param("q_proj", ((6, 4),), ((2, 3), (6, 2)), r"\[2, 3\] and \[6, 2\], .* has \[6, 4\]$", id="input"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (5, 2)), r"\[2, 4\] and \[5, 2\], .* has \[6, 4\]$", id="output"),
+        pytest.param("q_proj", ((6, 4),), ((2, 6), (4, 2)), "have the shapes", id="swapped"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (6, 3)), "have the shapes", id="two ranks"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), (6,)), "have the shapes", id="a vector"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4), ()), "only one LoRA factor of .*q_proj$", id="a number"),
+        pytest.param("q_proj", ((6, 4),), ((2, 4),), "only one LoRA factor of .*q_proj$", id="one factor"),
+        pytest.param("q_proj", ((6, 4), (3, 9)), ((2, 9), (3, 2)), "", id="of one of two modules"),
+        pytest.param("q_proj", ((6,),), ((2, 9), (3, 2)), "", id="a packed weight"),
+        pytest.param("c_attn", ((4, 6),), ((2, 4), (6, 2)), "", id="a matrix of GPT-2"),
+    ],
+)
+def test_the_factors_of_an_adapter_must_have_the_shape_of_the_weight(
+    tmp_path: Path, module: str, weights: Shapes, factors: Shapes, message: str
+) -> None:
+    for number, shape in enumerate(weights):  # Engines compare the last parts of names, which two modules may share.
+        name = f"model.part{number}.layers.1.self_attn.{module}.weight"
+        save_file({name: torch.zeros(shape)}, tmp_path / f"model-{number}.safetensors")
+    fits = adapter(tmp_path / "fits")
+    names = [f"layers.1.self_attn.{module}.lora_{factor}.weight" for factor in "AB"]
+    tensors = {name: torch.zeros(shape) for name, shape in zip(names, factors, strict=False)}
+    save_file(tensors, fits / "adapter_model.safetensors")
+    if not message:
+        check_adapter(fits, tmp_path)
+        return
+    with pytest.raises(SettingsError, match=f"^adapters: .*fits does not fit .*{message}"):
+        check_adapter(fits, tmp_path)
 
 
 def test_a_folder_without_lora_weights_is_refused(model: Path, tmp_path: Path) -> None:
@@ -178,3 +221,50 @@ def test_a_config_beyond_the_limits_is_refused(model: Path, tmp_path: Path, conf
 )
 def test_usual_configs_are_accepted(model: Path, tmp_path: Path, config: Config) -> None:
     check_adapter(adapter(tmp_path / "good", f"{MODULE}.lora_A.weight", **config), model)
+
+
+class Recording(EngineBackend):
+    """A backend that calls `change` with the folder of each adapter while it loads the adapter."""
+
+    def __init__(self, model: Path, change: Callable[[Path], object]) -> None:
+        super().__init__(HfSettings(str(model)))
+        self._folder, self._change = model, change
+        self.loaded: list[str] = []
+
+    def _load(self, adapter: str, folder: Path) -> None:
+        self.loaded.append(adapter)
+        self._change(folder)
+
+    def _unload(self, adapter: str) -> None:
+        self.loaded.remove(adapter)
+
+
+def overwrite(folder: Path) -> None:
+    save_file({f"{MODULE}.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(overwrite, "BAD was changed while it was loaded"), (shutil.rmtree, "BAD.* cannot be read: .*No such file")],
+)
+def test_an_adapter_whose_files_change_during_its_load_is_unloaded_and_refused(
+    model: Path, tmp_path: Path, change: Callable[[Path], object], message: str
+) -> None:
+    bad = adapter(tmp_path / "bad", f"{MODULE}.lora_A.weight")
+    backend = Recording(model, change)
+    with pytest.raises(SettingsError, match="^adapters: " + message.replace("BAD", re.escape(str(bad)))):
+        backend.load_adapter("a", str(bad))
+    assert (backend.loaded, backend.adapters) == ([], {})
+
+
+def test_an_adapter_whose_files_vanish_before_its_load_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_and_remove(*given: Any) -> Path:
+        shutil.rmtree(folder := check_adapter(*given))
+        return folder
+
+    bad = adapter(tmp_path / "bad", f"{MODULE}.lora_A.weight")
+    monkeypatch.setattr(engines, "check_adapter", check_and_remove)
+    with pytest.raises(SettingsError, match=r"^adapters: '.*bad' cannot be read: .*No such file"):
+        Recording(model, print).load_adapter("a", str(bad))

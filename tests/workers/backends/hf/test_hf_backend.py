@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from lmpool.errors import SettingsError
 from lmpool.protocol.job import encode_prompt
 from lmpool.protocol.query import PositionsQuery
 from lmpool.protocol.row import Encoding, widen_bf16
@@ -245,6 +246,13 @@ def break_lm_head(folder: Path, values: dict[int, float]) -> HfBackend:
     model: Any = backend._forward.model
     model.lm_head.register_forward_hook(put)
     return backend
+
+
+def test_a_model_whose_batches_have_mixed_up_rows_is_refused(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    last_logits = Forward.last_logits
+    monkeypatch.setattr(Forward, "last_logits", lambda *given: last_logits(*given).flip(0))
+    with pytest.raises(SettingsError, match="cannot be served by hf: a prompt's row differs by .* when others run"):
+        tiny.backend()
 
 
 def test_nan_weights_fail_the_prompts_that_use_them(tiny: Tiny, tmp_path: Path) -> None:

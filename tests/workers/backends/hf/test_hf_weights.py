@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, RwkvConfig
 from lmpool.errors import SettingsError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.tensors import TIED_HEAD, read_types
-from lmpool.workers.backends.hf import backend as hf_backend
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.backend import HfBackend
 from lmpool.workers.backends.hf.model import load_model
 from lmpool.workers.backends.settings import HfSettings
@@ -146,5 +146,5 @@ def test_weights_of_files_that_changed_during_the_start_cannot_be_replaced(
         write_model(folder, "llama", seed=1)
         return loaded
 
-    monkeypatch.setattr(hf_backend, "load_model", load_and_change)
+    monkeypatch.setattr(hf_model, "load_model", load_and_change)
     check_fixed(opened(folder), folder)

@@ -290,9 +290,10 @@ class SteppedBackend(HfBackend):
     """
 
     def __init__(self, settings: HfSettings) -> None:
-        super().__init__(settings)
-        self._steps = threading.Semaphore(0)
         self.answered: list[bytes] = []
+        self._steps = threading.Semaphore(1000)  # Enough for the checks at the start.
+        super().__init__(settings)
+        self.answered, self._steps = [], threading.Semaphore(0)
 
     def let(self, steps: int) -> None:
         """Allow the backend to run this many more steps."""

@@ -32,12 +32,10 @@ _log = logging.getLogger(__name__)
 HUB_TIMEOUT_S = 4.0
 """Max seconds to wait until the hub answers a test request; `huggingface_hub` itself would wait much longer."""
 
+# Suffixes of weight files, most preferred first: engines load the first format that exists.
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-"""Suffixes of weight files, most preferred first: engines load the first format that exists."""
-
+# Suffixes of weight files to download: the first that the repository has. For GGUF, the user must name the file.
 _HUB_WEIGHTS = _WEIGHTS[:3]
-"""Suffixes of weight files to download: the first that the repository has. For GGUF, the user must name the file."""
-
 MODEL_CONFIGS = ("config.json", "params.json")
 """Files that describe a model's architecture, in the formats of transformers and of Mistral."""
 

@@ -7,22 +7,23 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import ProtocolError, SettingsError, WorkerError
+from lmpool.errors import LMPoolError, ProtocolError, SettingsError, WorkerError, first_line
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
+from lmpool.settings import shown
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import check_adapter, head_factors
+from lmpool.workers.backends.lora import check_adapter, head_factors, read_errors
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import EngineSettings, ModelSettings
@@ -52,7 +53,7 @@ class EngineBackend(TellsTexts, ABC):
 
     batch: int
     _folder: Path  # The model's folder, or its hub name if `_weights` is set.
-    _weights: Mapping[str, Any] | None = None  # The model's weights; see `check_adapter`.
+    _weights: Mapping[str, Sequence[Any]] | None = None  # The model's weights; see `check_adapter`.
     _encoder: RowEncoder
     _head: OutputHead | None = None  # None if clients cannot compute the logits from hidden states.
     _head_name = "lm_head"  # The last part of the name of the head's module.
@@ -111,23 +112,34 @@ class EngineBackend(TellsTexts, ABC):
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
-        folder = check_adapter(source, self._folder, self._weights)
-        revision = checkpoint_revision(folder)
-        adapter, settings = qualify(name, revision), self._settings
-        if adapter not in self.adapters:
-            if isinstance(settings, EngineSettings) and len(self.adapters) >= (slots := settings.adapter_slots):
-                remedy = "start it with more (--max-adapters)"
-                raise SettingsError(f"adapters: this worker has {slots} slots, and none is free for {name!r}: {remedy}")
-            self._load(adapter, folder)
-            self._head_factors[adapter] = self._read_factors(adapter, folder)
-            self.adapters[adapter] = checkpoint_source(source)
+        try:
+            folder = check_adapter(source, self._folder, self._weights)
+            revision = checkpoint_revision(folder)
+            adapter, settings = qualify(name, revision), self._settings
+            if adapter not in self.adapters:
+                if isinstance(settings, EngineSettings) and len(self.adapters) >= (slots := settings.adapter_slots):
+                    text = f"adapters: this worker has {slots} slots, and none is free for {name!r}"
+                    raise SettingsError(f"{text}: start it with more (--max-adapters)")
+                self._load(adapter, folder)
+                self.adapters[adapter] = checkpoint_source(source)
+                try:
+                    self._head_factors[adapter] = self._read_factors(adapter, folder)
+                    if checkpoint_revision(folder) != revision:
+                        raise SettingsError(f"adapters: {folder} was changed while it was loaded")
+                except Exception:
+                    self.drop_adapter(adapter)
+                    raise
+        except LMPoolError:
+            raise
+        except read_errors() as error:
+            raise SettingsError(f"adapters: {shown(source)} cannot be read: {first_line(error)}") from error
         return revision
 
     def drop_adapter(self, adapter: str) -> None:
         """See `Backend.drop_adapter`."""
         if self.adapters.pop(adapter, None) is not None:
+            self._head_factors.pop(adapter, None)
             self._unload(adapter)
-            del self._head_factors[adapter]
 
     def write_to(self, new_rows: NewRows) -> None:
         """See `WritesInPlace.write_to`."""
@@ -147,6 +159,11 @@ class EngineBackend(TellsTexts, ABC):
     def reset_stats(self) -> None:
         """Set the counters to zero: no client has requested the rows of the checks at the start."""
         self._stats = BackendStats()
+
+
+def row_deciding(given: Mapping[str, Any], harmless: Collection[str]) -> dict[str, Any]:
+    """Engine options, without those that change rows only by rounding; the model's fingerprint includes the result."""
+    return {name: value for name, value in given.items() if name not in harmless}
 
 
 def _part_of_adapter(query: HeadQuery, factors: tuple[Any, Any] | str | None) -> NDArray[np.float32]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ BASE_WEIGHT = ".base_layer.weight"
 
 _COMPARED_ROWS = 1024  # Rows of a base weight that are compared at once: about 20 MB of a large head.
 _COMPARED_DTYPES = ("F64", "F32", "F16", "BF16")  # Dtypes of safetensors in which peft saves weights.
+_UNPACKED = (*_COMPARED_DTYPES, "F8_E4M3")  # Dtypes of weights that have the shape of the module's matrix.
 
 # Max relative difference between a weight and its copy that was saved in bfloat16, which has 8 significant bits.
 _COPY_TOLERANCE = 2.0**-8
@@ -123,7 +124,7 @@ def content_digest(place: Path) -> str:
     return state.hexdigest()
 
 
-def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | None = None) -> Path:
+def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Sequence[Any]] | None = None) -> Path:
     """The folder of an adapter. Refuses a dangerous config, and weights that do not fit the model.
 
     Engines ignore changed weights of the model itself in an adapter's file, so such an adapter is refused. An equal
@@ -135,10 +136,7 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
         weights: the model's weights (`weights_of`), by default from its safetensors files. If there are no weights,
             all names of weights are accepted.
     """
-    folder = adapter_folder(str(source))
-    if weights is None:
-        files = map(_tensors, model.glob("*.safetensors"))
-        weights = weights_of({name: tensor for tensors in files for name, tensor in tensors.items()})
+    folder, own = adapter_folder(str(source)), weights_in(model) if weights is None else weights
     if not (folder / CONFIG).is_file():
         raise SettingsError(f"adapters: {folder} holds no {CONFIG}: is it a LoRA adapter of peft?")
     config = read_adapter_config(folder)
@@ -155,7 +153,7 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
         )
     tensors, misfit = _tensors(folder / WEIGHTS), f"adapters: {folder} does not fit"
     names = [name.removesuffix(end) for name in tensors for end in _FACTORS if end in name]
-    unknown = [name for name in names if weights and _module_of(f"{name}.weight") not in weights]
+    unknown = [name for name in names if own and module_key(f"{name}.weight") not in own]
     if unknown or not names:
         raise SettingsError(f"{misfit} {model}, which has no place for {(unknown or ['any LoRA weights'])[0]}")
     for name, tensor in tensors.items():
@@ -166,18 +164,35 @@ def check_adapter(source: str | Path, model: Path, weights: Mapping[str, Any] | 
             named = ", ".join(map(str, sorted(ranks)[:5]))
             raise SettingsError(f"{misfit} itself: {name} has rank {held}, and {CONFIG} says {named}: save it anew")
         module = name.removesuffix(BASE_WEIGHT).removeprefix(PEFT_PREFIX)
-        if name.endswith(BASE_WEIGHT) and not _is_copy(tensor, weights.get(_module_of(f"{module}.weight"))):
+        copied = own.get(module_key(f"{module}.weight"), ())
+        if name.endswith(BASE_WEIGHT) and not any(_is_copy(tensor, weight) for weight in copied):
             remedy = "save it with save_embedding_layers=False"
             raise SettingsError(f"{misfit} {model}: it has other weights for {module}; {remedy}")
+    for module in names if weights is None else ():  # peft checks the shapes of the factors, and engines do not.
+        down, up = ([*tensors[name].get_shape()] if (name := module + end) in tensors else [] for end in _FACTORS)
+        shapes = _shapes(module, own)
+        if not (down and up):
+            raise SettingsError(f"{misfit} itself: it has only one LoRA factor of {module}")
+        if shapes and not (len(down) == len(up) == 2 and down[0] == up[1] and [up[0], down[1]] in shapes):
+            text = f"the LoRA factors of {module} have the shapes {down} and {up}, and its weight has {shapes[0]}"
+            raise SettingsError(f"{misfit} {model}: {text}")
     return folder
 
 
+def _shapes(module: str, weights: Mapping[str, Sequence[Any]]) -> list[list[int]]:
+    """Shapes (out, in) of the model's matrices that an adapter's module may belong to; empty if they are packed."""
+    own = [weight for weight in weights.get(module_key(f"{module}.weight"), ()) if weight.get_dtype() in _UNPACKED]
+    shapes = [[*weight.get_shape()] for weight in own if len(weight.get_shape()) == 2]
+    # GPT-2 stores these matrices as (in, out).
+    return [*shapes, *(shape[::-1] for shape in shapes)] if ".c_" in module else shapes
+
+
 def _is_copy(saved: Any, own: Any) -> bool:
-    """Whether the saved matrix is a copy of the model's weight `own`, which is None if the model has no such weight."""
+    """Whether the saved matrix is a copy of the model's weight `own`."""
     import torch
 
     shape = saved.get_shape()
-    if own is None or len(shape) != 2:
+    if len(shape) != 2:
         return False
     if saved.get_dtype() not in _COMPARED_DTYPES:
         return False  # Do not read a tensor of another dtype: reading may fail with exceptions of several kinds.
@@ -223,10 +238,17 @@ def head_factors(folder: Path, head: str) -> tuple[Any, Any] | str | None:
     return down, up * scale_of(config, module, len(down))
 
 
-def weights_of(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Name of each module -> the tensor named weight, or another tensor of the module if there is none."""
-    names = sorted(tensors, key=lambda name: name.endswith(".weight"))
-    return {_module_of(name): tensors[name] for name in names}
+def weights_in(model: Path) -> dict[str, list[Any]]:
+    """`weights_of` the safetensors files in the folder of a model, read from disk only when they are sliced."""
+    return weights_of(item for path in model.glob("*.safetensors") for item in _tensors(path).items())
+
+
+def weights_of(tensors: Iterable[tuple[str, Any]]) -> dict[str, list[Any]]:
+    """`module_key` of each module -> the tensors named weight of all modules with this key."""
+    found: dict[str, list[Any]] = {}
+    for name, tensor in tensors:
+        found.setdefault(module_key(name), []).extend([tensor] if name.endswith(".weight") else [])
+    return found
 
 
 def ranks_of(config: Mapping[str, Any]) -> set[int]:
@@ -261,9 +283,16 @@ def _check_names(config: Mapping[str, Any]) -> None:
                 raise SettingsError(f"{field} names {shown(name, 60)}: a module's name must match {_MODULE.pattern}")
 
 
-def _module_of(tensor: str) -> str:
-    """The last `_MODULE_PARTS` parts of the name of the module that a tensor belongs to."""
+def module_key(tensor: str) -> str:
+    """The last parts of the name of the module that a tensor belongs to; equal in a model and in its adapters."""
     return ".".join(tensor.removeprefix(PEFT_PREFIX).split(".")[:-1][-_MODULE_PARTS:])
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Exceptions for files of an adapter that are removed or overwritten while they are read."""
+    from safetensors import SafetensorError
+
+    return OSError, ValueError, KeyError, SafetensorError
 
 
 def _tensors(path: Path) -> dict[str, Any]:

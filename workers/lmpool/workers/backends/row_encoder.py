@@ -21,12 +21,10 @@ from lmpool.protocol.row import Encoding, NewRows, RowBlock, no_new_rows
 from lmpool.workers.backends.output_head import pack_states
 from lmpool.workers.execution.contract import QUERY_ERRORS, BackendJob, failure_of
 
+# Logits per slice on a CPU (2 MiB in float32): few enough that the slice stays in the processor's cache.
 _CACHED_NUMBERS = 1 << 19
-"""Logits per slice on a CPU (2 MiB in float32): few enough that the slice stays in the processor's cache."""
-
+# Logits per slice on an accelerator (64 MiB in float32): few, because engines leave little device memory free.
 _SLICED_NUMBERS = 1 << 24
-"""Logits per slice on an accelerator (64 MiB in float32): few, because engines leave little device memory free."""
-
 _SPARE_ENTRIES = 64  # Entries beyond the k largest that are fetched, so that they rarely end among equal entries.
 _PORTABLE = 1  # cudaHostRegister flag: register the memory for all devices.
 _REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this process has registered the memory already.
@@ -76,10 +74,6 @@ class RowEncoder:
         self.new_rows: NewRows = no_new_rows
         # Address and size of each memory that the GPU can write to; None after CUDA refused to register memory.
         self._mapped: set[tuple[int, int]] | None = set()
-
-    def encoding_of(self, logits: Tensor) -> Encoding:
-        """The encoding that `encode` would choose for these logits (n, V)."""
-        return self._numbers(logits).encoding
 
     def encode(self, digests: list[bytes], logits: Tensor) -> EncodedRows:
         """Encode a batch of logits (n, V), of any float dtype, on any device. A logit of -inf means probability 0."""

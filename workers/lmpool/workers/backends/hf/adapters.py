@@ -17,8 +17,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lmpool.errors import SettingsError, first_line
-from lmpool.protocol.adapter import revision_of
-from lmpool.workers.backends.checkpoint import checkpoint_revision
 from lmpool.workers.backends.hf.forward import Forward
 from lmpool.workers.backends.lora import BASE_WEIGHT, HARMLESS_INITS, WEIGHTS
 from lmpool.workers.backends.settings import require
@@ -59,8 +57,6 @@ class HfAdapters:
                 self.activate(adapter, force=True)
                 if not bool(self._forward.logits([[0]]).isfinite().any()):
                     raise SettingsError(f"adapters: with {folder} the model's logits are no numbers")
-            if checkpoint_revision(folder) != revision_of(adapter):
-                raise SettingsError(f"adapters: {folder} was changed while it was loaded")
         except _LOAD_ERRORS as error:
             self.drop(adapter)
             if isinstance(error, SettingsError):

@@ -21,16 +21,10 @@ from lmpool.protocol.row import RowBlock, VectorBlock
 from lmpool.protocol.tensors import TensorType
 from lmpool.workers.backends.engines import EngineBackend
 from lmpool.workers.backends.hf import batching
+from lmpool.workers.backends.hf import model as hf_model
 from lmpool.workers.backends.hf.adapters import HfAdapters
 from lmpool.workers.backends.hf.batching import PREFILL, BatchRules, PromptChunk
 from lmpool.workers.backends.hf.forward import ROOT, Forward, KVPool, new_path, new_tokens
-from lmpool.workers.backends.hf.model import (
-    FORWARD_ERRORS,
-    check_model,
-    find_head,
-    hidden_in_place_of_logits,
-    load_model,
-)
 from lmpool.workers.backends.hf.placement import is_offloaded
 from lmpool.workers.backends.hf.weights import ReplaceableWeights
 from lmpool.workers.backends.lora import weights_of
@@ -87,18 +81,18 @@ class HfBackend(EngineBackend):
     @torch.inference_mode()
     def __init__(self, settings: HfSettings) -> None:
         super().__init__(settings)
-        model, max_prompt_tokens, revision, folder = load_model(settings)
+        model, max_prompt_tokens, revision, folder = hf_model.load_model(settings)
         self._forward = Forward(model)
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         _log.info("weights are loaded: checking how prompts can run together")
         try:
-            abilities = check_model(self._forward, max_prompt_tokens)
-        except FORWARD_ERRORS as error:
+            abilities = hf_model.check_model(self._forward, max_prompt_tokens)
+        except hf_model.FORWARD_ERRORS as error:
             name, where = ("device_map", " in parts") if settings.device_map else ("model", "")
             text = f"{name}: {settings.model} cannot run a prompt{where}: {first_line(error)}"
             raise SettingsError(text) from error
         self.batch, self.device = settings.max_batch, str(self._forward.device)
-        is_cpu, vocab_size = self._forward.device.type == "cpu", abilities.logits.shape[-1]
+        is_cpu, vocab_size = self._forward.device.type == "cpu", abilities.vocab_size
         self._pool: KVPool | None = None
         if (layout := abilities.layout) is not None and (capacity := layout.capacity(settings.kv_cache_bytes)):
             try:
@@ -129,30 +123,29 @@ class HfBackend(EngineBackend):
         self._bulk_limit = batching.BulkLimit(self._rules.chunk, least, self._rules.tokens)
         self._bulk_rules = self._rules
         self._shorter_went_first = False
-        self._head, self._is_exact_head = find_head(model, vocab_size)
+        self._head, self._is_exact_head = hf_model.find_head(model, vocab_size)
         layer: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]
         names = (name.rpartition(".")[2] for name, module in model.named_modules() if module is layer)
         self._head_name = next(names, self._head_name)
         if abilities.attention:  # Eager attention computes slightly different rows, so change the revision.
             revision = blake2b(f"{revision} {abilities.attention}".encode(), digest_size=16).hexdigest()
-        self._set_info(
+        self._roots: dict[str, int] = {}
+        self._adapters = HfAdapters(self._forward, settings.model)
+        self._folder = Path(settings.model)
+        # Do this before peft renames weights for adapters. Quantised weights cannot be read in inference mode.
+        with torch.inference_mode(mode=False):
+            self._weights = weights_of(model.state_dict().items())
+            self._replaceable = ReplaceableWeights(model, folder, settings)
+        self._prepare(
             model.dtype,
-            self._encoder.encoding_of(abilities.logits),
             vocab_size=vocab_size,
             max_prompt_tokens=max_prompt_tokens,
             revision=revision,
             positions=True,
             gguf_file=settings.gguf_file or "",
         )
-        self._roots: dict[str, int] = {}
-        self._adapters = HfAdapters(self._forward, settings.model)
-        self._folder = Path(settings.model)
-        # Do this before peft renames weights for adapters. Quantised weights cannot be read in inference mode.
-        with torch.inference_mode(mode=False):
-            self._weights = weights_of(model.state_dict())
-            self._replaceable = ReplaceableWeights(model, folder, settings)
-        for name, source in settings.adapter_folders.items():
-            self.load_adapter(name, source)
+        if self._pool is not None:
+            self._pool.clear()  # No client has requested the prompts of the checks.
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Accept jobs. Two jobs with one digest are computed once, with interactive priority unless both are bulk."""
@@ -347,7 +340,7 @@ class HfBackend(EngineBackend):
         if first.adapter != self._adapters.active:
             self._adapters.activate(first.adapter)
         if first.kind == "states":
-            with hidden_in_place_of_logits(self._forward.model, max(kept)) as taken:
+            with hf_model.hidden_in_place_of_logits(self._forward.model, max(kept)) as taken:
                 self._forward.last_logits(prompts, kept, paths, pool, root)
             (logits,) = taken
         else:

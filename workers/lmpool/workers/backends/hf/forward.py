@@ -147,7 +147,7 @@ class KVPool:
         self._gathered = new_path()
 
     def clear(self) -> None:
-        """Discard all keys and values, because the model's weights have changed."""
+        """Discard all keys and values, for example because the model's weights have changed."""
         self.slots.clear()
         self.held = []
         self.release()  # The scratch memory has copies of keys and values.

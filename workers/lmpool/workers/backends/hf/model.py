@@ -24,22 +24,14 @@ from transformers.utils.logging import disable_progress_bar
 from lmpool.errors import SettingsError, first_line
 from lmpool.settings import check_choice
 from lmpool.workers.backends.checkpoint import checkpoint_folder, quantisation_of, stable
+from lmpool.workers.backends.hf import placement
 from lmpool.workers.backends.hf.forward import Forward, KVLayout, KVPool
-from lmpool.workers.backends.hf.placement import (
-    check_placement,
-    drop_addresses,
-    input_device,
-    is_spread,
-    loaded,
-    placement_options,
-)
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
+# Max tokens of a prompt for a model whose config states no limit.
 _UNLIMITED = 1 << 20
-"""Max tokens of a prompt for a model whose config states no limit."""
-
 # Config fields that may state the max tokens of a prompt, in the order in which they are read.
 LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 
@@ -54,15 +46,12 @@ FORWARD_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, KeyError, Att
 EAGER = "eager"
 """Name in transformers of the attention code in the model's own file, which supports all options of the model."""
 
+# Config fields of attention that sdpa, the default attention of transformers, ignores.
 _LEFT_OUT = ("attn_logit_softcapping",)
-"""Config fields of attention that sdpa, the default attention of transformers, ignores."""
-
+# Min number of a tensor's elements that the digest includes one by one; of a smaller tensor, it includes all.
 _SAMPLES = 1024
-"""Min number of a tensor's elements that the digest includes one by one; of a smaller tensor, it includes all."""
-
+# Max elements of a tensor that are summed at once: as int64 numbers, these elements take 128 MiB.
 _CHUNK = 1 << 24
-"""Max elements of a tensor that are summed at once: as int64 numbers, these elements take 128 MiB."""
-
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _ROUNDING = 1e-6  # Largest difference of float32 logits that count as the same, as a share of their deviation.
@@ -108,20 +97,20 @@ def load_model(settings: HfSettings) -> tuple[PreTrainedModel, int, str, Path]:
         raise SettingsError(f"max_prompt_tokens: {limit} is more than the {stated[0]} positions of the model")
     try:
         if settings.device_map:
-            device = input_device(model)
+            device = placement.input_device(model)
         if device.type == "cpu":
             # transformers maps the checkpoint's files into memory, and a CPU computes with the mapped pages.
             # Overwriting a file would change the rows of a running worker, and truncating it would end the worker.
             for tensor in chain(model.parameters(), model.buffers()):  # `parameters` yields a tied weight once.
                 tensor.data = tensor.data.clone()
-            drop_addresses(model)
-        if not is_spread(model):
+            placement.drop_addresses(model)
+        if not placement.is_spread(model):
             model.to(device)  # type: ignore[arg-type]  # transformers wraps this method without its types
         model.train(mode=False)
     except (RuntimeError, ValueError) as error:
         # There is too little memory, or the model has quantised weights that cannot be moved.
         raise SettingsError(f"device: {settings.model} cannot be put on {device}: {first_line(error)}") from error
-    check_placement(model, settings.model)
+    placement.check_placement(model, settings.model)
     try:
         # Compute the digest before the first forward, in which some models (RWKV) rescale their weights.
         revision = weights_revision(model)
@@ -138,11 +127,11 @@ def _from_pretrained(settings: HfSettings, folder: Path) -> tuple[PreTrainedMode
     """The model in a folder, and transformers' report of missing weights."""
     file = settings.gguf_file
     load: Any = AutoModelForCausalLM.from_pretrained
-    placement, offloaded = placement_options(settings)
+    placed, offloaded = placement.placement_options(settings)
     more: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code, "local_files_only": True}
     more |= {"output_loading_info": True, **_quantisation(settings, folder)}
     try:
-        model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more, **placement)
+        model, report = load(str(folder), dtype=settings.dtype, gguf_file=file, **more, **placed)
     except (OSError, ValueError, ImportError, KeyError, RuntimeError, struct.error) as error:
         # transformers has no exception type of its own. It raises these exceptions for missing files, unknown
         # architectures, missing packages, broken checkpoints and broken GGUF files.
@@ -195,7 +184,7 @@ def weights_revision(model: PreTrainedModel) -> str:
     config = json.dumps(stable(model.config.to_diff_dict()), sort_keys=True, default=str)
     state = blake2b(config.encode(), digest_size=16)
     for name, tensor in sorted(chain.from_iterable(map(_stored, model.state_dict().items()))):
-        bits = loaded(model, name, tensor).detach().reshape(-1)
+        bits = placement.loaded(model, name, tensor).detach().reshape(-1)
         if bits.is_complex():
             bits = torch.view_as_real(bits).reshape(-1)
         bits = bits.view(_INTEGERS[bits.element_size()])
@@ -250,11 +239,11 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> tuple[OutputHead | Non
     scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
     def weights(first: int, count: int) -> Tensor:
-        return loaded(layer, "weight", layer.weight)[first : first + count]
+        return placement.loaded(layer, "weight", layer.weight)[first : first + count]
 
-    bias = None if layer.bias is None else loaded(layer, "bias", layer.bias).detach()
+    bias = None if layer.bias is None else placement.loaded(layer, "bias", layer.bias).detach()
     head = OutputHead(layer.in_features, weights, bias, scale, getattr(config, "final_logit_softcapping", None))
-    ids = torch.tensor([[0, vocab_size // 2, vocab_size - 1]], device=input_device(model))
+    ids = torch.tensor([[0, vocab_size // 2, vocab_size - 1]], device=placement.input_device(model))
     with torch.inference_mode():
         expected = model(input_ids=ids).logits[0]
         with hidden_in_place_of_logits(model, 3) as taken:
@@ -271,7 +260,7 @@ def find_head(model: PreTrainedModel, vocab_size: int) -> tuple[OutputHead | Non
 class Abilities:
     """What the checks of a model found out."""
 
-    logits: Tensor  # Logits of one prompt, tensor of shape (1, V).
+    vocab_size: int  # Number of logits of a prompt.
     pads: bool  # Whether prompts of different lengths may run together.
     layout: KVLayout | None  # Form of a token's keys and values in the cache; None if prefixes cannot be reused.
     horizon: int  # Max tokens of a prompt that may run with others and reuse prefixes; a longer prompt must run alone.
@@ -299,9 +288,8 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     limits = [rope.get("original_max_position_embeddings") or config.max_position_embeddings for rope in ropes]
     horizon = min(max_prompt_tokens, *limits, window if window > _LONGEST_WINDOW else max_prompt_tokens)
     length = min(horizon, max(_CHECK_TOKENS, window + 8 if window <= _LONGEST_WINDOW else 0))
-    prompts = _prompts(length, forward.logits([[0]]).shape[-1])
+    prompts = _prompts(length, vocab_size := forward.logits([[0]]).shape[-1])
     attention, alone = _choose_attention(forward, config, prompts)
-    logits = forward.logits([[0]])
     try:
         pads = _agree(forward.logits(prompts), alone)
     except FORWARD_ERRORS:
@@ -314,7 +302,7 @@ def check_model(forward: Forward, max_prompt_tokens: int) -> Abilities:
     elif not _reuses(forward, prompts, alone, layout, pads):
         layout = None
         _log.info("reused prefixes change the model's rows: prefixes are not reused")
-    return Abilities(logits, pads, layout, horizon, attention)
+    return Abilities(vocab_size, pads, layout, horizon, attention)
 
 
 def _choose_attention(forward: Forward, config: PreTrainedConfig, prompts: list[list[int]]) -> tuple[str, Tensor]:

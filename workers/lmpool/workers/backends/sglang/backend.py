@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -23,16 +22,8 @@ from lmpool.errors import SettingsError, first_line
 from lmpool.protocol.row import Encoding, VectorBlock
 from lmpool.protocol.tensors import TensorType, new_changes
 from lmpool.settings import shown
-from lmpool.workers.backends import lora
-from lmpool.workers.backends.checkpoint import (
-    NewWeights,
-    checkpoint_dtype,
-    checkpoint_folder,
-    checkpoint_revision,
-    quantisation_of,
-    replaceable_tensors,
-)
-from lmpool.workers.backends.engines import EngineBackend
+from lmpool.workers.backends import checkpoint, lora
+from lmpool.workers.backends.engines import EngineBackend, row_deciding
 from lmpool.workers.backends.row_encoder import RowEncoder, log_threads, pick_device
 from lmpool.workers.backends.settings import LOOPBACK, SglangSettings, check_engine_args, importing, parse_engine_args
 from lmpool.workers.execution.contract import BackendJob, BackendStats, Finished
@@ -84,6 +75,9 @@ _REFUSED = {option: reason for reason, options in _REASONS.items() for option in
 # Modules that adapters loaded after the start may change: SGLang reserves memory for them when it starts.
 _DEFERRED_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
+# Last part of a module's name -> the first of the modules that SGLang joins with this module.
+_JOINED = {"k_proj": "q_proj", "v_proj": "q_proj", "up_proj": "gate_proj", "w3": "w1"}
+
 # Options that change rows only by rounding. Workers that differ only in these options may serve the same model.
 _HARMLESS = {
     "attention_backend", "base_gpu_id", "chunked_prefill_size", "context_length", "cpu_offload_gb",
@@ -114,10 +108,10 @@ class SglangBackend(EngineBackend):
 
     def __init__(self, settings: SglangSettings) -> None:
         super().__init__(settings)
-        self._folder = checkpoint_folder("model", settings.model, settings.revision)
+        self._folder = checkpoint.checkpoint_folder("model", settings.model, settings.revision)
         self._engine = self._launch()
         is_plain = not self._options.get("quantization") and self._options.get("load_format") != "dummy"
-        self._tensors = replaceable_tensors(self._folder) if is_plain else {}
+        self._tensors = checkpoint.replaceable_tensors(self._folder) if is_plain else {}
         model, limit = self._engine.scheduler.model_config, self._engine.scheduler.max_req_input_len - 1
         self.batch = self._engine.scheduler.max_running_requests
         self._encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
@@ -137,7 +131,7 @@ class SglangBackend(EngineBackend):
         """Import SGLang and start its engine; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
         sources = settings.adapter_folders.values()
-        adapters = [plain_adapter(lora.check_adapter(source, folder))[1] for source in sources]
+        adapters = [plain_adapter(lora.check_adapter(source, folder), folder)[1] for source in sources]
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
@@ -156,36 +150,29 @@ class SglangBackend(EngineBackend):
             with importing():
                 from sglang.version import __version__ as version
 
-                from lmpool.workers.backends.sglang.engine import (
-                    SglangEngine,
-                    known_options,
-                    lacks_quantised_kernels,
-                    option_names,
-                    read_facts,
-                )
+                from lmpool.workers.backends.sglang import engine
         except (ImportError, OSError, RuntimeError) as error:  # RuntimeError: SGLang's kernels do not fit this machine.
             raise SettingsError(f"backend: SGLang cannot be imported: {first_line(error)}") from error
-        given = user_options(settings, known_options(), version, option_names())
+        given = user_options(settings, engine.known_options(), version, engine.option_names())
         options = engine_options(settings, folder, device, adapters) | given
         set_log_level(str(options["log_level"]))
         try:
-            positions, numbers = read_facts(folder, settings.trust_remote_code, settings.ranks)
+            positions, numbers = engine.read_facts(folder, settings.trust_remote_code, settings.ranks)
         except (OSError, ValueError, KeyError, AttributeError, TypeError, ImportError) as error:
             raise SettingsError(f"model: {settings.model} cannot be loaded: {first_line(error)}") from error
         if (tokens := kv_tokens(settings, options, numbers)) is not None:
             options.setdefault("max_total_tokens", tokens)
-        method = str(options.get("quantization") or quantisation_of(folder))
-        if device == "cpu" and lacks_quantised_kernels(method):
+        method = str(options.get("quantization") or checkpoint.quantisation_of(folder))
+        if device == "cpu" and engine.lacks_quantised_kernels(method):
             text = f"SGLang {version} computes quantised weights ({method}) on a CPU only with its AMX kernels"
             raise SettingsError(f"model: {text}, which are not installed here; use --backend hf or vllm")
         wanted = settings.max_prompt_tokens
         if wanted is not None and wanted > positions:
             raise SettingsError(f"max_prompt_tokens: {wanted} is more than the {positions} positions of the model")
-        length = positions if wanted is None else min(wanted + RESERVED_TOKENS, positions)
-        options.setdefault("context_length", length)
+        options.setdefault("context_length", min((wanted or positions) + RESERVED_TOKENS, positions))
         self.device, self._options = device_of(options), options
-        self._revision = checkpoint_revision(folder, also=row_deciding(given))
-        return SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
+        self._revision = checkpoint.checkpoint_revision(folder, also=row_deciding(given, _HARMLESS))
+        return engine.SglangEngine(options, f"SGLang {version} cannot serve {settings.model}", FOLLOWER)
 
     def _set_info(self, dtype: object, encoding: Encoding = Encoding.F32, **facts: Any) -> None:
         self._head = self._engine.head  # None before the first forward.
@@ -193,7 +180,8 @@ class SglangBackend(EngineBackend):
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Submit jobs that are not in flight to the engine, which computes them in its own thread."""
-        if new := {job.digest: job for job in jobs if job.digest not in self._held}:
+        # Copy the jobs: the worker changes the tokens of a continuation, and may submit it again after an abort.
+        if new := {job.digest: job._replace() for job in jobs if job.digest not in self._held}:
             self._held |= new
             self._engine.submit(list(new.values()))
 
@@ -216,14 +204,11 @@ class SglangBackend(EngineBackend):
 
     def _add(self, batch: EngineBatch, finished: Finished, vectors: dict[bytes, NDArray[np.float32]]) -> None:
         """Add the results of a forward to `finished` and `vectors`, except results of aborted jobs."""
-        held = self._held
-        finished.failures.update((each, text) for each, text in batch.failures.items() if held.pop(each, None))
-        answered = {digest: values for digest, values in batch.positions.items() if held.pop(digest, None)}
+        finished.failures.update((job.digest, text) for job, text in batch.failures.items() if self._take(job))
+        answered = {job.digest: values for job, values in batch.positions.items() if self._take(job)}
         vectors.update(answered)
-        # A continuation that was requested again since it was aborted has the same digest, but fewer tokens.
-        are_held = [digest in held and len(held[digest].ids) == 4 * length for digest, length in batch.prompts]
-        rows = [row for row, is_held in enumerate(are_held) if is_held]
-        digests = [held.pop(batch.prompts[row][0]).digest for row in rows]
+        rows = [row for row, job in enumerate(batch.prompts) if self._take(job)]
+        digests = [batch.prompts[row].digest for row in rows]
         failed = 0
         if rows and batch.logits is not None:
             if batch.computed is not None:
@@ -238,8 +223,15 @@ class SglangBackend(EngineBackend):
         results = before + len(rows) - failed + len(answered)
         self._stats = BackendStats(steps + 1, results, tokens + batch.tokens, reused + batch.reused)
 
+    def _take(self, job: BackendJob) -> bool:
+        """Remove a job that has a result; returns False if the job was aborted, even if it was submitted again."""
+        is_held = self._held.get(job.digest) is job
+        if is_held:
+            del self._held[job.digest]
+        return is_held
+
     def _load(self, adapter: str, folder: Path) -> None:
-        tensors, config = plain_adapter(folder)
+        tensors, config = plain_adapter(folder, self._folder)
         with TemporaryDirectory(prefix="lmpool-adapters-") as copy:
             save_file(tensors, Path(copy) / lora.WEIGHTS)
             (Path(copy) / lora.CONFIG).write_text(json.dumps(config), "utf-8")
@@ -268,7 +260,7 @@ class SglangBackend(EngineBackend):
         names = [*new_changes(full, sparse, held, self._tensors)]
         if names and self._engine.packs_weights:
             names = [*self._tensors]
-        self._engine.load_weights(NewWeights(str(full), [*map(str, sparse)], names, self._tensors))
+        self._engine.load_weights(checkpoint.NewWeights(str(full), [*map(str, sparse)], names, self._tensors))
 
     def close(self) -> None:
         """End the engine and free its memory. The backend cannot be used afterwards."""
@@ -276,10 +268,13 @@ class SglangBackend(EngineBackend):
         self._engine.close()
 
 
-def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def plain_adapter(folder: Path, model: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights and the config of an adapter, changed so that SGLang computes the same rows as peft.
 
     SGLang supports one rank for all modules. SGLang scales modules by lora_alpha / r, without rsLoRA and alpha_pattern.
+    SGLang joins the modules q, k and v, and gate and up, and fails in a forward if an adapter has no q or no gate.
+
+    `folder` and `model` are the folders of the adapter and of the model.
     """
     config = lora.read_adapter_config(folder)
     unserved = [field for field in _UNSERVED if config.get(field)]
@@ -287,11 +282,16 @@ def plain_adapter(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     unserved += [] if config.get("init_lora_weights", True) in lora.HARMLESS_INITS else ["init_lora_weights"]
     if unserved:
         raise _unserved(folder, f"{unserved[0]}={shown(config[unserved[0]], 60)}")
-    try:
-        tensors = load_file(folder / lora.WEIGHTS)
-    except (SafetensorError, OSError) as error:
-        raise SettingsError(f"adapters: {folder} cannot be read: {first_line(error)}") from error
-    factors = _factors(folder, tensors)
+    factors = _factors(folder, load_file(folder / lora.WEIGHTS))
+    own = lora.weights_in(model)
+    for name, (down, up) in [*factors.items()]:
+        layer, _, last = name.rpartition(".")
+        first = f"{layer}.{_JOINED.get(last)}"
+        if first in factors or (own and lora.module_key(f"{first}.weight") not in own):
+            continue
+        if last in ("k_proj", "v_proj"):
+            raise _unserved(folder, f"weights for {name} and none for {first}")
+        factors[first] = torch.zeros_like(down), torch.zeros_like(up)
     rank = max(len(down) for down, _ in factors.values())
     modules = {name: name.removeprefix(lora.PEFT_PREFIX) for name in factors}
     scales = {name: lora.scale_of(config, module, len(factors[name][0])) for name, module in modules.items()}
@@ -353,11 +353,6 @@ def user_options(
     return given | {name: json.dumps(table) for name, table in tables.items()}
 
 
-def row_deciding(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
-    return {name: value for name, value in given.items() if name not in _HARMLESS}
-
-
 def engine_options(settings: SglangSettings, folder: Path, device: str, adapters: Iterable[Any]) -> dict[str, Any]:
     """Default options that follow from the backend's settings; the user's options override them.
 
@@ -368,7 +363,7 @@ def engine_options(settings: SglangSettings, folder: Path, device: str, adapters
         "model_path": str(folder),
         "skip_tokenizer_init": True,
         "trust_remote_code": settings.trust_remote_code,
-        "dtype": checkpoint_dtype(folder, settings.dtype),
+        "dtype": checkpoint.checkpoint_dtype(folder, settings.dtype),
         "device": kind,
         "base_gpu_id": int(index or 0),
         "tp_size": settings.tensor_parallel_size,

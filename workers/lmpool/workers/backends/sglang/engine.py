@@ -63,15 +63,15 @@ _T = TypeVar("_T")
 
 
 class EngineBatch(NamedTuple):
-    """The results of one forward, by the digests of jobs."""
+    """The results of one forward, by the objects that were passed to `SglangEngine.submit`."""
 
-    prompts: Sequence[tuple[bytes, int]] = ()  # Digest and length of each completed prompt, one per row of `logits`.
+    prompts: Sequence[BackendJob] = ()  # The job of each row of `logits`.
     logits: Tensor | None = None  # A copy of the logits (n, V) on the engine's device; None if no row is complete.
     computed: Any = None  # CUDA event after which the logits may be read; None on a CPU.
     tokens: int = 0  # Number of tokens of the completed prompts.
     reused: int = 0  # Number of tokens of the completed prompts that were in the prefix cache.
-    failures: Mapping[bytes, str] = MappingProxyType({})  # Digest -> reason why SGLang has not computed a result.
-    positions: Mapping[bytes, NDArray[np.float32]] = MappingProxyType({})  # Digest -> float32 values (n * width,).
+    failures: Mapping[BackendJob, str] = MappingProxyType({})  # Job -> reason why SGLang has not computed a result.
+    positions: Mapping[BackendJob, NDArray[np.float32]] = MappingProxyType({})  # Job -> float32 values (n * width,).
 
 
 class SglangEngine:
@@ -129,7 +129,7 @@ class SglangEngine:
             raise SettingsError(f"{setting}: {context}: {reason}") from failure
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
-        """Submit jobs."""
+        """Submit jobs, which the caller must not change afterwards."""
         named = {next(self._names): job for job in jobs}
         requests = [make_request(name, job, self._lora_ids[job.adapter]) for name, job in named.items()]
 
@@ -306,7 +306,7 @@ class SglangEngine:
         # An idle scheduler has dropped all requests that have no result, and has reported them only to its socket.
         if lost := [name for name in self._owed if is_idle or name in taken_back]:
             text = "SGLang has dropped the prompt without an answer"
-            self._results.put(EngineBatch(failures={self._forget(name).digest: text for name in lost}))
+            self._results.put(EngineBatch(failures={self._forget(name): text for name in lost}))
         if is_idle and self._update is not None:
             received.append(self._update)
             self._update, is_idle = None, False
@@ -334,7 +334,7 @@ class SglangEngine:
             if not request.finished() or (job := self._owed.pop(request.rid, None)) is None:
                 continue
             if isinstance(request.finished_reason, FINISH_ABORT):
-                failures[job.digest] = f"SGLang refuses the prompt: {request.finished_reason.message}"
+                failures[job] = f"SGLang refuses the prompt: {request.finished_reason.message}"
                 self._positions.drop(request.rid)
                 continue
             length = len(job.ids) // 4
@@ -342,11 +342,11 @@ class SglangEngine:
                 raise WorkerError(f"SGLang has computed {len(request.origin_input_ids)} tokens of a prompt of {length}")
             if job.positions is None:
                 rows.append(row)
-                prompts.append((job.digest, length))
+                prompts.append(job)
             elif isinstance(answer := self._positions.take(request.rid), str):
-                failures[job.digest] = answer
+                failures[job] = answer
             else:
-                positions[job.digest] = answer
+                positions[job] = answer
             tokens += length
             reused += request.cached_tokens
         taken = computed = None

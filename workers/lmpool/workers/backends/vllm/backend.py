@@ -248,8 +248,12 @@ class VllmBackend(EngineBackend):
         # Use the name with revision, by which vLLM's prefix cache tells adapters apart, and a number never used before.
         request = LoRARequest(adapter, next(self._numbers), str(folder))
         with refusing(f"adapters: vLLM {vllm_version} cannot load {adapter}", WorkerError):
-            if not self._core.add_lora(request):
-                raise RuntimeError("it does not fit the model")
+            try:
+                if not self._core.add_lora(request):
+                    raise RuntimeError("it does not fit the model")
+            except Exception:
+                self._core.remove_lora(request.lora_int_id)  # It may have a slot, and only some weights.
+                raise
         self._engine.loras[adapter] = request
 
     def _unload(self, adapter: str) -> None:

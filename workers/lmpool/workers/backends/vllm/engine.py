@@ -30,19 +30,13 @@ from vllm.v1.sample.logits_processor import LOGITSPROCS_GROUP
 from lmpool.errors import SettingsError, WorkerError, first_line
 from lmpool.workers.backends import lora
 from lmpool.workers.backends.checkpoint import checkpoint_dtype, checkpoint_folder, checkpoint_revision
+from lmpool.workers.backends.engines import row_deciding
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import VLLM_DISTRIBUTIONS, VllmSettings, check_engine_args, parse_engine_args
+from lmpool.workers.backends.vllm import ranks
 from lmpool.workers.backends.vllm.capture import Captured, CaptureProcessor, PositionCapture, compute_wanted_positions
 from lmpool.workers.backends.vllm.head import HeadPart
-from lmpool.workers.backends.vllm.ranks import (
-    RANK_ARGUMENTS,
-    PositionsOfRanks,
-    RanksExecutor,
-    start_core,
-    starting,
-    wait_for_worker,
-)
 
 # Exceptions of vLLM for bad options, broken weights, and missing kernels, devices or memory; they have no common type.
 _ERRORS = (
@@ -123,14 +117,14 @@ class VllmEngine:
         given = user_arguments(settings)
         # vLLM creates the logits processor from a class, so each engine needs its own class with its `Captured`.
         processor: type[CaptureProcessor] = type("LmpoolCapture", (CaptureProcessor,), {})
-        capture = {"logits_processors": [processor]} if settings.ranks == 1 else RANK_ARGUMENTS
+        capture = {"logits_processors": [processor]} if settings.ranks == 1 else ranks.RANK_ARGUMENTS
         self.config: Any = make_config(settings, folder, engine_arguments(settings, folder) | given | capture)
         if rank := self.config.parallel_config.node_rank:
             raise SettingsError(f"engine_args: node_rank={rank} serves no prompts: use it with `lmpool worker` only")
         model = self.config.model_config
         encoder = RowEncoder(model.dtype, lossy=settings.encoding == "f16")
         self.captured = processor.captured = Captured(model.get_vocab_size(), encoder)
-        also = row_deciding(given)
+        also = row_deciding(given, _HARMLESS)
         plugins = _foreign_plugins()
         also |= {name: found for name, found in (("logits_processors", processors), ("plugins", plugins)) if found}
         if self.config.load_config.load_format == "dummy":
@@ -143,14 +137,14 @@ class VllmEngine:
         is_recast = model.quantization == "torchao" and settings.dtype != "auto"
         remedy = f" in {settings.dtype} (try --dtype auto for weights of torchao)" if is_recast else ""
         self.loras: dict[str, LoRARequest] = {}  # "name@revision" -> vLLM's handle of the loaded adapter, for requests.
-        self.positions: PositionCapture | PositionsOfRanks
+        self.positions: PositionCapture | ranks.PositionsOfRanks
         with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}{remedy}"):
             if settings.ranks == 1:
                 self.core = InprocClient(self.config, Executor.get_class(self.config), log_stats=False)
                 self.positions = PositionCapture(model.get_vocab_size(), self._lora_id)
             else:
-                self.core = start_core(self.config)
-                self.positions = PositionsOfRanks(self._lora_id)
+                self.core = ranks.start_core(self.config)
+                self.positions = ranks.PositionsOfRanks(self._lora_id)
             try:
                 self.has_positions = self.capture_positions(not processors)
             except BaseException:
@@ -174,7 +168,7 @@ class VllmEngine:
         try:
             if is_possible:
                 compute_wanted_positions(core.scheduler, self.positions)
-            if isinstance(self.positions, PositionsOfRanks):
+            if isinstance(self.positions, ranks.PositionsOfRanks):
                 positions = self.positions if is_possible else None
                 found = core.model_executor.attach(core.scheduler, self.captured, positions)
             elif is_possible:
@@ -190,10 +184,10 @@ class VllmEngine:
         return is_possible
 
     @property
-    def ranks(self) -> RanksExecutor | None:
+    def ranks(self) -> ranks.RanksExecutor | None:
         """The processes of the model; None if it runs in this process."""
         executor = self.core.engine_core.model_executor
-        return executor if isinstance(executor, RanksExecutor) else None
+        return executor if isinstance(executor, ranks.RanksExecutor) else None
 
 
 def make_config(settings: VllmSettings, folder: Path, arguments: dict[str, Any]) -> Any:
@@ -237,7 +231,7 @@ def follow(settings: VllmSettings, on_ready: Callable[[], object]) -> None:
         WorkerError: a process of this machine's part has ended.
     """
     folder = checkpoint_folder("model", settings.model, settings.revision)
-    arguments = engine_arguments(settings, folder) | user_arguments(settings) | RANK_ARGUMENTS
+    arguments = engine_arguments(settings, folder) | user_arguments(settings) | ranks.RANK_ARGUMENTS
     config = make_config(settings, folder, arguments)
     parallel = config.parallel_config
     if parallel.node_rank >= parallel.nnodes:
@@ -245,10 +239,10 @@ def follow(settings: VllmSettings, on_ready: Callable[[], object]) -> None:
         raise SettingsError(f"engine_args: {text}: add nnodes and master_addr, the same on all machines")
     leader = parallel.master_addr
     _log.info("this process serves no prompts: it runs a part of the model for the worker on %s", leader)
-    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), starting():
-        executor = RanksExecutor(config)
+    with refusing(f"model: vLLM {vllm_version} cannot load {settings.model}"), ranks.starting():
+        executor = ranks.RanksExecutor(config)
     on_ready()
-    wait_for_worker(executor)
+    ranks.wait_for_worker(executor)
     _log.info("the worker on %s has ended", leader)
 
 
@@ -291,11 +285,6 @@ def user_arguments(settings: VllmSettings) -> dict[str, Any]:
     return given | chosen
 
 
-def row_deciding(given: dict[str, Any]) -> dict[str, Any]:
-    """The user's options that may change rows by more than rounding; the model's fingerprint includes them."""
-    return {name: value for name, value in given.items() if name not in _HARMLESS}
-
-
 def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
     """Default arguments of vLLM that follow from the backend's settings; the user's options override them."""
     places = settings.max_batch + settings.sessions
@@ -322,10 +311,10 @@ def engine_arguments(settings: VllmSettings, folder: Path) -> dict[str, Any]:
         memory = settings.kv_cache_bytes or _CPU_KV_BYTES
         arguments |= {"enforce_eager": True, "block_size": _CPU_BLOCK, "kv_cache_memory_bytes": memory}
     if slots := settings.adapter_slots:
-        ranks = {lora.DEFERRED_RANK} if settings.max_adapters else set[int]()
+        lora_ranks = {lora.DEFERRED_RANK} if settings.max_adapters else set[int]()
         for source in settings.adapter_folders.values():
-            ranks |= lora.ranks_of(lora.read_adapter_config(lora.check_adapter(source, folder)))
-        if (rank := max(ranks)) > _LORA_RANKS[-1]:
+            lora_ranks |= lora.ranks_of(lora.read_adapter_config(lora.check_adapter(source, folder)))
+        if (rank := max(lora_ranks)) > _LORA_RANKS[-1]:
             raise SettingsError(f"adapters: one has rank {rank}: vLLM takes at most {_LORA_RANKS[-1]}")
         # Reserve one slot more than adapters: otherwise, on a CPU, prompts without an adapter get an adapter's rows.
         rank = next(each for each in _LORA_RANKS if each >= rank)

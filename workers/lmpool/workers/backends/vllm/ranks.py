@@ -382,7 +382,6 @@ class RanksExecutor(multiproc_executor.MultiprocExecutor):  # type: ignore[misc]
             WorkerError: a rank has ended.
         """
         for error in filter(None, self.collective_rpc("lmpool_add_lora", args=(lora_request,))):
-            self.collective_rpc("remove_lora", args=(lora_request.lora_int_id,))
             raise ValueError(error)
         return True
 
