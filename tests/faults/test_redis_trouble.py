@@ -24,7 +24,7 @@ from lmpool.broker import connection
 from lmpool.broker.connection import Argument, CommandConnection, RawCommandConnection
 from lmpool.broker.server import Server
 from lmpool.embedded import BINARY_VARIABLE, EmbeddedServer, server_binary
-from lmpool.errors import LMPoolError, NoWorker
+from lmpool.errors import DeadlineExceeded, LMPoolError, NoWorker
 from lmpool.producer import Producer
 from lmpool.producer.client import discovery, session
 from lmpool.protocol.job import encode_prompt
@@ -290,6 +290,8 @@ async def test_a_request_into_a_black_hole_ends_with_its_deadline(
         async with asyncio.timeout(DEADLINE_S):
             with pytest.raises(LMPoolError, match="no row within 0.5 s"):
                 await producer.logprobs([1], timeout=0.5)
+            with pytest.raises(DeadlineExceeded, match="no worker has served version 1 of 'syn' within 0.5 s"):
+                await producer.logprobs([1], min_version=1, timeout=0.5)
         proxy.cut()
 
 

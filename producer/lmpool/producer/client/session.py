@@ -298,19 +298,20 @@ class Session(Requester):
         """
         if (pinned := split_name(self._wanted)[1]) is not None and pinned < number:
             raise errors.SettingsError(f"min_version: {number} is above {pinned}, the version of this producer")
-        for wait in pauses():
-            if self.info.version >= number:
-                return
-            with self._connections.noting():
-                if (served := await self._discovery.find_served(self.info.base, number)) is not None:
-                    self._change_model(served)
-                else:
-                    await self._reload_info()
-            if self.info.version < number:
-                if (left := deadline.end - self.loop.time()) <= 0:
-                    text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
-                    raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}")
-                await asyncio.sleep(min(wait, left))
+        try:
+            async with deadline.limit():
+                for wait in pauses():
+                    if self.info.version >= number:
+                        return
+                    with self._connections.noting():
+                        if (served := await self._discovery.find_served(self.info.base, number)) is not None:
+                            self._change_model(served)
+                        else:
+                            await self._reload_info()
+                    await asyncio.sleep(wait * (self.info.version < number))
+        except errors.DeadlineExceeded as late:
+            text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
+            raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}") from late
 
     async def until_used(self, number: int) -> None:
         """Wait until new clients use version `number` too, unless other workers serve the one before; at most 5 s."""
