@@ -41,8 +41,7 @@ if sys.platform != "win32":
 
 BINARY_VARIABLE = "LMPOOL_SERVER_BINARY"  # Environment variable: path of another server program.
 MIN_MEMORY_BYTES = 4 * 2**20  # Smallest memory limit: an idle server uses 1 to 2 MiB.
-# Seconds within which a started server must answer; an idle machine needs some milliseconds.
-READY_TIMEOUT_S = 10.0
+READY_TIMEOUT_S = 10.0  # Seconds within which a started server must answer; an idle machine needs some milliseconds.
 STOP_TIMEOUT_S = 5.0  # Seconds between SIGTERM and SIGKILL for a server that does not end.
 LOGS = "logs"  # Name of the folder in the runtime folder with the logs of `lmpool up --detach`.
 _SOCKET_PATH_LIMIT = 107 if sys.platform == "linux" else 103  # Max bytes of a socket's path, without the NUL.

@@ -195,7 +195,7 @@ def test_a_request_without_a_model_is_for_the_model_that_the_pool_has_now(pool: 
         assert sum(map(int, counts)) == 2, "requests with and without the name are counted together"
         worker.signal(signal.SIGTERM)
         worker.wait()
-    # Without any model, requests wait for the last one, as requests with its name do.
+    # While the pool has no model, requests wait for a worker of the model that the pool had last.
     absent = [service.post("/v1/rows", {"ids": [6], "timeout": 0.1, **named}) for named in ({}, {"model": "two"})]
     assert [answer.status for answer in absent] == [504, 504]
 

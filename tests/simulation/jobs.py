@@ -24,7 +24,8 @@ def wrong_jobs(live: dict[bytes, Any], now_ms: float, agreed_ms: float) -> Itera
     Args:
         live: the keys of the server.
         now_ms: the server's clock.
-        agreed_ms: since when clients can use all partitions, and send a prompt to one of them.
+        agreed_ms: since when clients can use all partitions, and send a prompt to one of them. Earlier jobs of a prompt
+            may be in several partitions.
     """
     sent = defaultdict[tuple[bytes, bytes], list[tuple[int, bytes]]](list)  # By model and prompt.
 
@@ -61,7 +62,7 @@ def wrong_jobs(live: dict[bytes, Any], now_ms: float, agreed_ms: float) -> Itera
                         yield f"{prompt} has the job {entry.encode() + worker!r}, and its clients wait for {named!r}"
     for (model, digest), found_jobs in sent.items():
         bases = {base for _, base in found_jobs}
-        if len(found_jobs) > len(bases) or (len(bases) > 1 and sorted(found_jobs)[1][0] > agreed_ms):
+        if len(found_jobs) > len(bases) or (len(bases) > 1 and max(found_jobs)[0] > agreed_ms):
             yield f"the prompt {digest.hex()} has {len(found_jobs)} jobs in {model!r}"
 
 

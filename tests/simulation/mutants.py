@@ -324,7 +324,7 @@ _VERSIONS: dict[str, Mutant] = {
     ),
     "a turn to change does not expire": python(VersionRegistry.take_turn, ", nx=True, px=lease_ms)", ", nx=True)"),
     "a worker registers for a version before the version is tried": python(
-        VersionKeeper._decide, "return decided == SERVED and not reason", "return True"
+        VersionKeeper._decide, "return decided == wire.SERVED and not reason", "return True"
     ),
     "a worker starts with a version that no worker has tried": python(
         VersionKeeper.start, "chain(is_tried=False)", "chain()"

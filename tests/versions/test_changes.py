@@ -258,7 +258,7 @@ async def test_a_call_is_repeated_when_the_weights_change_during_it(pool: Pool) 
                     raise ModelMismatch("the parts of a result are of two versions")
             return rows
 
-        rows, version = await producer.versioned(ask, iter([PROMPT, [4]]), timeout=50)
+        rows, version = await producer.versioned(ask, prompts=iter([PROMPT, [4]]), timeout=50)
         assert (version, len(timeouts)) == (2, 3)
         assert 50 == timeouts[0] > timeouts[1] > timeouts[2]
         expected = [synthetic_row(prompt, vocab_size=V, seed=8) for prompt in (PROMPT, [4])]
@@ -284,7 +284,12 @@ async def test_a_closed_producer_of_a_version_is_not_kept(pool: Pool) -> None:
             await first.close()
             assert producer.at(0) is second
             assert await is_of_seed(second, 0)
-    assert not producer._pinned
+        third = producer.at(0)
+    for _ in range(2):
+        async with producer:
+            assert producer.at(0) is third
+            assert await is_of_seed(third, 0)
+        assert not third._sessions.by_loop, "it is closed with the producer that made it, each time"
 
 
 @pytest.mark.parametrize("other", ["another block", "another call"])

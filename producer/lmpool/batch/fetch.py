@@ -23,7 +23,7 @@ import tempfile
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,16 @@ def check_locations(root: Path, source: str, output: str) -> None:
 
 
 @contextmanager
-def explained(location: str, advice: str, kind: type[Exception] = Exception, *but: int) -> Iterator[None]:
-    """Convert exceptions of a `kind` to BatchError, but not those with an errno in `but`: OSError for local files."""
+def explained(
+    location: str, advice: str, kind: type[Exception] = Exception, except_errnos: Collection[int] = ()
+) -> Iterator[None]:
+    """Convert exceptions of a `kind`, OSError for local files, to BatchError, except those with some errno values."""
     try:
         yield
     except LMPoolError:
         raise
     except kind as error:
-        if getattr(error, "errno", None) in but:
+        if getattr(error, "errno", None) in except_errnos:
             raise
         # For a local file, the short text of the OSError is enough; only the full text of a store's error has details.
         reason = getattr(error, "strerror", None) if kind is OSError else None
@@ -184,7 +186,7 @@ def fetch(system: Any, path: str, url: str, info: Mapping[str, Any]) -> Path:
     size, version = info.get("size"), identity(info)
 
     def copy(made: Path) -> None:
-        with explained(url, _NOT_FETCHED, Exception, *_FULL):  # A full disk of the cache is explained by `_cached`.
+        with explained(url, _NOT_FETCHED, except_errnos=_FULL):  # A full disk of the cache is explained by `_cached`.
             system.get_file(path, str(made))
             system.invalidate_cache()
             now = _info(system, path)

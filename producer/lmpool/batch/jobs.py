@@ -56,7 +56,7 @@ _FUNCTION, _NIGHTLY = "answer_shard", "nightly-"  # arq's name of the jobs of sh
 _MAX_JOBS_PER_CALL = 256  # Max jobs in one transaction or read, to bound the time for which the server is busy.
 _EXPIRED = "job expired"  # The result that arq writes if the server lost the definition of a queued job.
 _LEASE_S = 30.0  # Seconds until another worker takes over a job: long enough for a network interruption.
-_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between two tries of a job, and max tries of a job: ten minutes for all tries.
+_DEFER_S, _MAX_TRIES = 30, 20  # Seconds between two tries of a job (arq: 60 for nightly runs), and max tries of a job.
 # Max seconds of a job, and seconds for which arq keeps a job's result for `status`: a day, more than any shard takes.
 _DAY_S = 86_400
 _MAX_PAUSE_S = 10.0  # Max seconds between tries to reach a stopped server; each try writes a line to the log.

@@ -107,13 +107,13 @@ def _positions(given: str) -> Kind:
     if "top" in options:
         columns |= _top_columns(check_number("what: positions: top", options["top"], 1))
 
-    places = {name: name for name in ("targets", *single) if name in options} | (_TOP if "top" in options else {})
+    attributes = {name: name for name in ("targets", *single) if name in options} | (_TOP if "top" in options else {})
 
     def width(info: ModelInfo) -> int:
         wanted = read_wanted(options, info.vocab_size, 0, 1)  # type: ignore[arg-type]  # The names are checked above.
         return wanted.query(range(1), 1).width(info.vocab_size)
 
-    return Kind(f"positions:{given}", lambda _: columns, _request_positions(places, **options), width)
+    return Kind(f"positions:{given}", lambda _: columns, _request_positions(attributes, **options), width)
 
 
 async def _request_scores(producer: Producer, text: Text, part: range, adapter: str) -> Columns:

@@ -216,6 +216,7 @@ class Run:
         self._unsent: asyncio.Queue[tuple[Text, _Item]] = asyncio.Queue()  # Items whose results must be requested.
         self._pending_items = self._pending_bytes = 0
         self._has_room = asyncio.Event()
+        self._checked: object = None
         self._writer: ShardWriter | None = None
         self._info, self._loop = self.producer.model, asyncio.get_running_loop()
 
@@ -356,6 +357,8 @@ class Run:
     def _check_model(self) -> None:
         """Raise ModelMismatch if the pool now serves another model than the manifest's."""
         began, now = self.manifest.model, self.producer.model
+        if now is self._checked:  # The fingerprint is a digest, which would be computed twice per request.
+            return
         if now.fingerprint != began.fingerprint:
             changed = f"the model {now.name!r} has changed (fingerprint {began.fingerprint}, now {now.fingerprint})"
             base, version = split_name(began.name)
@@ -363,6 +366,7 @@ class Run:
             if base == now.base and (version or 0) != now.version:
                 advice = f"{TRY_AGAIN} with --model {base}@{version or 0}, while workers serve this version"
             raise errors.ModelMismatch(f"{changed}. {advice}")
+        self._checked = now
 
     async def _check_adapter(self) -> None:
         """Raise ModelMismatch if the pool now has another model or adapter than the manifest's."""

@@ -15,6 +15,7 @@ from redis.exceptions import RedisError
 from starlette.responses import Response
 
 from lmpool.broker.registries import AdapterRegistry
+from lmpool.broker.scripts import read_infos
 from lmpool.errors import ProtocolError, UnknownAdapter, UnknownModel, UnknownTokenizer
 from lmpool.http.limits import MODEL_HEADER, VERSION_HEADER, Turn
 from lmpool.producer import Producer
@@ -24,6 +25,7 @@ from lmpool.producer.tokenizer import TOKENIZERS, PublishedTokenizer
 from lmpool.protocol.keys import Keys
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import Predictions
+from lmpool.protocol.version import split_name
 from lmpool.web.models import Models, OpenModel
 
 _MAX_NAMES = 4096  # Max names whose meaning is remembered.
@@ -172,7 +174,7 @@ class Targets:
     def __init__(self, models: Models[GatewayModel], default: str, redis: Redis, keys: Keys) -> None:
         self._models = models
         self._default = default
-        self._discovery = Discovery(redis, keys)
+        self._discovery, self._redis, self._keys = Discovery(redis, keys), redis, keys
         self._only = ""
         self._names: dict[str, tuple[str, str]] = {}
 
@@ -213,9 +215,12 @@ class Targets:
 
     async def _find_only(self, turn: Turn) -> str:
         """The name of the pool's only model now; of the last one, or "", while no model can be found."""
-        with suppress(RedisError, OSError, UnknownModel):
+        with suppress(RedisError, ConnectionError, UnknownModel):
             async with turn.deadline.limit():
-                self._only = (await self._discovery.info(None)).base
+                infos = await read_infos(self._redis, self._keys)
+                bases = {split_name(name.decode("utf-8", "replace"))[0] for name in infos}
+                # Usually one read finds one model. Else find out which of the models has workers.
+                self._only = bases.pop() if len(bases) == 1 else (await self._discovery.info(None)).base
         return self._only
 
     async def _split(self, name: str) -> tuple[str, str]:

@@ -81,7 +81,7 @@ class Counters:
     model: str = ""
 
     def count_in(self, other: Counters) -> None:
-        """Count requests and reads of shared memory in `other`; call this before the producer connects."""
+        """Count requests and reads of shared memory in `other`, but no fetched bytes; call it before connecting."""
         self.stats, self.seconds, self.failures, self.shared = other.stats, other.seconds, other.failures, other.shared
 
     @property

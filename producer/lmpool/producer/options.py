@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, get_args
 
@@ -109,9 +109,13 @@ check_mode = partial(check_choice, "mode", choices=get_args(Mode))
 check_flag = partial(check_kind, kind=bool, what="True or False")
 
 
-def repeatable(arguments: Iterable[Any]) -> tuple[Any, ...]:
+def repeatable(args: Iterable[Any], options: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Return the arguments of a call, with lists in place of iterators, which can be read only once."""
-    return tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
+
+    def read(value: Any) -> Any:
+        return list(value) if isinstance(value, Iterator) else value
+
+    return list(map(read, args)), {name: read(value) for name, value in options.items()}
 
 
 def _plain(value: Any) -> Any:

@@ -252,7 +252,7 @@ class Producer(CopiedAsItself, PartialRows):
 
         Rows that are not cached are computed only while workers serve the version. The returned producer has a cache
         and counters of its own. It is closed with this one, or earlier by its own `close`; until then, all calls of
-        `at` for the version return this producer.
+        `at` for the version return this producer. If it is used after its own `close`, only its `close` closes it.
 
         Raises:
             SettingsError: `version` is no number from 0 (the checkpoint that the workers were started with).
@@ -283,12 +283,16 @@ class Producer(CopiedAsItself, PartialRows):
             for old in [other for other, (_, calls) in called.items() if not calls][:-_MAX_UNUSED]:
                 called.pop(old)[0].close_soon()
 
-    def _detach(self) -> list[Producer]:
-        """Leave the producer whose `at` made this one; returns the producers that are closed with this one."""
+    def _leave(self) -> None:
+        """Remove this producer from the one whose `at` made it."""
         forget, self._forget = self._forget, None
         if forget is not None:
             forget()
-        return [*self._pinned.values(), *(producer for producer, _ in self._called.values())]
+
+    def _all_sessions(self) -> list[SessionPerLoop]:
+        """The sessions of this producer, and of the producers of versions that are closed with it."""
+        made = [*self._pinned.values(), *(producer for producer, _ in list(self._called.values()))]
+        return [*(each for producer in made for each in producer._all_sessions()), self._trie_sessions, self._sessions]
 
     async def versioned(self, ask: Callable[..., Awaitable[T]], *args: Any, **options: Any) -> tuple[T, int]:
         """Call a method of this producer; returns its answer, and the version of the weights that computed all of it.
@@ -296,14 +300,14 @@ class Producer(CopiedAsItself, PartialRows):
         For example `row, version = await producer.versioned(producer.logprobs, ids)`. If clients change to another
         version during the call, the call is made again, until `timeout=` or the producer's timeout.
         """
-        deadline, args = Deadline.of(options.get("timeout"), self._timeout), repeatable(args)
+        deadline, (values, options) = Deadline.of(options.get("timeout"), self._timeout), repeatable(args, options)
         owner = getattr(ask, "__self__", None)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, Producer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         while True:
             before = await self._weights(deadline)
             try:
-                answer = await ask(*args, **options)
+                answer = await ask(*values, **options)
                 if await self._weights(deadline) == before:
                     return answer, before[1].version
             except ModelMismatch:  # The weights may have changed between two parts of the result.
@@ -311,7 +315,7 @@ class Producer(CopiedAsItself, PartialRows):
                     raise
             if deadline.end <= deadline.loop.time():
                 raise DeadlineExceeded(CHANGES_TOO_OFTEN)
-            if owner is self or options.get("timeout") is not None:
+            if options.get("timeout") is not None:
                 options["timeout"] = deadline.left
 
     async def _weights(self, deadline: Deadline) -> tuple[Session, ModelInfo]:
@@ -517,17 +521,15 @@ class Producer(CopiedAsItself, PartialRows):
 
     def close_soon(self) -> None:
         """Close without waiting, from any thread: each connection is closed in its own event loop."""
-        for producer in self._detach():
-            producer.close_soon()
-        self._trie_sessions.close_soon()
-        self._sessions.close_soon()
+        self._leave()
+        for sessions in self._all_sessions():
+            sessions.close_soon()
 
     async def close(self) -> None:
         """End pending requests and close the connections. The producer can be opened again."""
-        for producer in self._detach():
-            await producer.close()
-        await self._trie_sessions.close()
-        await self._sessions.close()
+        self._leave()
+        for sessions in self._all_sessions():
+            await sessions.close()
 
     async def __aenter__(self) -> Self:
         (await self._sessions.open(Deadline(self._timeout))).blocks += 1

@@ -42,8 +42,8 @@ def blocking(method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]) -> C
 
     @wraps(method)
     def call(self: Any, /, *args: Any, **kwargs: Any) -> T:
-        options = dict(zip(kwargs, repeatable(kwargs.values()), strict=True))
-        result: T = self._wait_for(method(self._asynchronous, *repeatable(args), **options))
+        values, options = repeatable(args, kwargs)
+        result: T = self._wait_for(method(self._asynchronous, *values, **options))
         return result
 
     name = method.__qualname__.replace("PartialRows", "Producer")
@@ -188,7 +188,7 @@ class SyncProducer(CopiedAsItself):
 
     def versioned(self, ask: Callable[..., T], *args: Any, **options: Any) -> tuple[T, int]:
         """As `Producer.versioned`, for a method of this `SyncProducer`."""
-        owner, args = getattr(ask, "__self__", None), repeatable(args)
+        owner, (values, options) = getattr(ask, "__self__", None), repeatable(args, options)
         if {"version", "min_version"} & options.keys() or (isinstance(owner, SyncProducer) and owner is not self):
             raise SettingsError("versioned: give a method of this producer, without version= and min_version=")
         timeout = options.get("timeout")
@@ -196,7 +196,7 @@ class SyncProducer(CopiedAsItself):
         while True:
             before = self._weights()
             try:
-                answer = ask(*args, **options)
+                answer = ask(*values, **options)
                 if self._weights() == before:
                     return answer, before[1].version
             except ModelMismatch:  # The weights may have changed between two parts of the result.
@@ -204,11 +204,12 @@ class SyncProducer(CopiedAsItself):
                     raise
             if (left := end - time.monotonic()) <= 0:
                 raise DeadlineExceeded(CHANGES_TOO_OFTEN)
-            if owner is self or timeout is not None:
+            if timeout is not None:
                 options["timeout"] = left
 
     def _weights(self) -> tuple[Session | None, ModelInfo]:
-        return self._asynchronous._sessions.session, self.model
+        info = self.model  # Read it first: it opens the session.
+        return self._asynchronous._sessions.session, info
 
     def clear_cache(self) -> None:
         """As `Producer.clear_cache`: drop the rows in this producer's own memory."""

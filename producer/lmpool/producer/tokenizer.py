@@ -18,8 +18,7 @@ from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.tokenizer import MAX_NORMALIZED_CHARACTERS, check_tokenizer
 from lmpool.settings import shown
 
-# Max tokenizers that a process keeps, about 10 MB each.
-_MAX_KEPT = 8
+_MAX_KEPT = 8  # Max tokenizers that a process keeps, about 10 MB each.
 # Max texts encoded at the same time. A slow tokenizer must not occupy the threads that asyncio shares.
 _MAX_THREADS = 4
 

@@ -16,6 +16,7 @@ STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::[A-Za-z][A-Za-z0-9+.-]*)*://")
 # Parts of a URL that may contain secrets: user and password, and the query of a presigned URL.
+_MAX_CONNECT_S, _MAX_SILENT_S = 30, 60  # Max seconds until an HTTP server accepts a connection, and between its data.
 _USER, _QUERY = re.compile(r"://[^/@\s]*@"), re.compile(r"(://[^?#]*)[?#]\S*")
 
 
@@ -53,10 +54,11 @@ def file_system(url: str, schemes: Set[str] = STORES | {"http", "https"}) -> tup
 
         options = {}
         if url.startswith("http"):
-            from aiohttp import ClientTimeout
+            from aiohttp import ClientTimeout  # fsspec needs aiohttp for these URLs.
 
             # By default, aiohttp limits a whole transfer to five minutes. Limit the silence of the server instead.
-            options["client_kwargs"] = {"timeout": ClientTimeout(total=None, sock_connect=30, sock_read=60)}
+            timeout = ClientTimeout(total=None, sock_connect=_MAX_CONNECT_S, sock_read=_MAX_SILENT_S)
+            options["client_kwargs"] = {"timeout": timeout}
         system, path = url_to_fs(url, **options)  # fsspec may return a file system object that it has cached.
     except (ImportError, ValueError) as error:
         reason = f"fsspec cannot use it (pip install 'lmpool[fsspec]'): {named(str(error))}"

@@ -341,12 +341,12 @@ class PositionsQuery(QueryMessage, frozen=True, tag="predictions"):
             positions: the n positions.
             following: the token after each position; missing tokens at the end are replaced by token 0.
         """
-        entries = logits
-        if self.temperature != 1:
-            entries = logits / np.float32(self.temperature)
-            log_z = logsumexp(entries)
-        if self.values == "logprobs":
-            entries = logits - log_z[:, None] if self.temperature == 1 else tempered(logits, self.temperature)
+        temperature = np.float32(self.temperature)
+        if temperature == 1:
+            entries = logits - log_z[:, None] if self.values == "logprobs" else logits
+        else:
+            entries = tempered(logits, self.temperature) if self.values == "logprobs" else logits / temperature
+            log_z = logsumexp(logits / temperature) if self.logz else log_z
         if not self.is_of_entries:
             return entries
         columns, named = list[Row](), list[NDArray[np.int64]]()

@@ -29,8 +29,7 @@ from lmpool.trie.trie import Compressed, Ints, check_weights, make_plan
 
 # The functions that torch delegates to MKL, as listed in torch's `ATen/cpu/vml.h`.
 FUNCTIONS = "acos asin atan cos erf erfc erfinv exp log log10 log2 sin sqrt tan tanh trunc"
-# Max bytes of pairs and blocks that are computed at once, which bounds the device memory.
-_MAX_BYTES = 1 << 29
+_MAX_BYTES = 1 << 29  # Max bytes of pairs and blocks that are computed at once, which bounds the device memory.
 _PAIRS: dict[Op, Any] = {"sum": torch.add, "max": torch.maximum, "logsumexp": torch.logaddexp}
 
 

@@ -338,7 +338,7 @@ def test_an_input_is_fetched_again_only_if_it_changed(bucket: TestBucket, tmp_pa
     assert fetch._PROCESS not in fetch.identity({"size": 3, "ETag": "a"})
 
 
-class Handler(BaseHTTPRequestHandler):
+class StatusHandler(BaseHTTPRequestHandler):
     """Replies with the status in the path; the path /reset closes the connection when the file is read."""
 
     def do_GET(self) -> None:
@@ -364,7 +364,7 @@ class Handler(BaseHTTPRequestHandler):
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Start an HTTP server; yield its address. The cache is a folder of the test."""
     monkeypatch.setenv("LMPOOL_BATCH_CACHE", str(tmp_path / "cache"))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), StatusHandler) as server:
         thread = Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -376,11 +376,14 @@ def test_the_fetch_of_an_input_has_no_time_limit(site: str, monkeypatch: pytest.
     """By default, aiohttp limits a whole request to five minutes."""
     monkeypatch.setattr("aiohttp.client.DEFAULT_TIMEOUT", aiohttp.ClientTimeout(total=1e-9))
     assert fetch.plain_file(f"{site}/200").read_bytes() == b'{"ids": [1]}\n'
+    assert file_system(f"{site}/200")[0].client_kwargs["timeout"].sock_read == 60
 
 
 @pytest.mark.parametrize("path", ["503", "403?Signature=s", "reset", "refused"])
 def test_an_input_that_cannot_be_fetched_now_is_fetched_in_a_later_try(site: str, path: str) -> None:
-    url = f"{site}/{path}" if path != "refused" else "http://127.0.0.1:9/in.jsonl"
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = f"{site}/{path}" if path != "refused" else f"http://127.0.0.1:{port}/in.jsonl"
     with pytest.raises(BatchError, match=rf"^{named(url)}: .*The file cannot be fetched$") as raised:
         fetch.plain_file(url)
     assert raised.value.may_pass

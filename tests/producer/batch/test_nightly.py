@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
+from datetime import time as time_of_day
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from tests.producer.batch.runs import batch, draw_texts, write_texts
 from tests.support.pool import Pool
 
 SHARDS = 3
+DAY = (datetime.now(UTC) - timedelta(days=2)).date()  # arq runs no job before its time, so choose a day in the past.
 
 MakeWorker = Callable[..., BatchWorker]
 """Makes a worker of jobs in this process, with the file of a schedule or without one."""
@@ -50,9 +52,9 @@ def write_schedule(folder: Path, output: str) -> Path:
 
 
 async def queue_run(worker: BatchWorker) -> str:
-    """Let a worker queue its run of 2026-11-25, 02:30; return the name of the job."""
+    """Let a worker queue its run of `DAY`, 02:30; return the name of the job."""
     before = set(await worker.pool.zrange(QUEUE, 0, -1))
-    now = datetime(2026, 11, 25, 2, 29, 59, tzinfo=worker.timezone)
+    now = datetime.combine(DAY, time_of_day(2, 29, 59), worker.timezone)
     for seconds in range(2):  # arq plans a run in the first call, and queues the run in the second.
         await worker.run_cron(now + timedelta(seconds=seconds), worker.poll_delay_s)
     (name,) = {*await worker.pool.zrange(QUEUE, 0, -1)} - before
@@ -84,7 +86,7 @@ async def test_the_output_of_a_nightly_run_has_the_day_in_its_name(
     worker = make_worker(schedule)
     name = await queue_run(worker)
     assert await run_nightly(worker) == [name]
-    assert queued(jobs_pool, tmp_path / "out-2026-11-25") == SHARDS
+    assert queued(jobs_pool, tmp_path / f"out-{DAY}") == SHARDS
     # arq's own command reads the schedule from the environment.
     monkeypatch.setenv(SCHEDULE_VARIABLE, str(schedule))
     monkeypatch.setenv("LMPOOL_REDIS_URL", jobs_pool.url)
@@ -105,7 +107,7 @@ async def test_a_nightly_run_is_tried_again_and_keeps_its_day(
     await worker.pool.zadd(QUEUE, {name: 1})
     await run_nightly(worker)
     assert worker.jobs_complete == 1
-    assert queued(jobs_pool, tmp_path / "out-2026-11-25") == SHARDS
+    assert queued(jobs_pool, tmp_path / f"out-{DAY}") == SHARDS
 
 
 async def test_a_worker_submits_only_runs_of_its_own_schedule(
@@ -138,9 +140,9 @@ async def test_nightly_runs_are_in_the_time_zone_of_arq_timezone(
     worker = make_worker(schedule)
     name = await queue_run(worker)
     at = datetime.fromtimestamp(int(name.partition(":")[2]) / 1000, UTC)
-    assert at.replace(microsecond=0) == datetime(2026, 11, 24, 17, 30, tzinfo=UTC)
+    assert at.replace(microsecond=0) == datetime.combine(DAY, time_of_day(2, 30), UTC) - timedelta(hours=9)
     assert await run_nightly(worker) == [name]
-    assert queued(jobs_pool, tmp_path / "out-2026-11-25") == SHARDS
+    assert queued(jobs_pool, tmp_path / f"out-{DAY}") == SHARDS
     for unknown in ("Atlantis", "Asia", "/etc/localtime"):
         monkeypatch.setenv("ARQ_TIMEZONE", unknown)
         with pytest.raises(SettingsError, match=f"ARQ_TIMEZONE: '{unknown}' is not a time zone"):

@@ -151,15 +151,26 @@ def test_a_worker_whose_process_cannot_be_started_is_tried_again(
     def refuse(*_: object, **__: object) -> NoReturn:
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    worker = SupervisedWorker(0, [], {})
+    ends: list[int] = []
+
+    def pipe() -> tuple[int, int]:
+        ends.extend(made := os_pipe())
+        return made
+
+    worker, os_pipe = SupervisedWorker(0, [], {}), os.pipe
     up = supervisor.Supervisor(EmbeddedServer(), User(os.getpid()), [worker], 3)
-    files = len(list(Path("/proc/self/fd").iterdir()))
+    began = time.monotonic()
     with monkeypatch.context() as without_processes:
         without_processes.setattr(subprocess, "Popen", refuse)
+        without_processes.setattr(os, "pipe", pipe)
         up._check(worker)
-    assert len(list(Path("/proc/self/fd").iterdir())) == files
-    assert re.search(r"worker 0 cannot be started: \[Errno 11\] .*: starting it again in 1 s", caplog.text)
-    assert worker.start_at > time.monotonic()
+    for end in ends:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(end)
+    assert len(ends) == 2
+    reason = rf"worker 0 cannot be started: \[Errno {errno.EAGAIN}\] .*: starting it again in 1 s"
+    assert re.search(reason, caplog.text)
+    assert worker.start_at >= began + 1
     worker.start_at = 0.0
     monkeypatch.setattr(supervisor, "LAUNCH", "pass")
     up._check(worker)

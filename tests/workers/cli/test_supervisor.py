@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import numpy as np
@@ -427,11 +427,11 @@ def test_an_interrupted_down_reports_what_still_runs_and_the_next_one_waits_for_
 
 
 def test_the_reason_of_a_failed_detached_start_is_reported(folder: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        failed = run_lmpool("up", "syn", *SYNTHETIC, "--metrics-port", port, "--detach")
+    with ExitStack() as taken:
+        port = taken.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        with suppress(OSError):  # Another process may have the second worker's port.
+            taken.enter_context(socket.create_server(("127.0.0.1", port + 1)))
+        failed = run_lmpool("up", "syn", *SYNTHETIC, "--workers", "2", "--metrics-port", str(port), "--detach")
     assert failed.returncode == 2
     assert f"port {port}" in failed.stderr
     assert "it ended with code 2 before it served" in failed.stderr

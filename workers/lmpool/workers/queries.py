@@ -30,8 +30,7 @@ from lmpool.workers.execution.in_flight import EntriesByDigest, InFlightPrompt, 
 from lmpool.workers.queue.publisher import Publisher
 from lmpool.workers.trie import ByteLRU, TrieInputs, answer
 
-# Max bytes of all cached sets of tokens together.
-_MAX_CACHED_BYTES = 32 * 2**20
+_MAX_CACHED_BYTES = 32 * 2**20  # Max bytes of all cached sets of tokens together.
 _NO_TRIES = Failure(errors.SourceMissing.__name__, "this worker has no tries: send the query to a trie worker")
 # Failures of a trie query that mean that the cache has no readable row.
 _ROW_MISSING = (errors.SourceMissing.__name__, errors.CorruptRow.__name__)

@@ -11,8 +11,7 @@ from lmpool.errors import SettingsError
 from lmpool.protocol.model_info import LIMITS, MAX_PARTITIONS
 from lmpool.settings import check_choice, check_name, check_numbers, check_texts, option, shown
 
-# Max value of settings that need no limit: a number that floats and Redis still represent exactly.
-_UNLIMITED = 10**9
+_UNLIMITED = 10**9  # Max value of settings that need no limit: a number that floats and Redis still represent exactly.
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]{2,45}\]|[^\s:/@\[\]]{0,150})(?::(\d{1,5}))?")
 _MAX_PORT = 65535  # The largest TCP port.
 

@@ -58,8 +58,7 @@ MEASURES_PER_S = 40
 
 # Number of tasks that publish large rows: while one task waits for the server, the other task encodes rows.
 _PUBLISHERS = 2
-# Max seconds for a worker to deregister, and to publish the last results after the backend broke.
-_LEAVE_S = 10.0
+_LEAVE_S = 10.0  # Max seconds for a worker to deregister, and to publish the last results after the backend broke.
 
 
 class Serving:

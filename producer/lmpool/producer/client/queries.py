@@ -526,7 +526,9 @@ def check_each(check: Callable[..., T], *arguments: Sequence[Any], name: str = "
             checked.append(check(*each))  # noqa: PERF401 `len(checked)` is an invalid prompt's index.
     except (errors.InvalidPrompt, errors.SettingsError) as error:
         if name and len(arguments[0]) > 1:
-            error.args = (f"{name}[{len(checked)}]: {error}",)
+            error.args = (text := f"{name}[{len(checked)}]: {error}",)
+            if isinstance(error, errors.SettingsError):
+                error.setting, error.problem = "", text
         raise
     return checked
 

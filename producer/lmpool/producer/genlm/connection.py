@@ -56,8 +56,7 @@ MIN_TIMEOUT_S = 1.0
 """Min seconds of a request's timeout. In genlm-backend, `timeout` is the time that a batch waits for more prompts."""
 
 _OPTION = re.compile(r"[a-z][a-z0-9_]*")
-# Arguments of transformers -> settings of the hf backend.
-_HF_OPTS = {"torch_dtype": "dtype", "device_map": "device"}
+_HF_OPTS = {"torch_dtype": "dtype", "device_map": "device"}  # Arguments of transformers -> settings of the hf backend.
 _HF_OPTS |= {name: name for name in ("dtype", "revision", "trust_remote_code")}
 _REFUSED = {
     "bitsandbytes_opts": "the hf backend does not quantise: give a quantised checkpoint, or gguf_file=",

@@ -178,22 +178,22 @@ export class Pane {
   // Show the whole row at a position, before and after temperature and top-p, and the trie below a prefix.
   async showDetails(at, { temperature, topP }, under) {
     const ids = this.response?.ids.slice(0, at ?? this.response.ids.length) ?? [];
-    const asked = (this.asked = {}); // To ignore the responses for a token that was chosen before.
+    const request = (this.request = {}); // Responses to earlier requests are ignored.
     this.mark(at);
     this.row.replaceChildren();
     this.trie.replaceChildren();
     if (at == null || !ids.length) return;
     const prompt = { ...this.chosen, ids };
     await Promise.all([
-      this.showRow(asked, fetchJson("api/row", { ...prompt, temperature, top_p: topP, token: this.response.ids[at] ?? null })),
-      this.showTrie(asked, fetchJson("api/trie", { ...prompt, under }), at, under),
+      this.showRow(request, fetchJson("api/row", { ...prompt, temperature, top_p: topP, token: this.response.ids[at] ?? null })),
+      this.showTrie(request, fetchJson("api/trie", { ...prompt, under }), at, under),
     ]);
   }
 
-  async showRow(asked, response) {
+  async showRow(request, response) {
     try {
       const row = await response;
-      if (asked !== this.asked) return;
+      if (request !== this.request) return;
       const max = Math.max(...row.tokens.map(([, , before, after]) => Math.max(before, after)));
       const bar = (value, name) => el("meter", { min: 0, max, value, class: name, "aria-hidden": "true" });
       this.row.replaceChildren(
@@ -210,16 +210,16 @@ export class Pane {
           el("td", {}, percent(before)), el("td", { class: "left" }, bar(before, "before")),
           el("td", {}, after ? percent(after) : "–"), el("td", { class: "left" }, bar(after, "after")))))));
     } catch (error) {
-      if (asked === this.asked) this.row.replaceChildren(el("h3", {}, "Next token here"), el("p", { class: "notice" }, error.message));
+      if (request === this.request) this.row.replaceChildren(el("h3", {}, "Next token here"), el("p", { class: "notice" }, error.message));
     }
   }
 
-  async showTrie(asked, response, at, under) {
+  async showTrie(request, response, at, under) {
     const title = el("h3", {}, "Byte trie");
     const go = (hex) => () => this.page.select(at, hex);
     try {
       const trie = await response;
-      if (asked !== this.asked) return;
+      if (request !== this.request) return;
       if (trie.note) return this.trie.replaceChildren(title, el("p", { class: "soft" }, trie.note));
       const up = el("button", { type: "button", disabled: !under, onclick: go(under.slice(0, -2)) }, "↑ one byte less");
       this.trie.replaceChildren(title,
@@ -231,7 +231,7 @@ export class Pane {
         el("meter", { min: 0, max: trie.mass || 1, value: mass, "aria-hidden": "true" }), el("span", { class: "number" }, percent(mass))))),
         trie.left_out ? el("p", { class: "soft" }, `and ${count(trie.left_out)} more`) : "");
     } catch (error) {
-      if (asked === this.asked) this.trie.replaceChildren(title, el("p", { class: "soft" }, error.message));
+      if (request === this.request) this.trie.replaceChildren(title, el("p", { class: "soft" }, error.message));
     }
   }
 }

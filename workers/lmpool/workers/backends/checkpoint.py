@@ -55,8 +55,7 @@ _MAX_CONFIG_BYTES = 1 << 26  # Max size of a config file, 64 MiB: no real config
 _MAX_NAMED = 3  # Max folders that an error message suggests.
 _MAX_LISTED = 1000  # Max folder entries that are compared with a misspelt name.
 
-# Words in a row of a table: a digest views files as tables of 64-bit words (2 MiB, to fit the CPU's cache).
-_ROW = 512
+_ROW = 512  # Words in a row of a table: a digest views files as tables of 64-bit words (2 MiB, to fit the CPU's cache).
 _TABLE = _ROW * _ROW
 
 # Nanoseconds after a change of a file until its digest is kept: file systems store times rounded to milliseconds, so a

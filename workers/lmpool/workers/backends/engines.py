@@ -14,16 +14,15 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from lmpool.errors import LMPoolError, ProtocolError, SettingsError, WorkerError, first_line
+from lmpool.errors import ProtocolError, SettingsError, WorkerError
 from lmpool.protocol.adapter import qualify
 from lmpool.protocol.job import digest_of
 from lmpool.protocol.model_info import ModelInfo
 from lmpool.protocol.query import HeadQuery, PositionsQuery
 from lmpool.protocol.row import Encoding, NewRows, Row, decode_row
-from lmpool.settings import shown
 from lmpool.trie import torch_device
 from lmpool.workers.backends.checkpoint import checkpoint_revision, checkpoint_source
-from lmpool.workers.backends.lora import check_adapter, head_factors, read_errors
+from lmpool.workers.backends.lora import check_adapter, head_factors, reading
 from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import RowEncoder
 from lmpool.workers.backends.settings import EngineSettings, ModelSettings
@@ -112,7 +111,7 @@ class EngineBackend(TellsTexts, ABC):
 
     def load_adapter(self, name: str, source: str) -> str:
         """See `Backend.load_adapter`."""
-        try:
+        with reading(source):
             folder = check_adapter(source, self._folder, self._weights)
             revision = checkpoint_revision(folder)
             adapter, settings = qualify(name, revision), self._settings
@@ -129,10 +128,6 @@ class EngineBackend(TellsTexts, ABC):
                 except Exception:
                     self.drop_adapter(adapter)
                     raise
-        except LMPoolError:
-            raise
-        except read_errors() as error:
-            raise SettingsError(f"adapters: {shown(source)} cannot be read: {first_line(error)}") from error
         return revision
 
     def drop_adapter(self, adapter: str) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from lmpool.errors import SettingsError
+from lmpool.errors import LMPoolError, SettingsError, first_line
 from lmpool.protocol.adapter import MAX_ADAPTERS, check_adapter_name, check_source
 from lmpool.settings import check_number, check_texts, shown
 from lmpool.workers.backends.checkpoint import checkpoint_folder, read_config
@@ -288,11 +289,17 @@ def module_key(tensor: str) -> str:
     return ".".join(tensor.removeprefix(PEFT_PREFIX).split(".")[:-1][-_MODULE_PARTS:])
 
 
-def read_errors() -> tuple[type[Exception], ...]:
-    """Exceptions for files of an adapter that are removed or overwritten while they are read."""
+@contextmanager
+def reading(source: str) -> Iterator[None]:
+    """Raise SettingsError if files of an adapter are removed or overwritten while the block reads them."""
     from safetensors import SafetensorError
 
-    return OSError, ValueError, KeyError, SafetensorError
+    try:
+        yield
+    except LMPoolError:
+        raise
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise SettingsError(f"adapters: {shown(source)} cannot be read: {first_line(error)}") from error
 
 
 def _tensors(path: Path) -> dict[str, Any]:

@@ -32,8 +32,7 @@ _REGISTERED_ALREADY = 712  # cudaHostRegister error: another backend of this pro
 _NARROW = {torch.bfloat16: Encoding.BF16, torch.float16: Encoding.F16}
 _log = logging.getLogger(__name__)
 
-# Max logits at positions that a backend computes at once: 128 MiB in float32.
-MAX_LOGITS = 1 << 25
+MAX_LOGITS = 1 << 25  # Max logits at positions that a backend computes at once: 128 MiB in float32.
 NO_DISTRIBUTION = "the model returned logits that are no distribution: NaN or infinite"
 
 
@@ -284,11 +283,12 @@ def _values_at(
 
     They are NaN for logits that are no distribution.
     """
-    if query.temperature != 1:
-        logits = logits / query.temperature
-    rows = logprobs = torch.log_softmax(logits, dim=-1)
+    highest, temperature = logits.amax(-1, keepdim=True), query.temperature
+    # Subtract the largest logit before the division: float32 has too few digits for quotients of small temperatures.
+    shifted = logits if temperature == 1 else (logits - highest).div_(temperature)
+    rows = logprobs = torch.log_softmax(shifted, dim=-1)
     if query.values == "logits":
-        rows = torch.where(logprobs[:, :1].isnan(), torch.nan, logits)
+        rows = torch.where(logprobs[:, :1].isnan(), torch.nan, logits if temperature == 1 else logits / temperature)
     if not query.is_of_entries:
         return np.asarray(rows.cpu().numpy())
     columns, named, device = list[NDArray[np.float32]](), list[Tensor](), logits.device
@@ -307,7 +307,7 @@ def _values_at(
         columns.append(rows.gather(1, torch.from_numpy(following).to(device)[:, None]).cpu().numpy())
     if query.logz:
         # Use the largest logit, where the rounding error is smallest.
-        columns.append((logits.amax(-1, keepdim=True) - logprobs.amax(-1, keepdim=True)).cpu().numpy())
+        columns.append((highest / temperature - logprobs.amax(-1, keepdim=True)).cpu().numpy())
     if query.tail:
         columns.append(_tail_of(rows, torch.cat(named, dim=1)).cpu().numpy())
     return np.concatenate(columns, axis=1)

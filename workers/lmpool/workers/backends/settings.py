@@ -59,8 +59,7 @@ By default torch listens on the address of the host's name, which other machines
 MAX_RANKS = 1024
 """Max processes that a setting accepts for one model."""
 
-# Max prompts per step that a setting accepts: more than any model on one device can batch.
-_MAX_BATCH = 65_536
+_MAX_BATCH = 65_536  # Max prompts per step that a setting accepts: more than any model on one device can batch.
 
 # Matches a shell word with its quotes.
 _SHELL_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""", re.DOTALL)

@@ -161,7 +161,7 @@ class SupervisedWorker:
         os.set_blocking(self.ready, False)
 
     def start_later(self, why: str) -> None:
-        """Log that the next process starts after 1, 2, 4 or 8 s, by the crashes in a row, and set its time."""
+        """Start the next process after 1, 2, 4 or 8 s, doubled by each crash in a row. Log the reason `why`."""
         pause = 2 ** max(0, self.quick_crashes - 1)
         _log.warning("%s: starting it again in %d s", why, pause)
         self.start_at = time.monotonic() + pause

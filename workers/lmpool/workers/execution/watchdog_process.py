@@ -24,10 +24,8 @@ MAX_INTERVAL_S = 1.0
 MIN_BEATS = 8
 """Min heartbeats that a running worker sends within the time limit."""
 
-# File descriptor of the pipe to which the worker writes: standard input.
-_PIPE = 0
-# Seconds from the signal to SIGKILL, in which the worker prints its stacks.
-_GRACE_S = 5.0
+_PIPE = 0  # File descriptor of the pipe to which the worker writes: standard input.
+_GRACE_S = 5.0  # Seconds from the signal to SIGKILL, in which the worker prints its stacks.
 
 
 def main(pid: int, limit_s: float, number: int) -> None:

@@ -32,16 +32,14 @@ Engines compute prompts in order of submission, so an interactive prompt waits u
 
 # Bulk prompts that have waited for `PATIENCE_STEPS` get a step's slots divided by this number, at least one slot.
 _LATE_SHARE = 8
-# Max parts into which a block of rows is split without a copy: each part is published separately.
-_MAX_PARTS = 4
+_MAX_PARTS = 4  # Max parts into which a block of rows is split without a copy: each part is published separately.
 
 MAX_ANSWER_BYTES = 256 * 2**20
 """Max bytes of large answers that are reserved or computed, but not published; a single answer may be larger."""
 
 # Max bytes of a small answer, which is not counted: a worker holds only a few batches of prompts.
 _SMALL_ANSWER_BYTES = 64 * 2**10
-# Bytes of a number in an answer (float32).
-_NUMBER_BYTES = 4
+_NUMBER_BYTES = 4  # Bytes of a number in an answer (float32).
 
 
 class YieldingPrompts:

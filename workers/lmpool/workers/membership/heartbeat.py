@@ -264,7 +264,8 @@ class Heartbeat:
         """Deregister the worker.
 
         Remove the worker's consumer if it holds no entries, and the info if no other worker serves the model.
-        `for_good` is False after a failure: then the info and the adapters stay for the next worker.
+        `for_good` is False after a failure: then the info and the adapters stay for the next worker. The queue gets a
+        lifetime if other workers have removed the info.
         """
         await self.redis.delete(self._heartbeat)
         await self._drop(self.worker_id)
@@ -273,7 +274,7 @@ class Heartbeat:
         # Compare fingerprints, not infos: another worker with a different lease may have written the info.
         is_last = for_good and other is not None and not differences and not await self._serving(other, seen)
         if is_last or not seen:  # Without an info, others took this worker for dead: it may have kept the queue since.
-            await self._forget(self.info.name, seen)
+            await self._forget(self.info.name, seen, b"", *self.info.partitions, self.partition)
 
     async def register(self) -> None:
         """Register the worker in the partition that it serves now."""
@@ -301,19 +302,20 @@ class Heartbeat:
                 part = consumers[at : at + scripts.MAX_AT_ONCE]
                 await scripts.ADD_DEADLINES(self.redis, [keys.workers], [lease_ms, _MEMBERS_TTL_MS, *part])
 
-    async def _forget(self, model: str, seen: bytes, field: bytes = b"") -> None:
+    async def _forget(self, model: str, seen: bytes, field: bytes = b"", *more: int) -> None:
         """Remove a model that no worker serves, unless a worker loads one of its versions.
 
         Its queue and its dead letters stay for a week, or for an hour if clients use a later version of its weights.
 
-        `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8.
+        `seen`: the info of the model; `field`: the raw name of the model in the hash of infos, if it is not UTF-8;
+        `more`: partitions in addition to those of the info.
         """
         # A worker may be loading another version of this model: keep the info and the adapters for this worker.
         loading = await scripts.read_texts(self.redis, self.keys.loading())
         if split_name(model)[0] in {split_name(name)[0] for name in loading.values()}:
             return
         ttl_ms, queue = _OLD_TTL_MS if await self._is_old(model) else _QUEUE_TTL_MS, list[bytes]()
-        partitions = self._partitions_of(model, seen)
+        partitions = self._partitions_of(model, seen, *more)
         for keys in partitions:
             # Include the lanes of ended workers: an ended worker stays a consumer while its lane has entries.
             queue += [*keys.queue, *[keys.lane(worker) for worker in await scripts.read_consumers(self.redis, keys)]]

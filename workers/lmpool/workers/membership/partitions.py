@@ -32,14 +32,11 @@ _log = logging.getLogger("lmpool.worker")
 _STARVED_BATCHES = 2.0
 # Leases between two moves of a worker: long enough that clients have seen the last move and send their prompts there.
 _REST_LEASES = 1.0
-# Workers that move, on average, at one decision to a partition that has jobs and no worker.
-_RESCUERS = 2.0
-# Checks, three per lease, after which a worker reads whether the queue has got a second partition.
-_SINGLE_CHECKS = 12
+_RESCUERS = 2.0  # Workers that move, on average, at one decision to a partition that has jobs and no worker.
+_SINGLE_CHECKS = 12  # Checks, three per lease, after which a worker reads whether the queue has got a second partition.
 # Max other partitions whose loads an idle worker compares with its own, so that a check costs the same with many.
 _COMPARED = 2
-# Share of the idle workers that move at one decision to a partition in which jobs wait.
-_MOVING_SHARE = 0.5
+_MOVING_SHARE = 0.5  # Share of the idle workers that move at one decision to a partition in which jobs wait.
 
 
 async def grown(server: Server, keys: Keys, model: str, numbers: tuple[int, ...], count: int) -> tuple[int, ...]:

@@ -25,20 +25,11 @@ from lmpool.broker.registries import VersionRegistry
 from lmpool.broker.scripts import read_alive_in, read_pointer
 from lmpool.broker.server import Server
 from lmpool.errors import ModelMismatch, ProtocolError, SettingsError, WorkerError, first_line
+from lmpool.protocol import version as wire
 from lmpool.protocol.keys import Keys, ModelKeys
 from lmpool.protocol.model_info import ModelInfo, partitions_in
 from lmpool.protocol.row import RowBlock, check_row
 from lmpool.protocol.tensors import TensorType, pack_types, sample_digest, weight_files
-from lmpool.protocol.version import (
-    CHUNK_BYTES,
-    REFUSED,
-    SERVED,
-    PublishedVersions,
-    Version,
-    name_of_version,
-    pointer_of,
-    split_name,
-)
 from lmpool.settings import shown
 from lmpool.workers.execution.contract import Backend, BackendJob, ChangesWeights
 from lmpool.workers.execution.engine_thread import EngineThread, Opened
@@ -96,15 +87,15 @@ class VersionKeeper:
         # Only for reads that block. A silent connection must not hide a new version for much longer than a lease.
         self._reader = server.client(reply_timeout_s=reply_timeout(settings.lease_s))
         self._block_ms = int(1000 * reply_timeout(settings.lease_s) * _BLOCK_SHARE)
-        self._chain: tuple[Version, ...] = ()  # The versions whose files make the weights that the backend holds.
+        self._chain: tuple[wire.Version, ...] = ()  # The versions whose files make the weights that the backend holds.
         self._files: dict[str, LockedFolder] = {}  # Nonce -> folder with a file from the pool.
         self._slot: int | None = None
         self._waits_until = math.inf  # Monotonic time until which workers of older versions go first.
         # A version that this worker could not load, and the monotonic time before which it does not try again.
-        self._not_before: tuple[Version | None, float] = None, 0.0
+        self._not_before: tuple[wire.Version | None, float] = None, 0.0
         self._renewing: asyncio.Task[None] | None = None
         self._restoring: asyncio.Task[None] | None = None
-        self.next: tuple[Version, ...] | None = None
+        self.next: tuple[wire.Version, ...] | None = None
         self.is_used = True
         self.info: ModelInfo
         self._registry: VersionRegistry
@@ -139,7 +130,7 @@ class VersionKeeper:
             raise self._server.explain(error) from error
         return opened._replace(info=self.info)
 
-    def _note_failure(self, version: Version, reason: str) -> None:
+    def _note_failure(self, version: wire.Version, reason: str) -> None:
         self._not_before = version, time.monotonic() + self._settings.lease_s
         _log.warning(
             "this worker cannot load version %d, which was served before, and will try again: %s",
@@ -153,7 +144,7 @@ class VersionKeeper:
         if await self._registry.claim(lineage, self._tensors):
             return
         used = await read_pointer(self._redis, self._keys, base)
-        if await self._count(name_of_version(base, used)):
+        if await self._count(wire.name_of_version(base, used)):
             if not used:
                 return  # No version is in use: the comparison of infos, which comes next, names the differences.
             advice = "serve this checkpoint under another --name, or stop the other workers first"
@@ -173,7 +164,7 @@ class VersionKeeper:
                 change()
         await asyncio.Event().wait()
 
-    async def _begin_change(self, registered: PublishedVersions) -> bool:
+    async def _begin_change(self, registered: wire.PublishedVersions) -> bool:
         """Take a turn if there is another version to serve; returns whether there is one."""
         newest = registered.newest_usable
         # A worker that must end does not take the turn: its drain may take minutes.
@@ -182,7 +173,7 @@ class VersionKeeper:
         number = newest.number
         if registered.chain()[-1:] != (newest,):
             reason = f"it changes version {newest.changes}, which is not the version before it"
-            await self._registry.decide(number, REFUSED + reason)
+            await self._registry.decide(number, wire.REFUSED + reason)
             await asyncio.sleep(_TURN_CHECK_S)  # If it was decided before, it stays as it is.
             return True
         failed, not_before = self._not_before
@@ -209,9 +200,9 @@ class VersionKeeper:
         self._waits_until = min(self._waits_until, now + self._settings.lease_s)
         if now < self._waits_until:
             for name in await scripts.read_infos(self._redis, self._keys):
-                base, number = split_name(name.decode("utf-8", "replace"))
+                base, number = wire.split_name(name.decode("utf-8", "replace"))
                 is_older = base == self.info.base and (number or 0) < self.info.version
-                if is_older and await self._count(name_of_version(base, number or 0)):
+                if is_older and await self._count(wire.name_of_version(base, number or 0)):
                     return True
         self._waits_until = math.inf
         return False
@@ -240,7 +231,7 @@ class VersionKeeper:
     @property
     def next_name(self) -> str:
         """The name under which this worker will serve the next version."""
-        return name_of_version(self.info.base, self.next[-1].number) if self.next else self.info.name
+        return wire.name_of_version(self.info.base, self.next[-1].number) if self.next else self.info.name
 
     async def change(self, opened: Opened) -> Opened:
         """Load the next version, and refuse it if it cannot be served; returns the backend's properties then.
@@ -273,7 +264,7 @@ class VersionKeeper:
             reason, has_changed = first_line(error), isinstance(error, _Unservable)
         is_served = await self._decide(chain[-1], reason)
         for version in chain[:-1] if is_served else ():  # Workers that start load the served versions of a chain only.
-            await self._insist(partial(self._registry.decide, version.number, SERVED))
+            await self._insist(partial(self._registry.decide, version.number, wire.SERVED))
         if not is_served and has_changed:
             try:
                 await self._load(before, anew=True)
@@ -282,7 +273,7 @@ class VersionKeeper:
                 raise WorkerError(f"{text}: {error}") from error
         return opened._replace(info=self.info)
 
-    async def _decide(self, version: Version, reason: str) -> bool:
+    async def _decide(self, version: wire.Version, reason: str) -> bool:
         """Say that a version is served, or refused for a reason; returns whether this worker serves the version.
 
         The first decision counts. If others serve the version, and this worker cannot, it tries again after a lease.
@@ -291,13 +282,13 @@ class VersionKeeper:
         if reason and (registered := await self._insist(self._registry.read)).newest_usable != version:
             _log.warning(_NOT_SERVED, version.number, registered.reason(version.number) or reason)
             return False
-        state = f"{REFUSED}{reason}" if reason else SERVED
+        state = f"{wire.REFUSED}{reason}" if reason else wire.SERVED
         decided = await self._insist(partial(self._registry.decide, version.number, state))
-        if decided != SERVED:
-            _log.warning(_NOT_SERVED, version.number, decided.removeprefix(REFUSED))
+        if decided != wire.SERVED:
+            _log.warning(_NOT_SERVED, version.number, decided.removeprefix(wire.REFUSED))
         elif reason:
             self._note_failure(version, reason)
-        return decided == SERVED and not reason
+        return decided == wire.SERVED and not reason
 
     async def confirm(self) -> None:
         """Tell all that this worker has registered for its version."""
@@ -308,7 +299,7 @@ class VersionKeeper:
         """Point clients to this worker's version when they must use it, and restore a lost registry."""
         if not self._tensors:
             return
-        registered, mine, lost = await self._registry.read(), self.info.version, list[Version]()
+        registered, mine, lost = await self._registry.read(), self.info.version, list[wire.Version]()
         if registered.has_owner:
             needed = registered.chain(is_tried=False)
             lost = [version for version in await self._registry.renew(self._chain) if version in needed]
@@ -328,12 +319,12 @@ class VersionKeeper:
         self.is_used = used == mine
         if self.is_used:
             return
-        others = await self._count(name_of_version(base, used))
+        others = await self._count(wire.name_of_version(base, used))
         is_last = mine < used and not others and registered.newest <= mine
         if is_last or (mine > used and await self._count(self.info.name) >= others):
             await self._point(base, used, mine)
 
-    async def _restore(self, lost: Collection[Version]) -> None:
+    async def _restore(self, lost: Collection[wire.Version]) -> None:
         """Add the versions of this worker's weights to the registry again, each after its file; store `lost` files."""
         with suppress(RedisError, OSError):  # The next call of `keep` tries again.
             for version in self._chain:
@@ -347,7 +338,7 @@ class VersionKeeper:
                     await self._registry.store(version.nonce, index, memoryview(part))
                 if is_missing and not await self._registry.add(version):
                     return  # Another publisher or worker was faster.
-                await self._registry.decide(version.number, SERVED)
+                await self._registry.decide(version.number, wire.SERVED)
 
     async def _end_restoring(self) -> None:
         if self._restoring is not None:
@@ -356,9 +347,9 @@ class VersionKeeper:
     async def _point(self, base: str, used: int, number: int) -> None:
         """Have clients use a version, if they still use the version `used`."""
         values = [str(version).encode() if version else b"" for version in (used, number)]
-        if not await scripts.SWAP(self._redis, [self._keys.models()], [pointer_of(base), *values]):
+        if not await scripts.SWAP(self._redis, [self._keys.models()], [wire.pointer_of(base), *values]):
             return
-        for keys in await self._partitions_of(name_of_version(base, used)):
+        for keys in await self._partitions_of(wire.name_of_version(base, used)):
             await self._redis.xadd(keys.moved, {"to": number}, maxlen=1)
             await self._redis.pexpire(keys.moved, _MOVED_TTL_MS)
 
@@ -371,7 +362,7 @@ class VersionKeeper:
         packed = (await scripts.read_infos(self._redis, self._keys, name)).get(name.encode(), b"")
         return [self._keys.model(name, number) for number in partitions_in(packed)]
 
-    async def _load(self, chain: tuple[Version, ...], *, anew: bool = False) -> None:
+    async def _load(self, chain: tuple[wire.Version, ...], *, anew: bool = False) -> None:
         """Load the weights that the files of `chain` make; with `anew`, after a load that failed half-way.
 
         Raises:
@@ -394,7 +385,7 @@ class VersionKeeper:
         for nonce in [nonce for nonce in self._files if nonce not in nonces]:
             self._files.pop(nonce).cleanup()
 
-    async def _path(self, version: Version) -> Path:
+    async def _path(self, version: wire.Version) -> Path:
         """The files of a version on this machine, which are fetched from the pool if it stores them.
 
         Raises:
@@ -414,7 +405,7 @@ class VersionKeeper:
             raise SettingsError(f"weights: {reason}: write each version to a place of its own")
         return path
 
-    async def _fetch(self, version: Version) -> LockedFolder:
+    async def _fetch(self, version: wire.Version) -> LockedFolder:
         """Copy the files of a version to a new folder, which the next worker removes if this one is killed."""
         try:
             folder = await asyncio.to_thread(locked_folder, "lmpool-weights-", Path(tempfile.gettempdir()))
@@ -460,7 +451,7 @@ class VersionKeeper:
         await self._reader.aclose()
 
 
-def _parts(chain: tuple[Version, ...]) -> tuple[Version | None, tuple[Version, ...]]:
+def _parts(chain: tuple[wire.Version, ...]) -> tuple[wire.Version | None, tuple[wire.Version, ...]]:
     """The full version of a chain, or None for version 0, and the sparse versions."""
     return (chain[0], chain[1:]) if chain and not chain[0].is_sparse else (None, chain)
 
@@ -495,8 +486,8 @@ def _outside(source: str, roots: Sequence[str]) -> SettingsError:
 
 def _read_part(folder: Path, index: int) -> bytes:
     with (folder / _STORED_FILE).open("rb") as file:
-        file.seek(index * CHUNK_BYTES)
-        return file.read(CHUNK_BYTES)
+        file.seek(index * wire.CHUNK_BYTES)
+        return file.read(wire.CHUNK_BYTES)
 
 
 # The functions below run in the backend's thread.

@@ -49,8 +49,7 @@ STALE_S = 1.0
 
 # Errors for which a worker refuses a job.
 _REFUSALS = (InvalidPrompt, ModelMismatch, ProtocolError, SourceMissing, UnknownAdapter)
-# Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
-_MAX_MS_DIGITS = 15
+_MAX_MS_DIGITS = 15  # Max digits of a number of milliseconds in an entry; a longer number counts as infinite.
 _INFINITE_MS = 10**_MAX_MS_DIGITS
 
 

@@ -34,15 +34,12 @@ Digests = Collection[bytes]
 
 _log = logging.getLogger("lmpool.worker")
 
-# Max dead letters of a model; beyond this number, the oldest dead letters are dropped.
-_DEAD_CAP = 10_000
+_DEAD_CAP = 10_000  # Max dead letters of a model; beyond this number, the oldest dead letters are dropped.
 _MAX_PAUSE_S = 2.0  # Max seconds between two tries to use a server that does not answer.
 # Lifetime in ms of the mark that a prompt has ended; in a Redis cluster, scripts cannot check whether a row is stored.
 _MARK_MS = 10_000
-# Max tries in a row, each without progress, to store rows that a full server evicts at once.
-_MAX_FRUITLESS_TRIES = 6
-# Factor by which fewer rows are stored at once after an eviction.
-_EVICTION_BACKOFF = 4
+_MAX_FRUITLESS_TRIES = 6  # Max tries in a row, each without progress, to store rows that a full server evicts at once.
+_EVICTION_BACKOFF = 4  # Factor by which fewer rows are stored at once after an eviction.
 
 
 class Carried(NamedTuple):

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ class HfBackend(EngineBackend):
         )
         self._limit = batching.BatchLimit(settings.max_batch)
         least = batching.MIN_BULK_TOKENS_CPU if is_cpu else batching.MIN_BULK_TOKENS
-        self._bulk_limit = batching.BulkLimit(self._rules.chunk, least, self._rules.tokens)
+        bulk_limit = partial(batching.BulkLimit, self._rules.chunk, least, self._rules.tokens)
+        self._bulk_limit = bulk_limit()
         self._bulk_rules = self._rules
         self._shorter_went_first = False
         self._head, self._is_exact_head = hf_model.find_head(model, vocab_size)
@@ -144,8 +146,10 @@ class HfBackend(EngineBackend):
             positions=True,
             gguf_file=settings.gguf_file or "",
         )
+        # Forget the prompts of the checks, which no client has requested.
+        self._bulk_limit = bulk_limit()
         if self._pool is not None:
-            self._pool.clear()  # No client has requested the prompts of the checks.
+            self._pool.clear()
 
     def submit(self, jobs: Iterable[BackendJob]) -> None:
         """Accept jobs. Two jobs with one digest are computed once, with interactive priority unless both are bulk."""

@@ -14,14 +14,11 @@ from lmpool.workers.execution.yielding import PATIENCE_STEPS, QUIET_S
 PREFILL = "prefill"
 """Kind of a chunk that returns no result, and only fills the KV pool for the next chunk of the same prompt."""
 
-# Bytes of a token id (uint32).
-_ID_BYTES = 4
-# Max padding tokens that every batch may have: this padding costs less time than a second forward.
-_FREE_PADDING = 64
+_ID_BYTES = 4  # Bytes of a token id (uint32).
+_FREE_PADDING = 64  # Max padding tokens that every batch may have: this padding costs less time than a second forward.
 # Min uncached tokens that prompts must share for one of them to run first, so that these tokens are computed once.
 _MIN_SHARED = 32
-# A prompt may run before an older prompt that has at least this many times as many tokens left.
-_SHORTER_FACTOR = 4
+_SHORTER_FACTOR = 4  # A prompt may run before an older prompt that has at least this many times as many tokens left.
 # Number of full batches after which the limit on prompts per batch, halved when memory ran out, is doubled again.
 _STEPS_TO_GROW = 32
 
@@ -33,8 +30,7 @@ MIN_BULK_TOKENS_CPU, MIN_BULK_TOKENS = 16, 256
 
 # Factor by which the token limit of bulk steps grows after a bulk step that took less time than allowed.
 _GROWTH = 1.25
-# Number of interactive steps over which their duration is averaged if steps become longer.
-_AVERAGED_STEPS = 8
+_AVERAGED_STEPS = 8  # Number of interactive steps over which their duration is averaged if steps become longer.
 
 
 @dataclass(slots=True)

@@ -34,22 +34,17 @@ Prompts: TypeAlias = Sequence[Sequence[int]]  # Token ids of each prompt.
 
 # Stamp of empty slots and of slots in use: above all other stamps, so that these slots are not chosen for eviction.
 _NEVER = np.iinfo(np.int64).max
-# Number of low bits of a stamp, which hold the depth of the slot's token in its prompt.
-_DEPTH_BITS = 32
+_DEPTH_BITS = 32  # Number of low bits of a stamp, which hold the depth of the slot's token in its prompt.
 # Host memory in bytes for the bookkeeping of one slot; in tiny models, a slot's keys and values take less memory.
 _BOOKKEEPING_BYTES = 256
-# Max bytes copied into the pool at once, so that the buffer stays in the CPU's cache.
-_COPY_BYTES = 1 << 23
-# Bytes of a token id (uint32).
-_ID_BYTES = 4
-# Number of last tokens of a recent prompt that are the key to look it up.
-_KEY_TOKENS = 16
+_COPY_BYTES = 1 << 23  # Max bytes copied into the pool at once, so that the buffer stays in the CPU's cache.
+_ID_BYTES = 4  # Bytes of a token id (uint32).
+_KEY_TOKENS = 16  # Number of last tokens of a recent prompt that are the key to look it up.
 # Min tokens of a prompt that is remembered: a shorter prompt is matched token by token fast enough.
 _MIN_RECENT_TOKENS = 64
 # Max new tokens of a prompt that extends a remembered prompt: clients append one or a few tokens at a time.
 _MAX_APPENDED_TOKENS = 8
-# Max tokens of all remembered prompts together; each token takes 12 bytes.
-_MAX_REMEMBERED_TOKENS = 1 << 20
+_MAX_REMEMBERED_TOKENS = 1 << 20  # Max tokens of all remembered prompts together; each token takes 12 bytes.
 
 
 def new_path() -> Path:

@@ -30,13 +30,11 @@ from lmpool.workers.backends.output_head import OutputHead
 from lmpool.workers.backends.row_encoder import log_threads, pick_device
 from lmpool.workers.backends.settings import HfSettings
 
-# Max tokens of a prompt for a model whose config states no limit.
-_UNLIMITED = 1 << 20
+_UNLIMITED = 1 << 20  # Max tokens of a prompt for a model whose config states no limit.
 # Config fields that may state the max tokens of a prompt, in the order in which they are read.
 LIMITS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx", "seq_length")
 
-# Tokens of the longest prompt that the checks run, unless a sliding window needs a longer prompt.
-_CHECK_TOKENS = 24
+_CHECK_TOKENS = 24  # Tokens of the longest prompt that the checks run, unless a sliding window needs a longer prompt.
 # Max tokens of a sliding window whose effect the checks test: longer prompts would take too long at every start.
 _LONGEST_WINDOW = 1024
 
@@ -50,8 +48,7 @@ EAGER = "eager"
 _LEFT_OUT = ("attn_logit_softcapping",)
 # Min number of a tensor's elements that the digest includes one by one; of a smaller tensor, it includes all.
 _SAMPLES = 1024
-# Max elements of a tensor that are summed at once: as int64 numbers, these elements take 128 MiB.
-_CHUNK = 1 << 24
+_CHUNK = 1 << 24  # Max elements of a tensor that are summed at once: as int64 numbers, these elements take 128 MiB.
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _ROUNDING = 1e-6  # Largest difference of float32 logits that count as the same, as a share of their deviation.

@@ -21,10 +21,8 @@ from lmpool.workers.backends.lora import check_adapter
 from lmpool.workers.backends.reference import DIGEST, ReferenceRows, advice, folder_of
 from lmpool.workers.backends.settings import HfSettings
 
-# Tokens of the prompts; one more prompt is longer than a sliding window.
-_LENGTHS = (2, 8, 40, 200)
-# Max tokens of a sliding window that a prompt exceeds: a longer prompt would take minutes on a CPU.
-_MAX_WINDOW = 4096
+_LENGTHS = (2, 8, 40, 200)  # Tokens of the prompts; one more prompt is longer than a sliding window.
+_MAX_WINDOW = 4096  # Max tokens of a sliding window that a prompt exceeds: a longer prompt would take minutes on a CPU.
 # Exceptions of transformers for broken checkpoints, missing packages and unknown architectures.
 _ERRORS = (OSError, ValueError, ImportError, KeyError, RuntimeError, AttributeError, TypeError)
 

@@ -130,8 +130,10 @@ class SglangBackend(EngineBackend):
     def _launch(self) -> SglangEngine:
         """Import SGLang and start its engine; sets `device` and `_revision`."""
         settings, folder = self._settings, self._folder
-        sources = settings.adapter_folders.values()
-        adapters = [plain_adapter(lora.check_adapter(source, folder), folder)[1] for source in sources]
+        adapters = list[dict[str, Any]]()
+        for source in settings.adapter_folders.values():
+            with lora.reading(source):
+                adapters.append(plain_adapter(lora.check_adapter(source, folder), folder)[1])
         device = str(pick_device(str(parse_engine_args(settings.engine_args).get("device", settings.device))))
         for name, value in LOOPBACK.items():
             os.environ.setdefault(name, value)
