@@ -55,7 +55,6 @@ _NOTICED_S = 6.0  # Seconds in which clients notice the workers of a partition, 
 _TRAVEL_S = 0.005  # Seconds in which a request reaches the queue while workers compute other prompts.
 # Factor for several workers: while one computes its lane, others may compute more than their mean number of prompts.
 _LAG = 1.3
-_WITHOUT_WORKERS = 128  # As in lanes.lua: max prompts in the streams while no worker serves, in the order of arrival.
 _BULK = 20  # Prompts of bulk clients that a worker may take before the request's prompts.
 _MAX_TRIES = 3  # Workers that a version may end before it is refused.
 _MAX_VIOLATIONS = 20  # Violations that a result lists; the log has all.
@@ -180,12 +179,13 @@ class Oracle:
             return
         # Prompts that wait for the first worker, or until their client has found the model, are sent together later.
         # Prompts that a full queue refused are sent again in any order.
-        slots = plan.workers * plan.batch
-        shared_at = self.world.served_at + _WITHOUT_WORKERS / slots * mean(plan.step_s)
-        if not request.had_model or request.began < shared_at or plan.queue_limit < plan.requests:
+        if not request.had_model or request.began < self.world.served_at or plan.queue_limit < plan.requests:
             return
         share = len(plan.clients) * request.ahead * (_GENERATED if "generate" in plan.weights else 1)
+        slots = plan.workers * plan.batch
         bound = share + _STREAM_BATCHES * slots + _BULK + slots * _TRAVEL_S / mean(plan.step_s)
+        # Up to 128 prompts get into the streams while no worker serves. They are computed first.
+        bound += self.world.streamed
         # Other workers may first compute later prompts, of this client and of others.
         bound *= _LAG if plan.workers > 1 else 1
         if (count := self._steps_of_others(request.client) - request.steps) > bound:

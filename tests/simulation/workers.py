@@ -105,6 +105,8 @@ class SimulatedWorker:
         draining = self.world.oracle.draining
         if not any(other.info for other in self.world.workers if other is not self and other.process not in draining):
             self.world.served_at = self.world.loop.time()
+            jobs = self.world.server.live().get(b"lmpool:{model}:jobs")
+            self.world.streamed = len(jobs.value) if jobs is not None else 0
         self.world.has_served.set()
 
     @property

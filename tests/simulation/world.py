@@ -63,6 +63,7 @@ class World:
         restarting: held while the server restarts.
         all_sent: set when all clients have sent their requests, and all changes are over.
         served_at: virtual time at which a worker last began to serve while no other one served.
+        streamed: number of prompts in the shared stream at this time.
         has_served: set when the first worker serves.
         adapters: number of adapters that were put in service.
     """
@@ -74,7 +75,7 @@ class World:
         self.server = SimulatedServer(self.loop)
         self.oracle = Oracle(self)
         self.deadly = [(6, number) for number in range(plan.deadly)]
-        self.lost_keys = self.adapters = 0
+        self.lost_keys = self.adapters = self.streamed = 0
         self.set_back_s = 0.0
         self.healed_at: float | None = None
         self.full_at = self.disturbed_at = self.served_at = -math.inf
