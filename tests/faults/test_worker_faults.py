@@ -318,7 +318,7 @@ async def test_a_wrong_address_is_reported_before_the_model_is_loaded() -> None:
 # The worker's loop
 
 
-async def test_the_queue_of_a_worker_that_is_taken_for_dead_during_its_heartbeat_expires(
+async def test_the_queue_of_a_worker_whose_lease_expires_during_its_heartbeat_gets_a_lifetime(
     pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     redis, model = Server(pool.url).client(), pool.keys.model("syn")

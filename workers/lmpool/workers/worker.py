@@ -427,7 +427,8 @@ class Worker:
                     _log.warning(text, self.server.explain(error))
                     raise
             if beat.is_complete:
-                await serving.consumer.keep_queue()  # Before the info: a queue without an info must expire.
+                # Remove the queue's lifetime before the info is checked: without an info, the queue must expire.
+                await serving.consumer.keep_queue()
                 await serving.heartbeat.keep_info()
                 if not serving.info.is_trie:
                     await serving.adapters.renew()

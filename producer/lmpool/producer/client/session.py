@@ -308,7 +308,8 @@ class Session(Requester):
                             self._change_model(served)
                         else:
                             await self._reload_info()
-                    await asyncio.sleep(wait * (self.info.version < number))
+                    if self.info.version < number:
+                        await asyncio.sleep(wait)
         except errors.DeadlineExceeded as late:
             text = f"no worker has served version {number} of {self.info.base!r} within {deadline.seconds:g} s"
             raise errors.DeadlineExceeded(f"{text}: clients use version {self.info.version}") from late
