@@ -273,7 +273,8 @@ class Heartbeat:
         differences, other = _compare(self.info, seen)
         # Compare fingerprints, not infos: another worker with a different lease may have written the info.
         is_last = for_good and other is not None and not differences and not await self._serving(other, seen)
-        # If this worker's lease expired, another worker may have removed the info, and this one the queue's lifetime since.
+        # After this worker's lease had expired, another worker may have removed the info. If this worker has removed
+        # the lifetime of the queue since, the queue needs a lifetime again.
         if is_last or not seen:
             await self._forget(self.info.name, seen, b"", *self.info.partitions, self.partition)
 
